@@ -1,0 +1,123 @@
+"""djinn_client: sessions of the models that djinnd holds.
+
+    import djinn_client as djinn
+
+    with djinn.Session("djinn-tiny") as s:
+        print(s.generate("def fibonacci(", max_tokens=32).text)
+        for piece in s.stream(max_tokens=16):
+            print(piece.text, end="")
+
+asyncio, numpy and torch are imported when something that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from djinn_client.client import Session, Stream, attach
+from djinn_client.control import Client, close, load, models, sessions, status, unload
+from djinn_client.errors import (
+    ConnectionLost,
+    DjinnError,
+    EngineLost,
+    FrameTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    ModelRejected,
+    NotFound,
+    NoTokenizer,
+    NotPermitted,
+    OutOfMemory,
+    PromptTooLong,
+    ProtocolError,
+    Retry,
+    SessionBusy,
+    SessionNotFound,
+    ShuttingDown,
+    TokenOutOfRange,
+    VersionMismatch,
+)
+from djinn_client.options import GenerateOptions
+from djinn_client.protocol import (
+    DeviceInfo,
+    Generated,
+    Logprobs,
+    ModelInfo,
+    Piece,
+    Progress,
+    SessionInfo,
+    StatusReply,
+    Timings,
+    Usage,
+)
+from djinn_client.version import __version__
+
+if TYPE_CHECKING:
+    from djinn_client.aio import AsyncSession, AsyncStream, attach_async
+    from djinn_client.tensors import as_torch
+
+__all__ = [
+    "AsyncSession",
+    "AsyncStream",
+    "Client",
+    "ConnectionLost",
+    "DeviceInfo",
+    "DjinnError",
+    "EngineLost",
+    "FrameTooLarge",
+    "GenerateOptions",
+    "Generated",
+    "InvalidRequest",
+    "Logprobs",
+    "ModelInfo",
+    "ModelNotFound",
+    "ModelRejected",
+    "NoTokenizer",
+    "NotFound",
+    "NotPermitted",
+    "OutOfMemory",
+    "Piece",
+    "Progress",
+    "PromptTooLong",
+    "ProtocolError",
+    "Retry",
+    "Session",
+    "SessionBusy",
+    "SessionInfo",
+    "SessionNotFound",
+    "ShuttingDown",
+    "StatusReply",
+    "Stream",
+    "Timings",
+    "TokenOutOfRange",
+    "Usage",
+    "VersionMismatch",
+    "__version__",
+    "as_torch",
+    "attach",
+    "attach_async",
+    "close",
+    "load",
+    "models",
+    "sessions",
+    "status",
+    "unload",
+]
+
+_LATER = {
+    "AsyncSession": "djinn_client.aio",
+    "AsyncStream": "djinn_client.aio",
+    "attach_async": "djinn_client.aio",
+    "as_torch": "djinn_client.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

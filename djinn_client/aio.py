@@ -1,0 +1,176 @@
+"""The asyncio client: the same steps, waited for through the running loop's readiness callbacks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from djinn_client.connection import OnProgress
+from djinn_client.errors import DjinnError
+from djinn_client.options import GenerateOptions
+from djinn_client.protocol import Class, Generated, Piece, SessionInfo
+from djinn_client.session import SessionSteps, StreamSteps
+from djinn_client.steps import PAUSE_S, Steps, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any, Self, Unpack
+
+    import numpy as np
+    import numpy.typing as npt
+
+T = TypeVar("T")
+
+
+async def run(steps: Steps[T]) -> T:
+    """Runs the steps to their end in this task and returns what they return."""
+    try:
+        while True:
+            await _wait(next(steps))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        steps.close()
+
+
+async def _wait(wait: Wait) -> None:
+    if wait.what == "pause":
+        await asyncio.sleep(PAUSE_S)
+        return
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    reading = wait.what == "read"
+    (loop.add_reader if reading else loop.add_writer)(wait.fd, _wake, ready)
+    try:
+        await ready
+    finally:
+        (loop.remove_reader if reading else loop.remove_writer)(wait.fd)
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+class AsyncSession:
+    """`Session` for asyncio: the same calls, awaited.
+
+        async with djinn.AsyncSession("djinn-tiny") as s:
+            async for piece in s.stream("def fibonacci(", max_tokens=32):
+                print(piece.text, end="")
+
+    The session is opened by `async with`, or by awaiting open(). Cancelling a task that waits in a call stops the work
+    in the daemon within one step, and the session stays usable. A second call while one runs raises SessionBusy.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        priority: Class = "interactive",
+        address: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._steps = SessionSteps(address)
+        self._opening = partial(self._steps.open, model, priority, on_progress)
+
+    async def open(self) -> Self:
+        """Opens the session unless it is open. Raises what `Session` raises."""
+        await run(self._opening())
+        return self
+
+    @property
+    def id(self) -> str:
+        return self._steps.info.id
+
+    @property
+    def info(self) -> SessionInfo:
+        """What the daemon said when the session was opened or attached."""
+        return self._steps.info
+
+    @property
+    def token_ids(self) -> Coroutine[Any, Any, list[int]]:
+        """`await s.token_ids`: the session's tokens, prompt and output, as the daemon has them now."""
+        return run(self._steps.token_ids())
+
+    async def generate(
+        self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generated:
+        """See Session.generate."""
+        return await run(self._steps.generate(prompt, options))
+
+    def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """See Session.stream."""
+        return AsyncStream(self._steps.stream(prompt, options))
+
+    async def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
+        """See Session.forward."""
+        return await run(self._steps.forward(token_ids))
+
+    async def truncate(self, length: int) -> None:
+        """See Session.truncate."""
+        await run(self._steps.truncate(length))
+
+    async def close(self) -> None:
+        """See Session.close."""
+        await run(self._steps.close())
+
+    async def detach(self) -> None:
+        """See Session.detach."""
+        self._steps.detach()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(*(() if error is None else (DjinnError,))):  # what happened first is what the caller must see
+            await self.close()
+
+
+class AsyncStream:
+    """`Stream` for asyncio. Closing needs no await: it is one message to the daemon."""
+
+    def __init__(self, steps: StreamSteps) -> None:
+        self._steps = steps
+
+    @property
+    def result(self) -> Generated:
+        """Raises InvalidRequest where the stream was not read to its end."""
+        return self._steps.result
+
+    def close(self) -> None:
+        self._steps.close()
+
+    async def aclose(self) -> None:
+        """close(), under the name that contextlib.aclosing() calls."""
+        self._steps.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        piece = await run(self._steps.next())
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+
+async def attach_async(session: str, *, address: str | None = None) -> AsyncSession:
+    """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
+    attached = AsyncSession.__new__(AsyncSession)
+    attached._steps = SessionSteps(address)
+    attached._opening = partial(attached._steps.attach, session)
+    return await attached.open()

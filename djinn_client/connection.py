@@ -1,0 +1,205 @@
+"""A connection to the daemon: a non-blocking Unix socket and an Exchange, in steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+from djinn_client.address import PATH_LIMIT, candidates, unreachable
+from djinn_client.errors import ConnectionLost, DjinnError, ProtocolError, from_code
+from djinn_client.exchange import Delivery, Exchange, close_all
+from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Welcome
+from djinn_client.steps import Steps, Wait
+from djinn_client.version import __version__
+
+CHUNK = 64 << 10  # bytes asked of the socket at once
+FDS_SPACE = socket.CMSG_LEN(MAX_FDS * struct.calcsize("i"))
+
+OnProgress = Callable[[Progress], None]
+R = TypeVar("R", bound=Reply)
+
+
+class Answer(NamedTuple, Generic[R]):
+    """A final reply and its descriptors, which the caller owns."""
+
+    message: R
+    fds: list[int]
+
+
+class Connection:
+    """One request at a time. Whatever may have torn the stream of bytes (an error of the socket or the protocol, an
+    interrupt inside a step) closes the connection, and a closed one stays closed."""
+
+    welcome: Welcome  # set by connect()
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        sock.setblocking(False)
+        self.address = address
+        self._socket = sock
+        self._exchange = Exchange()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def close(self) -> None:
+        self._socket.close()
+        self._exchange.close()
+
+    def call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Answer[R]]:
+        """Sends the request and returns its final reply; given up when the caller stops or `on_progress` raises.
+
+        Raises the error of a Failure; ConnectionLost; ProtocolError for a reply of another kind than `expected`.
+        """
+        try:
+            yield from self.start(request)
+            while True:
+                delivery = yield from self.receive()
+                if not isinstance(delivery.message, Progress):
+                    break
+                if on_progress is not None:
+                    on_progress(delivery.message)
+        except BaseException:
+            self.give_up()
+            raise
+        if isinstance(delivery.message, expected):
+            return Answer(delivery.message, delivery.fds)
+        close_all(delivery.fds)
+        raise self.unexpected(delivery)
+
+    def start(self, request: Request) -> Steps[None]:
+        """Sends the request. What is still in flight has no reader any more and is given up; its last reply is awaited.
+
+        Raises InvalidRequest for a number that the wire cannot carry, FrameTooLarge, ConnectionLost.
+        """
+        self.give_up()
+        while self._next() is None and not self._exchange.settled:
+            yield Wait("read", self._socket.fileno())
+            self._read()
+        yield from self._send(request)
+
+    def receive(self) -> Steps[Delivery]:
+        """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
+        while (delivery := self._next()) is None:
+            yield Wait("read", self._socket.fileno())
+            self._read()
+        if isinstance(delivery.message, Failure):
+            raise from_code(delivery.message.code, delivery.message.message, delivery.message.data)
+        return delivery
+
+    def give_up(self) -> None:
+        """Ends the request in flight, if there is one, without waiting: one message, and the daemon stops its work."""
+        with self._closing_on_error():
+            frame = self._exchange.give_up()
+            if not frame or self.closed:
+                return
+            try:
+                sent = self._socket.send(frame, socket.MSG_NOSIGNAL)
+            except OSError:
+                sent = 0
+            if sent < len(frame):
+                self.close()
+
+    def unexpected(self, delivery: Delivery) -> ProtocolError:
+        """Closes the connection; the error for a reply that does not fit its request."""
+        self.close()
+        return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
+
+    def _send(self, request: Request) -> Steps[None]:
+        try:
+            rest = memoryview(self._exchange.start(request))
+            while rest:
+                try:
+                    rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    yield Wait("write", self._socket.fileno())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # why the daemon hung up may be waiting to be read
+        except DjinnError:
+            raise  # nothing was sent
+        except BaseException:
+            self.close()  # after a part of a frame nothing else can follow
+            raise
+
+    def _read(self) -> None:
+        with self._closing_on_error():
+            try:
+                data, passed, flags, _ = self._socket.recvmsg(CHUNK, FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ConnectionLost(f"the connection to {self.address} broke: {error.strerror}") from error
+            self._exchange.receive(data, _descriptors(passed))
+            if flags & socket.MSG_CTRUNC:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise ConnectionLost(f"no room for a file descriptor: this process may open {limit}; `ulimit -n` more")
+            if not data:
+                where = "in the middle of a message" if self._exchange.truncated else "before it had answered"
+                raise ConnectionLost(f"the daemon at {self.address} closed the connection {where}")
+
+    def _next(self) -> Delivery | None:
+        with self._closing_on_error():
+            return self._exchange.next_reply()
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
+    """Those in the ancillary data of recvmsg. (socket.recv_fds forgets its flags, and with them close-on-exec.)"""
+    size = struct.calcsize("i")
+    return [
+        fd
+        for level, kind, data in passed
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % size])
+    ]
+
+
+def connect(address: str | None = None) -> Steps[Connection]:
+    """Connects and introduces itself. `address` is a socket's path; None: see `candidates`.
+
+    Raises ConnectionLost with the remedy where nobody answers; VersionMismatch.
+    """
+    failures: list[tuple[str, OSError]] = []
+    for path in candidates(address):
+        try:
+            connection = Connection((yield from _reach(path)), path)
+        except OSError as error:
+            failures.append((path, error))
+            continue
+        try:
+            hello = Hello(id=0, client=f"djinn_client {__version__}")
+            connection.welcome = (yield from connection.call(hello, Welcome)).message
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+    raise unreachable(failures)
+
+
+def _reach(path: str) -> Steps[socket.socket]:
+    if len(os.fsencode(path)) > PATH_LIMIT:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        while True:
+            try:
+                sock.connect(path)
+                return sock
+            except BlockingIOError:  # the backlog is full; for Unix sockets no event tells when it has room again
+                yield Wait("pause")
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,121 @@
+"""The errors a caller can meet, as a tree. Each has a code that travels on the wire and a class that is raised.
+
+    DjinnError
+    ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
+    ├── ProtocolError           bytes that are not our protocol
+    │   ├── FrameTooLarge
+    │   └── VersionMismatch
+    ├── InvalidRequest          the caller's fault: change the call
+    │   ├── PromptTooLong
+    │   ├── TokenOutOfRange
+    │   └── NoTokenizer
+    ├── NotFound
+    │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
+    │   └── ModelNotFound
+    ├── NotPermitted            the caller may not do this
+    ├── SessionBusy             one call at a time on a session
+    ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
+    ├── OutOfMemory             it does not fit: the message has the figures
+    └── Retry                   not the caller's fault: the same call may work in a moment
+        ├── EngineLost          the engine died; a new one is being started
+        └── ShuttingDown
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class DjinnError(Exception):
+    """Base of all errors. `code` names the class on the wire; `data` holds the figures of the message."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, /, **data: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.data = data
+
+
+class ConnectionLost(DjinnError):
+    code = "connection_lost"
+
+
+class ProtocolError(DjinnError):
+    code = "protocol_error"
+
+
+class FrameTooLarge(ProtocolError):
+    code = "frame_too_large"
+
+
+class VersionMismatch(ProtocolError):
+    code = "version_mismatch"
+
+
+class InvalidRequest(DjinnError):
+    code = "invalid_request"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "prompt_too_long"
+
+
+class TokenOutOfRange(InvalidRequest):
+    code = "token_out_of_range"
+
+
+class NoTokenizer(InvalidRequest):
+    code = "no_tokenizer"
+
+
+class NotFound(DjinnError):
+    code = "not_found"
+
+
+class SessionNotFound(NotFound):
+    code = "session_not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class NotPermitted(DjinnError):
+    code = "not_permitted"
+
+
+class SessionBusy(DjinnError):
+    code = "session_busy"
+
+
+class ModelRejected(DjinnError):
+    code = "model_rejected"
+
+
+class OutOfMemory(DjinnError):
+    code = "out_of_memory"
+
+
+class Retry(DjinnError):
+    code = "retry"
+
+
+class EngineLost(Retry):
+    code = "engine_lost"
+
+
+class ShuttingDown(Retry):
+    code = "shutting_down"
+
+
+def _tree(cls: type[DjinnError]) -> list[type[DjinnError]]:
+    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _tree(sub))]
+
+
+_BY_CODE = {cls.code: cls for cls in _tree(DjinnError)}
+
+
+def from_code(code: str, message: str, data: dict[str, Any]) -> DjinnError:
+    """The error that a `Failure` on the wire stands for; a code of a newer daemon becomes the base class."""
+    return _BY_CODE.get(code, DjinnError)(message, **data)

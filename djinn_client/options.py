@@ -1,0 +1,96 @@
+"""What callers write, as requests: keyword arguments in, a checked message out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
+
+from djinn_client.errors import InvalidRequest, TokenOutOfRange
+from djinn_client.protocol import Generate, Request, Sampling
+
+R = TypeVar("R", bound=Request)
+
+TOKEN_LIMIT = 1 << 31
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `generate` and `stream`.
+
+    max_tokens           at most so many new tokens; default 256
+    temperature          0 (the default) is greedy; sampling draws from softmax(logits / temperature)
+    top_k                only the k likeliest tokens; 0 (the default) is off
+    top_p                only the likeliest tokens that together have this probability; 1 (the default) is off
+                         (nucleus sampling, Holtzman et al. 2020)
+    min_p                only tokens with at least this part of the likeliest one's probability; 0 (the default) is off
+                         (Nguyen et al. 2024)
+    repetition_penalty   1 (the default) is off; tokens of prompt and output (CTRL, Keskar et al. 2019)
+    presence_penalty     0 (the default) is off; taken from the logits of tokens in the output
+    seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
+    stop                 strings that end the output; the one that ended it is not part of the text
+    stop_token_ids       tokens that end the output
+    ignore_eos           go on after the model's own end token
+    logprobs             None (the default) is off; n: natural-log probability of each chosen token and the n likeliest
+    """
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Iterable[int]
+    ignore_eos: bool
+    logprobs: int | None
+
+
+_SAMPLING = frozenset(Sampling.__struct_fields__)
+
+
+def generate_request(
+    session: str, prompt: str | Iterable[int] | None, options: GenerateOptions, *, stream: bool
+) -> Generate:
+    """Raises TypeError for an option that does not exist, InvalidRequest for one of the wrong type."""
+    fields: dict[str, Any] = dict(options)
+    if unknown := sorted(fields.keys() - GenerateOptions.__annotations__.keys()):
+        raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(GenerateOptions.__annotations__)}")
+    sampling = {name: fields.pop(name) for name in _SAMPLING & fields.keys()}
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = token_ids(fields["stop_token_ids"])
+    if isinstance(prompt, str):
+        fields["text"] = prompt
+    elif prompt is not None:
+        fields["token_ids"] = token_ids(prompt)
+    return build(Generate, session=session, sampling=sampling, stream=stream, **fields)
+
+
+def token_ids(tokens: Iterable[Any]) -> list[int]:
+    """One row of token ids as a list, from any iterable of integers or a 1-D array or tensor.
+
+    Raises InvalidRequest for anything else (nested rows, floats), TokenOutOfRange for an id that is none in any model.
+    """
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    try:
+        ids = [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise InvalidRequest(f"token ids must be one row of integers: {error}", field="token_ids") from error
+    for place, token in enumerate(ids):
+        if not 0 <= token < TOKEN_LIMIT:
+            raise TokenOutOfRange(f"token {token} at position {place} is not a token id", token=token, position=place)
+    return ids
+
+
+def build(kind: type[R], **fields: Any) -> R:
+    """The request with these fields; its id is set when it is sent. Raises InvalidRequest where a type is wrong."""
+    try:
+        return msgspec.convert({"id": 0, "type": kind.__struct_config__.tag, **fields}, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{kind.__name__}: {error}") from error

@@ -1,0 +1,448 @@
+"""The wire contract: frames and messages, without any I/O. Both clients, the server and the fuzzer use this module.
+
+A connection is a stream of frames in both directions:
+
+    byte 0      2         3      4             8
+         ┌──────┬─────────┬──────┬─────────────┬──────────────────────────┐
+         │ "DJ" │ version │ fds  │ length (BE) │ payload: msgpack, typed  │
+         └──────┴─────────┴──────┴─────────────┴──────────────────────────┘
+
+`fds` says how many file descriptors travel with the frame (SCM_RIGHTS with the frame's first byte; never more than
+MAX_FDS). The first frame of a client is `Hello`. Every request carries an `id` chosen by the client; the server answers
+it with any number of `Progress` and `Piece` frames and then exactly one final reply: a result or a `Failure`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from djinn_client.errors import FrameTooLarge, InvalidRequest, ProtocolError, VersionMismatch
+
+VERSION = 1
+MAGIC = b"DJ"
+HEADER = struct.Struct(">2sBBI")
+MAX_FDS = 4
+MAX_REQUEST = 16 << 20  # bytes of a frame that a client may send
+MAX_REPLY = 256 << 20  # bytes of a frame that a server may send
+
+T = TypeVar("T")
+
+Class = Literal["interactive", "agent", "batch"]
+CLASSES: tuple[Class, ...] = ("interactive", "agent", "batch")
+FinishReason = Literal["length", "stop", "cancelled"]
+
+
+class Frame(msgspec.Struct, frozen=True):
+    payload: bytes
+    fds: int
+
+
+class FrameDecoder:
+    """Bytes in, frames out. After an error the stream cannot be resynchronised: the connection must be closed."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """Yields each frame that `data` completes.
+
+        Raises ProtocolError when the bytes are not a frame, VersionMismatch, or FrameTooLarge as soon as the header
+        that announces such a frame has come.
+        """
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            magic, version, fds, length = HEADER.unpack_from(self._buffer)
+            if magic != MAGIC:
+                raise ProtocolError(f"these bytes are not djinnd's protocol: {bytes(self._buffer[:8])!r}")
+            if version != VERSION:
+                raise VersionMismatch(
+                    f"the peer speaks protocol version {version}, this side speaks {VERSION}: update the older one",
+                    theirs=version,
+                    ours=VERSION,
+                )
+            if fds > MAX_FDS:
+                raise ProtocolError(f"a frame announces {fds} file descriptors, the limit is {MAX_FDS}")
+            if length > self.limit:
+                raise FrameTooLarge(
+                    f"a frame of {length:,} bytes is over the limit of {self.limit:,}", length=length, limit=self.limit
+                )
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            payload = bytes(memoryview(self._buffer)[HEADER.size : end])
+            del self._buffer[:end]
+            yield Frame(payload, fds)
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished frame; more than zero at end of stream means that the frame was truncated."""
+        return len(self._buffer)
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Temperature 0 is greedy; 0 or 1 switches the other limits off, as named."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off; prompt and output, as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # 0: off; output only
+    seed: int | None = None  # None: the daemon draws one
+
+    def validate(self) -> None:
+        """Raises InvalidRequest for a value outside its range; NaN is outside every range."""
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.01, 100.0),
+            ("presence_penalty", -100.0, 100.0),
+        ):
+            value = getattr(self, name)
+            if math.isnan(value) or not low <= value <= high:
+                raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}", field=name)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p is 0, which leaves no token; use temperature=0 for greedy", field="top_p")
+        if not 0 <= self.top_k < 1 << 31:
+            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (off) or a positive count", field="top_k")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise InvalidRequest(f"seed is {self.seed}; it must be from 0 to 2^63-1", field="seed")
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
+    id: int
+
+
+class Hello(Request, tag="hello"):
+    client: str = ""
+    token: str = ""  # remote listeners only
+
+
+class Ping(Request, tag="ping"):
+    pass
+
+
+class OpenSession(Request, tag="open"):
+    model: str
+    priority: Class = "interactive"
+
+
+class AttachSession(Request, tag="attach"):
+    session: str
+
+
+class CloseSession(Request, tag="close"):
+    session: str
+
+
+class Generate(Request, tag="generate"):
+    """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates."""
+
+    session: str
+    text: str | None = None
+    token_ids: list[TokenId] | None = None
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: list[str] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n likeliest
+    stream: bool = False  # Pieces as they come; otherwise only the final reply
+
+
+class Forward(Request, tag="forward"):
+    """Extends the session by the tokens and answers with the logits of each."""
+
+    session: str
+    token_ids: list[TokenId]
+
+
+class Truncate(Request, tag="truncate"):
+    session: str
+    length: int
+
+
+class GetTokens(Request, tag="tokens"):
+    session: str
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """One-way: ends the request `target` of this connection; its final reply says `cancelled`."""
+
+    target: int
+
+
+class GetStatus(Request, tag="status"):
+    check: bool = False  # audit the pools too; the final reply is a Failure where one is inconsistent
+
+
+class ListSessions(Request, tag="sessions"):
+    pass
+
+
+class ListModels(Request, tag="models"):
+    pass
+
+
+class LoadModel(Request, tag="load"):
+    """Answers with Progress until the model is there. `kv_bytes` 0: as the daemon sees fit."""
+
+    model: str
+    kv_bytes: int = 0
+
+
+class UnloadModel(Request, tag="unload"):
+    model: str
+    force: bool = False  # closes the sessions that use it
+
+
+ClientMessage = (
+    Hello
+    | Ping
+    | OpenSession
+    | AttachSession
+    | CloseSession
+    | Generate
+    | Forward
+    | Truncate
+    | GetTokens
+    | Cancel
+    | GetStatus
+    | ListSessions
+    | ListModels
+    | LoadModel
+    | UnloadModel
+)
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
+    id: int
+
+
+class Welcome(Reply, tag="welcome"):
+    version: str  # the daemon's, as `djinnctl version` prints it
+    user: int  # the uid that the daemon knows the caller by
+    admin: bool
+
+
+class Done(Reply, tag="done"):
+    """Final reply of a request that has nothing to tell."""
+
+
+class Failure(Reply, tag="failure"):
+    code: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class Progress(Reply, tag="progress"):
+    """Not final: how far a model's loading has come. `done` and `total` in bytes; 0 total where there is no measure."""
+
+    model: str
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Natural-log probabilities after temperature 1 and no penalty, for one generated token."""
+
+    token: float
+    top: dict[int, float] = {}
+
+
+class Piece(Reply, tag="piece"):
+    """Not final: text that has come, and the tokens it came with. Text lags behind where a character is unfinished
+    or a stop string may have begun."""
+
+    text: str
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0  # that this call brought
+    generated_tokens: int = 0
+    session_tokens: int = 0  # in the session after the call
+    computed_tokens: int = 0  # that the model ran for the prompt: less than the context where KV was kept
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds from the daemon's receipt of the call."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class Generated(Reply, tag="generated"):
+    """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: list[Logprobs] = []
+
+
+class Logits(Reply, tag="logits"):
+    """Final reply of Forward: float32 [tokens, vocab], row-major, in the memfd that travels with this frame (sealed
+    against shrinking and growing), or in `inline` for a peer that takes no descriptors."""
+
+    tokens: int
+    vocab: int
+    timings: Timings
+    inline: bytes | None = None
+
+
+class SessionInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    priority: Class
+    user: int
+    state: str  # idle, queued, running, held, detached
+    tokens: int
+    kv_tokens: int  # tokens whose KV is on the device
+    pages: int
+    age_s: float
+    idle_s: float
+    attached: int  # connections
+
+
+class SessionOpened(Reply, tag="session"):
+    session: SessionInfo
+
+
+class TokenIds(Reply, tag="token_ids"):
+    token_ids: list[int]
+
+
+class Sessions(Reply, tag="session_list"):
+    sessions: list[SessionInfo]
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    name: str
+    path: str
+    family: str = ""
+    state: str = ""  # available, loading, ready, failed
+    dtype: str = ""
+    parameters: int = 0
+    blocks: int = 0
+    vocab: int = 0
+    max_context: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    page_size: int = 0  # tokens
+    page_bytes: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    sessions: int = 0
+    error: str = ""
+
+
+class ModelReply(Reply, tag="model"):
+    model: ModelInfo
+
+
+class Models(Reply, tag="model_list"):
+    models: list[ModelInfo]
+
+
+class DeviceInfo(msgspec.Struct, kw_only=True):
+    name: str  # "cpu", "cuda:0"
+    description: str
+    budget_bytes: int
+    used_bytes: int
+    state: str  # starting, ready, lost
+    pid: int
+    restarts: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+
+
+class StatusReply(Reply, tag="status_reply"):
+    version: str
+    pid: int
+    uptime_s: float
+    address: str
+    state: str  # starting, ready, draining
+    devices: list[DeviceInfo]
+    models: list[ModelInfo]
+    sessions: dict[str, int]  # by class
+    requests_running: int
+    requests_queued: int
+    connections: int
+    arena_bytes: int  # POSIX shared memory that the daemon holds
+    integrity: list[str] = []  # findings, where a check was asked for
+
+
+ServerMessage = (
+    Welcome
+    | Done
+    | Failure
+    | Progress
+    | Piece
+    | Generated
+    | Logits
+    | SessionOpened
+    | TokenIds
+    | Sessions
+    | ModelReply
+    | Models
+    | StatusReply
+)
+Partial = Progress | Piece  # the replies that are not final
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+
+def encode(message: ClientMessage | ServerMessage, fds: int = 0) -> bytes:
+    """One frame, header and payload."""
+    payload = _encoder.encode(message)
+    return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
+
+
+def decode_request(payload: bytes) -> ClientMessage:
+    """Raises ProtocolError with msgspec's account of what is wrong and where."""
+    return _decode(_client_decoder, payload)
+
+
+def decode_reply(payload: bytes) -> ServerMessage:
+    return _decode(_server_decoder, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message that this side does not understand: {error}") from error
+
+
+def request_id_of(payload: bytes) -> int | None:
+    """The `id` of a request that did not decode, so that its sender can be told; None where there is none."""
+
+    class OnlyId(msgspec.Struct):
+        id: int
+
+    try:
+        return msgspec.msgpack.decode(payload, type=OnlyId).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

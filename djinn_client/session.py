@@ -1,0 +1,252 @@
+"""What a session does, in steps. `Session` and `AsyncSession` wait for them, each in its way, and add nothing else."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from djinn_client.connection import Answer, Connection, OnProgress, connect
+from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
+from djinn_client.exchange import Delivery
+from djinn_client.options import GenerateOptions, build, generate_request, token_ids
+from djinn_client.protocol import (
+    AttachSession,
+    CloseSession,
+    Done,
+    Forward,
+    Generate,
+    Generated,
+    GetTokens,
+    Logits,
+    OpenSession,
+    Piece,
+    Progress,
+    Reply,
+    Request,
+    SessionInfo,
+    SessionOpened,
+    TokenIds,
+    Truncate,
+)
+from djinn_client.steps import Steps
+from djinn_client.tensors import logits_array
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+R = TypeVar("R", bound=Reply)
+
+
+class SessionSteps:
+    """One session over one connection.
+
+    The session outlives its connection: where that was lost, or an interrupt had to close it, the next call connects
+    again and attaches. One call at a time; a second one meanwhile, from another thread or task or inside the loop over
+    an open stream, raises SessionBusy.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._connection: Connection | None = None
+        self._info: SessionInfo | None = None
+        self._ended = ""  # "closed" or "detached"
+        self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
+        self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
+
+    @property
+    def info(self) -> SessionInfo:
+        if self._info is None:
+            raise InvalidRequest("the session is not open yet: use `async with`, or await open()")
+        return self._info
+
+    def open(self, model: str, priority: str, on_progress: OnProgress | None) -> Steps[None]:
+        yield from self._enter(build(OpenSession, model=model, priority=priority), on_progress)
+
+    def attach(self, session: str) -> Steps[None]:
+        yield from self._enter(build(AttachSession, session=session))
+
+    def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
+        request = generate_request(self.info.id, prompt, options, stream=False)
+        return (yield from self._call(request, Generated)).message
+
+    def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
+        return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
+
+    def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
+        request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
+        return logits_array(*(yield from self._call(request, Logits)))
+
+    def truncate(self, length: int) -> Steps[None]:
+        yield from self._call(build(Truncate, session=self.info.id, length=length), Done)
+
+    def token_ids(self) -> Steps[list[int]]:
+        return (yield from self._call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+
+    def close(self) -> Steps[None]:
+        """Closes the session in the daemon, and does nothing where it is closed, detached or gone already."""
+        if self._ended or self._info is None:
+            return
+        self._close_stream()
+        self._expect_idle()
+        with self._turn:
+            try:
+                if self._connection is None or self._connection.closed:
+                    self._connection = yield from connect(self._address)
+                yield from self._connection.call(build(CloseSession, session=self._info.id), Done)
+                self._ended = "closed"
+            except (ConnectionLost, SessionNotFound):
+                self._ended = "closed"
+            finally:
+                self._hang_up()
+
+    def detach(self) -> None:
+        """Closes the connection only. The daemon keeps the session for its grace time; `attach` takes it up again."""
+        self._close_stream()
+        self._expect_idle()
+        with self._turn:
+            self._ended = self._ended or "detached"
+            self._hang_up()
+
+    def next_of(self, stream: StreamSteps) -> Steps[Delivery]:
+        """The stream's next reply; the first time, this sends its request. From then on the session is the stream's."""
+        self._expect_idle(stream)
+        with self._turn:
+            self._expect_no_stream(stream)
+            if stream.connection is None:
+                self._stream = weakref.ref(stream)
+                stream.connection = yield from self._connected()
+                yield from stream.connection.start(stream.request)
+            while isinstance((delivery := (yield from stream.connection.receive())).message, Progress):
+                pass
+            return delivery
+
+    def _connected(self) -> Steps[Connection]:
+        """The session's connection, a new one if need be. Only for who has the turn."""
+        if self._ended:
+            raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
+        if self._connection is None or self._connection.closed:
+            yield from self._begin(build(AttachSession, session=self.info.id))
+        assert self._connection is not None
+        return self._connection
+
+    def _call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+        self._expect_idle()
+        with self._turn:
+            self._expect_no_stream()
+            connection = yield from self._connected()
+            return (yield from connection.call(request, expected))
+
+    def _enter(self, request: OpenSession | AttachSession, on_progress: OnProgress | None = None) -> Steps[None]:
+        self._expect_idle()
+        with self._turn:
+            if self._info is None:
+                yield from self._begin(request, on_progress)
+
+    def _begin(self, request: OpenSession | AttachSession, on_progress: OnProgress | None = None) -> Steps[None]:
+        """Connects and opens or attaches. Who stops waiting hangs up: the model may take minutes to load."""
+        connection = yield from connect(self._address)
+        try:
+            self._info = (yield from connection.call(request, SessionOpened, on_progress)).message.session
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None and (stream := self._stream()) is not None:
+            stream.close()
+
+    def _expect_idle(self, stream: StreamSteps | None = None) -> None:
+        """Raises SessionBusy while a call runs or another stream is open."""
+        if self._turn.locked():
+            raise SessionBusy("another call on this session is running: one at a time, or open a second session")
+        self._expect_no_stream(stream)
+
+    def _expect_no_stream(self, but: StreamSteps | None = None) -> None:
+        stream = None if self._stream is None else self._stream()
+        if stream is not None and stream is not but and not stream.ended:
+            raise SessionBusy("a stream of this session is open: read it to its end or close it first")
+
+
+class StreamSteps:
+    """A Generate whose text comes in Pieces. The session is its own from the first piece that is asked for until the
+    last has come, or it is closed, or nobody holds it any more."""
+
+    ended = False
+    connection: Connection | None = None  # set when the request is about to be sent
+
+    def __init__(self, session: SessionSteps, request: Generate) -> None:
+        self.request = request
+        self._session = session
+        self._pieces: list[Piece] = []
+        self._result: Generated | None = None
+        self._waiting = False
+
+    @property
+    def result(self) -> Generated:
+        """The whole call's text, tokens, finish reason, usage and timings. Raises InvalidRequest before the end."""
+        if self._result is None:
+            raise InvalidRequest("the stream was not read to its end: it has no result")
+        return self._result
+
+    def next(self) -> Steps[Piece | None]:
+        """The next piece with something in it, or None at the end."""
+        if self._waiting:
+            raise SessionBusy("another thread or task is waiting for this stream's next piece")
+        if self.ended:
+            return None
+        try:
+            self._waiting = True
+            delivery = yield from self._session.next_of(self)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._waiting = False
+        match delivery.message:
+            case Piece() as piece:
+                self._pieces.append(piece)
+                return piece
+            case Generated() as last:
+                return self._finish(last)
+            case _:
+                self.ended = True
+                assert self.connection is not None
+                raise self.connection.unexpected(delivery)
+
+    def close(self) -> None:
+        """Gives up what has not come; the session stays as far as it went. Raises SessionBusy in mid-wait."""
+        if self._waiting:
+            raise SessionBusy("another thread or task is waiting for this stream's next piece")
+        self._give_up()
+
+    def __del__(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if not self.ended:
+            self.ended = True
+            if self.connection is not None:
+                self.connection.give_up()
+
+    def _finish(self, last: Generated) -> Piece | None:
+        """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
+        rest = Piece(id=last.id, text=last.text, token_ids=last.token_ids, logprobs=last.logprobs)
+        self._pieces.append(rest)
+        self._result = msgspec.structs.replace(
+            last,
+            text="".join(piece.text for piece in self._pieces),
+            token_ids=[token for piece in self._pieces for token in piece.token_ids],
+            logprobs=[entry for piece in self._pieces for entry in piece.logprobs],
+        )
+        self.ended = True
+        return rest if rest.text or rest.token_ids else None

@@ -1,0 +1,54 @@
+"""Windows: memory that another process passed to this one as a file descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import weakref
+
+from djinn_client.errors import OutOfMemory, ProtocolError
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def map_window(fd: int, nbytes: int) -> memoryview:
+    """Maps the first `nbytes` of a sealed memfd, private and writable: what is written stays in this process.
+
+    The descriptor remains the caller's and may be closed at once; the mapping lives as long as the view that is
+    returned, or any view of it. (Python's own mmap keeps a duplicate of the descriptor for as long: a program that
+    holds a thousand results would run out of them.)
+
+    Raises ProtocolError where the descriptor is not a memfd of that size that is sealed against shrinking: reading
+    past the end of an object that its other holder has truncated would kill this process with SIGBUS.
+    """
+    _check(fd, nbytes)
+    libc = _libc()
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OutOfMemory(f"cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}", bytes=nbytes)
+    window = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(window, libc.munmap, address, nbytes).atexit = False  # other finalizers may still read it
+    return memoryview(window)
+
+
+def _check(fd: int, nbytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError(f"a descriptor that cannot be sealed was passed as a window: {error.strerror}") from error
+    if seals & SEALS != SEALS:
+        raise ProtocolError(f"a window is not sealed against shrinking and growing (its seals are {seals:#x})")
+    if (size := os.fstat(fd).st_size) < nbytes:
+        raise ProtocolError(f"a window has {size:,} bytes, {nbytes:,} were announced")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc

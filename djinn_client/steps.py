@@ -1,0 +1,56 @@
+"""Calls as steps: generators that do the work and say what they wait for, so that the blocking and the asyncio client
+differ in how they wait and in nothing else (psycopg 3 does the same in its `generators` and `waiting`).
+
+Between two steps everything is consistent. Who runs the steps and cannot wait any longer (Ctrl-C, a cancelled task)
+closes the generator, and the steps give up the request in flight; an exception that strikes inside a step leaves the
+connection in an unknown state, and it is closed.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Generator
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+PAUSE_S = 0.005
+
+
+class Wait(NamedTuple):
+    """What the steps need next: that `fd` can be read or written, or that PAUSE_S seconds go by."""
+
+    what: Literal["read", "write", "pause"]
+    fd: int = -1
+
+
+Steps: TypeAlias = Generator[Wait, None, T]
+
+
+def run(steps: Steps[T], patience_s: float | None = None) -> T:
+    """Runs the steps to their end in this thread and returns what they return.
+
+    Raises TimeoutError where they still wait after `patience_s`.
+    """
+    deadline = None if patience_s is None else time.monotonic() + patience_s
+    try:
+        while True:
+            _wait(next(steps), deadline)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        steps.close()
+
+
+def _wait(wait: Wait, deadline: float | None) -> None:
+    left_s = None if deadline is None else deadline - time.monotonic()
+    if left_s is not None and left_s <= 0:
+        raise TimeoutError
+    if wait.what == "pause":
+        time.sleep(PAUSE_S)
+        return
+    poll = select.poll()
+    poll.register(wait.fd, select.POLLIN if wait.what == "read" else select.POLLOUT)
+    poll.poll(None if left_s is None else left_s * 1000)

@@ -1,0 +1,48 @@
+"""Arrays over what the daemon passed, without a copy. numpy and torch are imported when first asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from djinn_client.errors import ProtocolError
+from djinn_client.protocol import Logits
+from djinn_client.shm import map_window
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+FLOAT32 = 4  # bytes
+
+
+def logits_array(reply: Logits, fds: list[int]) -> npt.NDArray[np.float32]:
+    """The logits as float32 [tokens, vocab], writable; changes stay in this process. Closes `fds`.
+
+    Raises ProtocolError where the bytes are not what the reply announces.
+    """
+    import numpy as np
+
+    shape = (reply.tokens, reply.vocab)
+    nbytes = reply.tokens * reply.vocab * FLOAT32
+    try:
+        if min(shape) < 0 or len(fds) != (reply.inline is None and nbytes > 0):
+            raise ProtocolError(f"logits of shape {shape} came with {len(fds)} file descriptors")
+        if nbytes == 0:
+            return np.empty(shape, np.float32)
+        if reply.inline is None:
+            return np.frombuffer(map_window(fds[0], nbytes), np.float32).reshape(shape)
+        if len(reply.inline) != nbytes:
+            raise ProtocolError(f"logits of shape {shape} came in {len(reply.inline):,} bytes, not {nbytes:,}")
+        return np.frombuffer(bytearray(reply.inline), np.float32).reshape(shape)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def as_torch(array: npt.NDArray[np.float32]) -> torch.Tensor:
+    """The same memory as a CPU tensor. Needs torch, which djinn_client otherwise does without."""
+    import torch
+
+    return torch.from_numpy(array)

@@ -1,0 +1,33 @@
+"""What `import djinn_client` brings with it. Start-up time follows from that and is not itself measured here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = {"torch", "transformers", "numpy", "asyncio", "djinnd"}
+
+
+def modules_after(code: str) -> set[str]:
+    program = f"import sys\n{code}\nprint(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    )
+
+
+def test_the_import_is_light() -> None:
+    assert not HEAVY & modules_after("import djinn_client")
+
+
+def test_the_asyncio_client_comes_when_asked_for_without_numpy() -> None:
+    loaded = modules_after("import djinn_client; djinn_client.AsyncSession")
+    assert "asyncio" in loaded
+    assert not (HEAVY - {"asyncio"}) & loaded
+
+
+def test_every_public_name_is_there() -> None:
+    modules_after("import djinn_client; [getattr(djinn_client, name) for name in djinn_client.__all__]")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    modules_after("import djinn_client; assert not hasattr(djinn_client, 'sesion')")

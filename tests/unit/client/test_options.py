@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from djinn_client.errors import InvalidRequest, TokenOutOfRange
+from djinn_client.options import GenerateOptions, build, generate_request, token_ids
+from djinn_client.protocol import Generate, OpenSession, Sampling
+
+
+def request(prompt: Any = "hi", **options: Any) -> Generate:
+    return generate_request("s-1", prompt, options, stream=False)  # type: ignore[arg-type]
+
+
+def test_defaults_are_the_protocol_s() -> None:
+    assert request() == Generate(id=0, session="s-1", text="hi")
+
+
+def test_text_tokens_and_nothing() -> None:
+    assert (request("a").text, request("a").token_ids) == ("a", None)
+    assert (request([1, 2]).text, request([1, 2]).token_ids) == (None, [1, 2])
+    assert (request(None).text, request(None).token_ids) == (None, None)
+
+
+def test_sampling_options_go_into_sampling_and_the_rest_does_not() -> None:
+    made = request(temperature=0.7, top_k=5, seed=9, max_tokens=3, stop=["a", "b"], ignore_eos=True, logprobs=2)
+    assert made.sampling == Sampling(temperature=0.7, top_k=5, seed=9)
+    assert (made.max_tokens, made.stop, made.ignore_eos, made.logprobs) == (3, ["a", "b"], True, 2)
+
+
+def test_every_documented_option_reaches_the_request() -> None:
+    for name in GenerateOptions.__annotations__:
+        assert hasattr(request(), name) != hasattr(Sampling(), name), name
+        assert f"\n    {name} " in (GenerateOptions.__doc__ or ""), f"{name} is not documented"
+
+
+def test_a_single_stop_string_is_one_string() -> None:
+    assert request(stop="\n\n").stop == ["\n\n"]
+    assert request(stop=("a", "b")).stop == ["a", "b"]
+
+
+def test_an_unknown_option_is_named_with_the_known_ones() -> None:
+    with pytest.raises(TypeError, match=r"no such option: max_token; there are max_tokens, temperature"):
+        request(max_token=3)
+
+
+@pytest.mark.parametrize("options", [{"temperature": "warm"}, {"max_tokens": 1.5}, {"stop": [1]}, {"seed": "x"}])
+def test_a_wrong_type_is_an_invalid_request_that_names_it(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        request(**options)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), np.array([1, 2]), [np.int64(1), np.int32(2)]]
+)
+def test_token_ids_from_what_people_have(tokens: Any) -> None:
+    made = token_ids(tokens)
+    assert made == [1, 2]
+    assert all(type(token) is int for token in made)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], np.array([[1, 2]]), [1.0], ["1"], np.array(3), 3])
+def test_what_is_no_row_of_token_ids(tokens: Any) -> None:
+    with pytest.raises(InvalidRequest, match="one row of integers"):
+        token_ids(tokens)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 80])
+def test_what_is_no_token_id_of_any_model(token: int) -> None:
+    with pytest.raises(TokenOutOfRange, match=f"token {token} at position 1 "):
+        token_ids([0, token])
+
+
+def test_a_priority_that_does_not_exist() -> None:
+    with pytest.raises(InvalidRequest, match="urgent"):
+        build(OpenSession, model="m", priority="urgent")
