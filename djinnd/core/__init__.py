@@ -1,0 +1,1 @@
+"""Values and state machines of the engine: no torch, no asyncio, no clock, no I/O."""

@@ -1,0 +1,40 @@
+"""A batch: the rows of one step. What a scheduler decides and a model runner carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from djinnd.core.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens [start, start + count) of a session, through blocks [first_block, last_block)."""
+
+    session: Session
+    start: int
+    count: int
+    first_block: int
+    last_block: int
+    samples: bool  # the row's last token is the session's last: the step chooses the next one
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one model. Decode rows (one token) come first, then chunks of prefill."""
+
+    model: str
+    rows: tuple[Row, ...]
+    step: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def decode_only(self) -> bool:
+        return all(row.count == 1 for row in self.rows)

@@ -1,0 +1,60 @@
+"""A request: what one call asks of one session. Its life is a table; nothing else moves it.
+
+    QUEUED ──start──► RUNNING ──finish──► DONE
+      │                │  ▲
+      │               hold release
+      │                ▼  │
+      └──finish──►    HELD ──finish──► DONE
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from djinn_client.protocol import FinishReason, Sampling
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    HELD = "held"  # its client reads too slowly: no row until it is released
+    DONE = "done"
+
+
+_MOVES = {
+    ("start", RequestState.QUEUED): RequestState.RUNNING,
+    ("hold", RequestState.QUEUED): RequestState.HELD,
+    ("hold", RequestState.RUNNING): RequestState.HELD,
+    ("release", RequestState.HELD): RequestState.RUNNING,
+    ("finish", RequestState.QUEUED): RequestState.DONE,
+    ("finish", RequestState.RUNNING): RequestState.DONE,
+    ("finish", RequestState.HELD): RequestState.DONE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`max_tokens` 0 asks for no new token: a forward pass. `first` is the session's length before this request and
+    `prompt_end` its length with the prompt; generated tokens follow. `logits_from` is the first position whose
+    logits are wanted, for a forward pass."""
+
+    id: int
+    first: int
+    prompt_end: int
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    logits_from: int | None = None
+    state: RequestState = RequestState.QUEUED
+    computed: int = 0  # tokens that the model ran for the prompt
+    finish_reason: FinishReason | None = None
+
+    def move(self, event: str) -> None:
+        """Raises KeyError (our fault) for a move that the table does not have."""
+        self.state = _MOVES[event, self.state]
+
+    @property
+    def runnable(self) -> bool:
+        return self.state in (RequestState.QUEUED, RequestState.RUNNING)

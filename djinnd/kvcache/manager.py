@@ -1,0 +1,151 @@
+"""The page tables of one model's sessions.
+
+           ┌───┬───┬───┬───┬───┬───┐
+    row 0  │ 7 │ 2 │ 9 │ 0 │ 0 │ 0 │   int32 [rows, pages of the longest session], a row a session that holds pages.
+    row 1  │ 4 │ 0 │ 0 │ 0 │ 0 │ 0 │   Row 0 holds 3; the rest, and all of a free row, is the scratch page.
+    row 2  │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │   Rows grow by doubling.
+           └───┴───┴───┴───┴───┴───┘
+Token i of a session is in page table[row, i // page_size], so the tables of a batch are one fancy index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import KeysView, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from djinnd.kvcache.page_pool import SCRATCH, PagePool
+
+PAGE_BYTES = 4 << 20  # of all blocks: copies of this size reach the bus's rate
+FIRST_ROWS = 8
+
+
+def page_size_for(token_bytes: int) -> int:
+    """Tokens a page, for tokens of so many bytes of KV in all blocks: the power of two from 16 to 256 that brings a
+    page nearest to 4 MiB."""
+    assert token_bytes > 0
+    return 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
+
+
+class KvManager:
+    """Which pages hold which tokens of which session. A session is known here while it holds pages."""
+
+    def __init__(self, num_pages: int, page_size: int, page_bytes: int, max_context: int) -> None:
+        """`num_pages` includes the scratch page; `page_bytes` is for figures; `max_context` in tokens."""
+        assert page_size > 0 and max_context > 0
+        self.pool = PagePool(num_pages)
+        self.page_size = page_size
+        self.page_bytes = page_bytes
+        self.max_context = max_context
+        width = min(self.pages_for(max_context), self.pool.capacity)
+        self._table: npt.NDArray[np.int32] = np.full((FIRST_ROWS, width), SCRATCH, np.int32)
+        self._row: dict[str, int] = {}
+        self._held = [0] * FIRST_ROWS  # pages, by row
+        self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the largest session that the pool could hold, alone in it."""
+        return self.pool.capacity * self.page_size
+
+    @property
+    def sessions(self) -> KeysView[str]:
+        """Those that hold pages."""
+        return self._row.keys()
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def pages_held(self, session_id: str) -> int:
+        row = self._row.get(session_id)
+        return 0 if row is None else self._held[row]
+
+    def pages_of(self, session_id: str) -> list[int]:
+        """In the order of the tokens; empty for a session that holds none."""
+        row = self._row.get(session_id)
+        return [] if row is None else self._pages(row).tolist()
+
+    def reserve(self, session_id: str, tenant: int, tokens: int) -> None:
+        """Gives the session pages until `tokens` fit. Raises OutOfPages, and then has changed nothing."""
+        assert tokens <= self.max_context, f"{tokens} tokens for a context of {self.max_context}"
+        row = self._row.get(session_id)
+        held = 0 if row is None else self._held[row]
+        wanted = self.pages_for(tokens)
+        if wanted <= held:
+            return
+        pages = self.pool.allocate(wanted - held, tenant)
+        if row is None:
+            row = self._row[session_id] = self._take_row()
+        self._table[row, held:wanted] = pages
+        self._held[row] = wanted
+
+    def trim(self, session_id: str, tokens: int) -> None:
+        """Takes the pages past the first `tokens` tokens from the session."""
+        row = self._row.get(session_id)
+        if row is None:
+            return
+        held, kept = self._held[row], self.pages_for(tokens)
+        if kept >= held:
+            return
+        self.pool.release(self._pages(row)[kept:].tolist())
+        self._table[row, kept:held] = SCRATCH
+        self._held[row] = kept
+        if kept == 0:
+            self._free_rows.append(self._row.pop(session_id))
+
+    def drop(self, session_id: str) -> None:
+        """Takes all pages from the session; one that holds none stays as it is."""
+        self.trim(session_id, 0)
+
+    def page_table(self, session_ids: Sequence[str]) -> npt.NDArray[np.int32]:
+        """int32 [sessions, width], a copy: the pages of each in the order of its tokens, then the scratch page.
+        `width` is the most that one of them holds. Each must hold pages."""
+        rows = [self._row[session_id] for session_id in session_ids]
+        width = max((self._held[row] for row in rows), default=0)
+        return self._table[rows, :width]
+
+    def slots(self, session_id: str, start: int, count: int) -> npt.NDArray[np.int64]:
+        """int64 [count]: where tokens [start, start + count) are in the pool, as page * page_size + offset in the
+        page."""
+        row = self._row[session_id]
+        assert start + count <= self._held[row] * self.page_size, f"token {start + count - 1} has no page"
+        positions = np.arange(start, start + count, dtype=np.int64)
+        pages = self._table[row, positions // self.page_size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = pages * self.page_size + positions % self.page_size
+        return slots
+
+    def take_stale(self) -> list[int]:
+        """See PagePool.take_stale: to be called, and the pages zeroed, between `reserve` and the step."""
+        return self.pool.take_stale()
+
+    def check_integrity(self) -> None:
+        """Asserts that tables and pool agree. O(pages + rows)."""
+        self.pool.check_integrity()
+        rows = sorted([*self._row.values(), *self._free_rows])
+        assert rows == list(range(len(self._table))), f"{len(rows)} rows are in use or free, of {len(self._table)}"
+        for session_id, row in self._row.items():
+            pages = self._pages(row).tolist()
+            assert pages and SCRATCH not in pages, f"session {session_id} holds {pages}"
+            assert len(set(pages)) == len(pages), f"session {session_id} holds a page twice: {pages}"
+        entries = sum(self._held[row] for row in self._row.values())
+        in_tables = np.bincount(self._table.ravel(), minlength=self.pool.capacity + 1)
+        assert entries == self._table.size - in_tables[SCRATCH], "a row has pages past those that it counts"
+        for page in range(1, self.pool.capacity + 1):
+            holders, references = in_tables[page], self.pool.references(page)
+            assert holders == references, f"page {page} is in {holders} tables and has {references} references"
+
+    def _pages(self, row: int) -> npt.NDArray[np.int32]:
+        """A view of the row's pages."""
+        return self._table[row, : self._held[row]]
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            rows, width = self._table.shape
+            grown = np.full((2 * rows, width), SCRATCH, np.int32)
+            grown[:rows] = self._table
+            self._table = grown
+            self._held += [0] * rows
+            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        return self._free_rows.pop()

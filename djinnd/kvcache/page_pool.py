@@ -1,0 +1,91 @@
+"""The pages of one model's KV pool: who holds which. Counts references; the bytes are the device's.
+
+    page 0        scratch: rows that pad a graph's bucket read and write it; nobody is given it
+    page 1 …      free ──allocate──► held (references ≥ 1; share adds one) ──release of the last──► free
+
+A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out
+to be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SCRATCH = 0
+
+
+class OutOfPages(Exception):
+    """Not an error of any caller: whoever asked decides whose pages make room, or waits."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed:,} pages are needed, {free:,} are free")
+        self.needed = needed
+        self.free = free
+
+
+class PagePool:
+    def __init__(self, num_pages: int) -> None:
+        """`num_pages` includes the scratch page."""
+        assert num_pages >= 2, f"a pool of {num_pages} pages has none to give"
+        self.capacity = num_pages - 1
+        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack; a fresh pool gives its pages in rising order
+        self._references = [0] * num_pages
+        self._last_tenant: list[int | None] = [None] * num_pages
+        self._stale: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.capacity - len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def allocate(self, count: int, tenant: int) -> list[int]:
+        """`count` pages with one reference each. Raises OutOfPages, and then has changed nothing."""
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free))
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            if self._last_tenant[page] not in (None, tenant):
+                self._stale.add(page)
+            self._last_tenant[page] = tenant
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Adds a reference to each; each must be held already, by the same tenant."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is shared but nobody holds it"
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes a reference from each; a page without any is free."""
+        for page in reversed(pages):
+            assert self._references[page] > 0, f"page {page} is released but nobody holds it"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def take_stale(self) -> list[int]:
+        """The pages to zero on the device, in rising order, each told once: the caller zeroes them before the next
+        step touches the pool. None of them holds anything of its present holder yet."""
+        stale = sorted(self._stale)
+        self._stale.clear()
+        return stale
+
+    def check_integrity(self) -> None:
+        """Asserts that every page but the scratch page is either free, once, or held. O(pages)."""
+        free = set(self._free)
+        assert len(free) == len(self._free), f"{len(self._free) - len(free)} pages are in the free list twice"
+        assert SCRATCH not in free and self._references[SCRATCH] == 0, "the scratch page was given away"
+        for page in range(1, self.capacity + 1):
+            count = self._references[page]
+            assert count >= 0, f"page {page} has {count} references"
+            assert (count == 0) == (page in free), f"page {page} has {count} references, free: {page in free}"
+        held = sum(1 for count in self._references if count)
+        assert held == self.used, f"{held} pages are held, the pool counts {self.used}"
+        assert all(SCRATCH < page <= self.capacity for page in self._stale), "a stale page is not one of this pool"

@@ -1,0 +1,292 @@
+"""What server and engine say to each other over their socket pair. Typed structs in the frames of the wire protocol.
+
+The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Token`s inside
+`Stepped` and then exactly one `Finished` or `Failed`; for each other message with a `request`, exactly one final reply.
+A message without a `request` is one-way.
+
+Loading asks for shared memory in mid-way, because only the engine knows the layout and only the server creates the arena:
+
+    server ──Load──► engine ──NeedArena──► server ──ArenaReady──► engine ──Loading…──► Loaded
+                                                └──ArenaRefused──► engine ──► Failed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from djinn_client.errors import ProtocolError
+from djinn_client.protocol import HEADER, MAGIC, VERSION, Class, FinishReason, Logprobs, ModelInfo, Sampling
+
+# --- server to engine -----------------------------------------------------------------------------------------------
+
+
+class Load(msgspec.Struct, tag="load"):
+    request: int
+    model: str
+    path: str
+    kv_bytes: int = 0  # 0: the engine decides
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    max_context: int = 0  # 0: the model's own
+
+
+class ArenaReady(msgspec.Struct, tag="arena_ready"):
+    """`complete`: an earlier engine filled it with the same fingerprint; nothing need be read from disk."""
+
+    request: int
+    name: str
+    offset: int  # bytes of header before the first block
+    complete: bool
+
+
+class ArenaRefused(msgspec.Struct, tag="arena_refused"):
+    request: int
+    message: str
+    data: dict[str, Any] = {}
+
+
+class Unload(msgspec.Struct, tag="unload"):
+    request: int
+    model: str
+
+
+class Open(msgspec.Struct, tag="open"):
+    """One-way. With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
+
+    session: str
+    model: str
+    tenant: int
+    priority: Class
+    tokens: list[int] = []
+
+
+class Close(msgspec.Struct, tag="close"):
+    """One-way. A request that still runs ends with Finished(cancelled)."""
+
+    session: str
+
+
+class Run(msgspec.Struct, tag="run"):
+    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answer with the new tokens' logits."""
+
+    request: int
+    session: str
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling  # with a seed
+    stop_tokens: list[int] = []
+    logprobs: int | None = None
+    logits: bool = False
+
+
+class CancelRun(msgspec.Struct, tag="cancel"):
+    """One-way; the Run is answered by Finished(cancelled), unless it has been answered already."""
+
+    request: int
+
+
+class Halt(msgspec.Struct, tag="halt"):
+    """One-way: a stop string was found. Ends the Run with `stop` after its first `keep` generated tokens."""
+
+    request: int
+    keep: int
+
+
+class Hold(msgspec.Struct, tag="hold"):
+    """One-way: the client reads too slowly (or again fast enough)."""
+
+    request: int
+    held: bool
+
+
+class Truncate(msgspec.Struct, tag="truncate"):
+    """One-way; the session is idle."""
+
+    session: str
+    length: int
+
+
+class Inquire(msgspec.Struct, tag="inquire"):
+    request: int
+    check: bool = False
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """One-way: the engine ends its step and exits 0."""
+
+
+ToEngine = (
+    Load
+    | ArenaReady
+    | ArenaRefused
+    | Unload
+    | Open
+    | Close
+    | Run
+    | CancelRun
+    | Halt
+    | Hold
+    | Truncate
+    | Inquire
+    | Shutdown
+)
+
+# --- engine to server -----------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """First message of an engine: the device is there."""
+
+    device: str
+    description: str
+    budget_bytes: int
+    pid: int
+
+
+class NeedArena(msgspec.Struct, tag="need_arena"):
+    request: int
+    model: str
+    nbytes: int
+    fingerprint: str  # of checkpoint and layout
+
+
+class ArenaFilled(msgspec.Struct, tag="arena_filled"):
+    """One-way: all blocks are in the arena; the server marks it complete."""
+
+    model: str
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """One-way: progress of a Load."""
+
+    model: str
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    request: int
+    model: ModelInfo
+
+
+class Unloaded(msgspec.Struct, tag="unloaded"):
+    request: int
+
+
+class Token(msgspec.Struct, array_like=True):
+    request: int
+    token: int
+    logprobs: Logprobs | None = None
+
+
+class Started(msgspec.Struct, array_like=True):
+    """The request's first row was in this step."""
+
+    request: int
+    at: float  # CLOCK_MONOTONIC, the same in every process
+
+
+class Stepped(msgspec.Struct, tag="stepped"):
+    """One a step: every token that it gave, in the order of its rows, and the requests that it started."""
+
+    tokens: list[Token] = []
+    started: list[Started] = []
+
+
+class Finished(msgspec.Struct, tag="finished"):
+    """Final reply of a Run. `length` is the session's; `generated` counts the tokens that stay."""
+
+    request: int
+    reason: FinishReason
+    length: int
+    generated: int
+    computed: int
+
+
+class LogitsReady(msgspec.Struct, tag="logits"):
+    """Final reply of a Run with `logits`: float32 [tokens, vocab] in the sealed memfd that comes with this frame."""
+
+    request: int
+    length: int
+    computed: int
+    tokens: int
+    vocab: int
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """Final reply; `code` as in djinn_client.errors. A failed Run leaves the session as it was before it."""
+
+    request: int
+    code: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class SessionUse(msgspec.Struct, array_like=True):
+    session: str
+    state: str
+    kv_tokens: int
+    pages: int
+
+
+class Report(msgspec.Struct, tag="report"):
+    request: int
+    budget_bytes: int
+    used_bytes: int
+    steps: int
+    generated_tokens: int
+    running: int
+    queued: int
+    models: list[ModelInfo]
+    sessions: list[SessionUse]
+    findings: list[str] = []
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """One-way, at least once a second: the step loop turns. A server that hears none for long kills the engine."""
+
+    step: int
+
+
+FromEngine = (
+    Ready
+    | NeedArena
+    | ArenaFilled
+    | Loading
+    | Loaded
+    | Unloaded
+    | Stepped
+    | Finished
+    | LogitsReady
+    | Failed
+    | Report
+    | Alive
+)
+
+MAX_FRAME = 256 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
+    payload = _encoder.encode(message)
+    return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes) -> ToEngine:
+    return _decode(_to_engine, payload)
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    return _decode(_from_engine, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:  # both sides are ours: a difference of versions between them
+        raise ProtocolError(f"server and engine disagree: {error}") from error

@@ -1,0 +1,57 @@
+"""Who goes first and who gives way: small pure functions of what the scheduler holds. First come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from djinnd.core.session import Session
+
+
+def serving_order(active: Iterable[Session]) -> list[Session]:
+    """`active` comes in order of arrival, and is served so."""
+    return list(active)
+
+
+def eviction_order(
+    idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session
+) -> Iterator[Session]:
+    """Whose pages make room for `served`, first to last: the idle, then those whose client reads too slowly, each
+    least recently touched first; then of the serving `order` the last, but nobody who stands before `served`. So the
+    first of the order can have every page there is, and always goes on."""
+    yield from sorted(idle, key=_touched)
+    yield from sorted(held, key=_touched)
+    for session in reversed(order):
+        if session is served:
+            return
+        yield session
+
+
+def _touched(session: Session) -> int:
+    return session.touched
+
+
+class Budget:
+    """What a step can still take, in tokens and rows. All sessions that need one token decode together; chunks of
+    prefill get what is left. One row and one token are kept for the first of the order, so that no crowd of decoding
+    sessions can stop its prefill."""
+
+    def __init__(self, order: list[Session], max_tokens: int, max_rows: int) -> None:
+        decoding = sum([session.remaining == 1 for session in order])
+        kept = order[0].remaining > 1
+        self._decode_rows = min(decoding, min(max_tokens, max_rows) - kept)
+        self._chunk_rows = max_rows - self._decode_rows
+        self._chunk_tokens = max_tokens - self._decode_rows
+
+    def share(self, remaining: int) -> int:
+        """Tokens that this step has room for, of a session that needs `remaining`; 0 where it has none."""
+        if remaining == 1:
+            return 1 if self._decode_rows else 0
+        return min(remaining, self._chunk_tokens) if self._chunk_rows else 0
+
+    def take(self, remaining: int) -> None:
+        """Uses up what `share` answers for the same figure."""
+        if remaining == 1:
+            self._decode_rows -= 1
+        else:
+            self._chunk_tokens -= self.share(remaining)
+            self._chunk_rows -= 1

@@ -1,0 +1,228 @@
+"""The scheduler: composes the batch of each step and applies what the step gave.
+
+It owns the sessions and the requests in progress; of each model a `ModelQueue`. A step is
+
+    next_batch ──► kv.take_stale, zero those pages, run the rows ──► complete
+
+Any event may come in between. `complete` ignores a row whose request has ended since, and a batch that never completes
+has changed nothing that matters: the next one runs its tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from djinn_client.errors import SessionNotFound
+from djinn_client.protocol import FinishReason
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request, RequestState
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests by state, and what each model holds."""
+
+    queued: int
+    running: int
+    held: int
+    models: dict[str, ModelLoad]
+
+
+class Scheduler:
+    def __init__(self, max_batch_tokens: int, max_rows: int) -> None:
+        """Both limit one batch."""
+        assert max_batch_tokens > 0 and max_rows > 0
+        self.max_batch_tokens = max_batch_tokens
+        self.max_rows = max_rows
+        self._queues: dict[str, ModelQueue] = {}  # by model; the next to be served comes first
+        self._sessions: dict[str, Session] = {}
+        self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
+        self._step = 0
+        self._in_step: tuple[Request | None, ...] = ()  # of the last batch, row by row, until it completes
+
+    # --- models and sessions ----------------------------------------------------------------------------------------
+
+    def add_model(self, name: str, kv: KvManager, max_context: int, num_blocks: int) -> None:
+        """`max_context` in tokens, at most the manager's."""
+        assert name not in self._queues
+        self._queues[name] = ModelQueue(name, kv, max_context, num_blocks)
+
+    def remove_model(self, name: str) -> None:
+        count = len(self._queues[name].sessions)
+        assert count == 0, f"model {name} goes while {count} sessions use it"
+        del self._queues[name]
+
+    def open(self, session: Session) -> None:
+        """With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
+        assert session.id not in self._sessions and session.request is None and session.computed == 0
+        self._queues[session.model].sessions[session.id] = session
+        self._sessions[session.id] = session
+
+    def session(self, session_id: str) -> Session:
+        """Raises SessionNotFound."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(f"there is no session {session_id}: open a new one", session=session_id)
+        return session
+
+    def sessions(self) -> Iterable[Session]:
+        return self._sessions.values()
+
+    def close(self, session_id: str) -> Request | None:
+        """Answers with the request that this cancelled, if one was in progress. Raises SessionNotFound."""
+        session = self.session(session_id)
+        request = self._finish(session, "cancelled") if session.request else None
+        queue = self._queues[session.model]
+        queue.kv.drop(session_id)
+        del queue.sessions[session_id], self._sessions[session_id]
+        return request
+
+    def truncate(self, session_id: str, length: int) -> None:
+        """Of an idle session that has `length` tokens or more. Raises SessionNotFound."""
+        session = self.session(session_id)
+        assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
+        session.truncate(length)
+        self._queues[session.model].kv.trim(session_id, session.computed)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, session_id: str, request: Request, new_tokens: Sequence[int]) -> None:
+        """Extends the session, which must be idle, by the request's prompt and lines it up.
+
+        Raises SessionNotFound, PromptTooLong or OutOfMemory, and then has changed nothing.
+        """
+        session = self.session(session_id)
+        length = len(session.tokens) + len(new_tokens)
+        assert session.request is None and request.id not in self._in_progress
+        assert request.state is RequestState.QUEUED
+        assert (request.first, request.prompt_end) == (len(session.tokens), length)
+        assert new_tokens or (session.tokens and request.max_tokens), f"request {request.id} has nothing to run"
+        queue = self._queues[session.model]
+        queue.check_fits(length + min(1, request.max_tokens))
+        session.tokens.extend(new_tokens)
+        if session.remaining == 0:
+            session.computed -= 1  # the last token is run again, for the logits that choose the next one
+        session.request = request
+        self._in_progress[request.id] = (session, request)
+        queue.join(session)
+
+    def cancel(self, request_id: int) -> Request | None:
+        """Ends the request; its session keeps all tokens. None: the request has ended already."""
+        if request_id not in self._in_progress:
+            return None
+        session, _ = self._in_progress[request_id]
+        return self._finish(session, "cancelled")
+
+    def halt(self, request_id: int, keep: int) -> Request | None:
+        """Ends the request as stopped, after its first `keep` generated tokens. None: it has ended already."""
+        if request_id not in self._in_progress:
+            return None
+        session, request = self._in_progress[request_id]
+        assert keep >= 0
+        session.truncate(request.prompt_end + keep)
+        return self._finish(session, "stop")
+
+    def rollback(self, request_id: int) -> Request | None:
+        """Ends a request whose step failed; its session has the tokens of before. None: it has ended already."""
+        if request_id not in self._in_progress:
+            return None
+        session, request = self._in_progress[request_id]
+        session.truncate(request.first)
+        return self._finish(session, None)
+
+    def hold(self, request_id: int) -> None:
+        """No row for this request until it is released. One that is held or has ended stays as it is."""
+        if request_id in self._in_progress:
+            session, request = self._in_progress[request_id]
+            if request.runnable:
+                request.move("hold")
+                self._queues[session.model].hold(session)
+
+    def release(self, request_id: int) -> None:
+        """Lines a held request up again, as the last. One that is not held stays as it is."""
+        if request_id in self._in_progress:
+            session, request = self._in_progress[request_id]
+            if not request.runnable:
+                request.move("release")
+                self._queues[session.model].release(session)
+
+    def _finish(self, session: Session, reason: FinishReason | None) -> Request:
+        request = session.request
+        assert request is not None
+        request.move("finish")
+        request.finish_reason = reason
+        session.request = None
+        self._queues[session.model].leave(session)
+        del self._in_progress[request.id]
+        return request
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """The rows of the next step, of one model; models that have work take turns. None: nothing can run."""
+        name = next((name for name, queue in self._queues.items() if queue.active), None)
+        if name is None:
+            return None
+        queue = self._queues[name] = self._queues.pop(name)
+        self._step += 1
+        rows = queue.compose(self._step, self.max_batch_tokens, self.max_rows)
+        self._in_step = tuple([row.session.request for row in rows])
+        return Batch(name, rows, self._step)
+
+    def complete(self, batch: Batch, next_tokens: Sequence[int]) -> list[Request]:
+        """Applies a step that ran. `batch` is the last one composed; `next_tokens` has one token for each of its rows
+        that samples, in their order. Answers with the requests that this ended."""
+        assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
+        sampling = sum([row.samples for row in batch.rows])
+        assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
+        requests, self._in_step = self._in_step, ()
+        assert len(requests) == len(batch.rows), f"step {batch.step} completes twice"
+        tokens = iter(next_tokens)
+        finished = []
+        for row, request in zip(batch.rows, requests, strict=True):
+            token = next(tokens) if row.samples else None
+            session = row.session
+            if request is None or session.request is not request:
+                continue  # it has ended while the step ran
+            if len(session.tokens) == request.prompt_end:
+                request.computed += row.count
+            session.computed = row.end
+            reason = _advance(session, request, token, self._queues[batch.model].limit)
+            if reason:
+                finished.append(self._finish(session, reason))
+        return finished
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        states = [request.state for _, request in self._in_progress.values()]
+        return Load(
+            queued=states.count(RequestState.QUEUED),
+            running=states.count(RequestState.RUNNING),
+            held=states.count(RequestState.HELD),
+            models={name: queue.load() for name, queue in self._queues.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that sessions, requests, queues, tables and pools agree."""
+        sessions = {id: session for queue in self._queues.values() for id, session in queue.sessions.items()}
+        assert sessions == self._sessions, f"{sorted(sessions.keys() ^ self._sessions.keys())} are not in their queue"
+        busy = {session.request.id: (session, session.request) for session in sessions.values() if session.request}
+        assert busy == self._in_progress, f"requests {sorted(busy)} are in progress, not {sorted(self._in_progress)}"
+        for queue in self._queues.values():
+            queue.check_integrity()
+
+
+def _advance(session: Session, request: Request, token: int | None, limit: int) -> FinishReason | None:
+    """Appends the token that a row gave; the reason for which the request ends with this step, if it does."""
+    if token is None:
+        return "length" if request.max_tokens == 0 and session.remaining == 0 else None
+    session.tokens.append(token)
+    if token in request.stop_tokens:
+        return "stop"
+    length = len(session.tokens)
+    return "length" if length - request.prompt_end == request.max_tokens or length == limit else None

@@ -1,0 +1,82 @@
+"""The page pool beside a dumb model: who holds each page, and whose bytes are in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from djinnd.kvcache.page_pool import SCRATCH, OutOfPages, PagePool
+
+TENANTS = st.integers(0, 2)
+
+
+class PagePoolMachine(RuleBasedStateMachine):
+    @initialize(num_pages=st.integers(2, 10))
+    def begin(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self.capacity = num_pages - 1
+        self.references: Counter[int] = Counter()
+        self.tenant: dict[int, int] = {}  # of each held page
+        self.bytes_of: dict[int, int] = {}  # the tenant that last wrote the page on the device; absent: zeros
+
+    @rule(count=st.integers(0, 6), tenant=TENANTS)
+    def allocate(self, count: int, tenant: int) -> None:
+        free = self.capacity - len(self.references)
+        if count > free:
+            with pytest.raises(OutOfPages) as caught:
+                self.pool.allocate(count, tenant)
+            assert (caught.value.needed, caught.value.free) == (count, free)
+            return
+        pages = self.pool.allocate(count, tenant)
+        assert len(set(pages)) == len(pages) == count
+        assert not self.references.keys() & set(pages) and SCRATCH not in pages
+        self.references.update(pages)
+        self.tenant.update(dict.fromkeys(pages, tenant))
+
+    @precondition(lambda self: self.references)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=4))
+        self.pool.share(pages)
+        self.references.update(pages)
+
+    @precondition(lambda self: self.references)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holds = sorted(self.references.elements())
+        pages = [holds[i] for i in data.draw(st.sets(st.integers(0, len(holds) - 1), max_size=6))]
+        self.pool.release(pages)
+        self.references = +(self.references - Counter(pages))
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Zeroes what is stale; then no page holds bytes of anybody but its tenant, and each may write."""
+        for page in self.pool.take_stale():
+            self.bytes_of.pop(page, None)
+        for page in self.references:
+            assert self.bytes_of.get(page, self.tenant[page]) == self.tenant[page], f"page {page} leaks"
+        if self.references:
+            for page in data.draw(st.sets(st.sampled_from(sorted(self.references)))):
+                self.bytes_of[page] = self.tenant[page]
+
+    @rule()
+    def stale_pages_are_told_once(self) -> None:
+        for page in self.pool.take_stale():
+            self.bytes_of.pop(page, None)
+        assert self.pool.take_stale() == []
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.used == len(self.references)
+        assert self.pool.free == self.capacity - len(self.references)
+        for page in range(self.capacity + 1):
+            assert self.pool.references(page) == self.references[page]
+
+
+TestPagePool = PagePoolMachine.TestCase
+TestPagePool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

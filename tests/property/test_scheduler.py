@@ -1,0 +1,381 @@
+"""The scheduler under random events, beside a dumb model of three things: the tokens that each session must have, the
+order in which requests arrived, and a device that remembers in each slot of KV whose token was written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from djinn_client.errors import OutOfMemory, PromptTooLong
+from djinnd.core.batch import Batch, Row
+from djinnd.core.request import Request, RequestState
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.scheduler import Scheduler
+
+MODELS = ("m", "n")
+MAX_CONTEXT = 24
+NUM_BLOCKS = 3
+QUIET = 9  # a token that stops nothing
+TOKENS = st.integers(0, QUIET)
+
+
+class Written(NamedTuple):
+    """What a slot of KV holds: it follows from the token and all that stand before it."""
+
+    tenant: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """A request as its caller sees it."""
+
+    request: Request
+    first: int
+    prompt_end: int
+    max_tokens: int
+    stop: frozenset[int]
+    held: bool = False
+    computed: int = 0  # tokens that were run before it had generated one
+
+
+@dataclass(eq=False)
+class Shadow:
+    """A session as its caller sees it."""
+
+    session: Session
+    tokens: list[int] = field(default_factory=list)
+    call: Call | None = None
+
+    def work(self) -> int:
+        """Steps that are enough for the call when it comes first, even if all its KV is computed anew."""
+        return len(self.tokens) + self.call.max_tokens + 1 if self.call else 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        pages=st.tuples(st.integers(1, 8), st.integers(8, 30)),
+        page_size=st.integers(1, 4),
+        max_batch_tokens=st.sampled_from([12, 6, 4, 3, 2, 1]),
+        max_rows=st.sampled_from([6, 3, 2, 1]),
+        sessions=st.lists(st.tuples(st.sampled_from(MODELS), st.integers(0, 2)), min_size=4, max_size=8),
+    )
+    def begin(
+        self,
+        pages: tuple[int, int],
+        page_size: int,
+        max_batch_tokens: int,
+        max_rows: int,
+        sessions: list[tuple[str, int]],
+    ) -> None:
+        self.scheduler = Scheduler(max_batch_tokens, max_rows)
+        self.kv = {
+            name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT) for name, n in zip(MODELS, pages, strict=True)
+        }
+        for name, kv in self.kv.items():
+            self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
+        self.device: dict[str, dict[int, Written]] = {name: {} for name in MODELS}
+        self.shadows: dict[str, Shadow] = {}
+        self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}  # that may run, in order of arrival
+        self.in_step: tuple[Batch, list[Call | None]] | None = None
+        self.ids = count(1)
+        self.last_model = ""
+        for model, tenant in sessions:
+            self.open(model, tenant, [])
+
+    def limit(self, model: str) -> int:
+        return min(MAX_CONTEXT, self.kv[model].capacity_tokens)
+
+    def ended(self, shadow: Shadow, request: Request | None, reason: str | None) -> None:
+        """The scheduler answered that the session's call has ended: it must be this one, for this reason."""
+        assert shadow.call and request is shadow.call.request
+        assert (request.state, request.finish_reason) == (RequestState.DONE, reason)
+        assert request.computed == shadow.call.computed
+        line = self.lines[shadow.session.model]
+        if shadow in line:
+            line.remove(shadow)
+        shadow.call = None
+
+    def draw_shadow(
+        self, data: st.DataObject, suits: Callable[[Shadow], object] = lambda shadow: True
+    ) -> Shadow | None:
+        names = [name for name, shadow in self.shadows.items() if suits(shadow)]
+        return self.shadows[data.draw(st.sampled_from(names))] if names else None
+
+    # --- sessions and requests --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.shadows) < 10)
+    @rule(model=st.sampled_from(MODELS), tenant=st.integers(0, 2), tokens=st.lists(TOKENS, max_size=3))
+    def open(self, model: str, tenant: int, tokens: list[int]) -> None:
+        if len(tokens) > self.limit(model):
+            return
+        session = Session(f"s{next(self.ids)}", model, tenant, "agent", tokens=list(tokens))
+        self.scheduler.open(session)
+        self.shadows[session.id] = Shadow(session, tokens)
+
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data)
+        if shadow is None:
+            return
+        request = self.scheduler.close(shadow.session.id)
+        if shadow.call:
+            self.ended(shadow, request, "cancelled")
+        else:
+            assert request is None
+        del self.shadows[shadow.session.id]
+
+    @rule(
+        data=st.data(),
+        prompt=st.lists(TOKENS, max_size=14),
+        max_tokens=st.sampled_from([0, 1, 4, 8]),
+        stop=st.frozensets(st.integers(0, 1)),
+    )
+    def submit(self, data: st.DataObject, prompt: list[int], max_tokens: int, stop: frozenset[int]) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
+        if shadow and (prompt or (shadow.tokens and max_tokens)):
+            self.start(shadow, prompt, max_tokens, stop)
+
+    @rule(data=st.data(), max_tokens=st.integers(1, 8))
+    def go_on(self, data: st.DataObject, max_tokens: int) -> None:
+        """Without a prompt, after whatever came before."""
+        shadow = self.draw_shadow(data, lambda shadow: shadow.tokens and shadow.call is None)
+        if shadow:
+            self.start(shadow, [], max_tokens, stop=frozenset())
+
+    @rule(prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=3, max_size=8))
+    def submit_to_all(self, prompts: list[list[int]]) -> None:
+        """A crowd, so that pages, rows and tokens are short."""
+        idle = [shadow for shadow in self.shadows.values() if shadow.call is None]
+        for shadow, prompt in zip(idle, prompts, strict=False):
+            self.start(shadow, prompt, max_tokens=8, stop=frozenset())
+
+    def start(self, shadow: Shadow, prompt: list[int], max_tokens: int, stop: frozenset[int]) -> None:
+        session = shadow.session
+        first, end = len(shadow.tokens), len(shadow.tokens) + len(prompt)
+        request = Request(next(self.ids), first, end, max_tokens, stop_tokens=stop)
+        length = end + (1 if max_tokens else 0)
+        if length > self.limit(session.model):
+            with pytest.raises(PromptTooLong if length > MAX_CONTEXT else OutOfMemory):
+                self.scheduler.submit(session.id, request, prompt)
+            return
+        self.scheduler.submit(session.id, request, prompt)
+        shadow.tokens += prompt
+        shadow.call = Call(request, first, end, max_tokens, stop)
+        self.lines[session.model].append(shadow)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call)
+        if shadow and shadow.call:
+            request = shadow.call.request
+            self.ended(shadow, self.scheduler.cancel(request.id), "cancelled")
+            assert self.scheduler.cancel(request.id) is None
+
+    @rule(data=st.data())
+    def halt(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call)
+        if shadow and shadow.call:
+            keep = data.draw(st.integers(0, len(shadow.tokens) - shadow.call.prompt_end))
+            del shadow.tokens[shadow.call.prompt_end + keep :]
+            self.ended(shadow, self.scheduler.halt(shadow.call.request.id, keep), "stop")
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call)
+        if shadow and shadow.call:
+            self.scheduler.hold(shadow.call.request.id)
+            if not shadow.call.held:
+                shadow.call.held = True
+                self.lines[shadow.session.model].remove(shadow)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call)
+        if shadow and shadow.call:
+            self.release_call(shadow, shadow.call)
+
+    def release_call(self, shadow: Shadow, call: Call) -> None:
+        self.scheduler.release(call.request.id)
+        if call.held:
+            call.held = False
+            self.lines[shadow.session.model].append(shadow)
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
+        if shadow:
+            length = data.draw(st.integers(0, len(shadow.tokens)))
+            self.scheduler.truncate(shadow.session.id, length)
+            del shadow.tokens[length:]
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.in_step is None)
+    @rule()
+    def compose(self) -> None:
+        waiting = {model for model, line in self.lines.items() if line}
+        batch = self.scheduler.next_batch()
+        assert (batch is None) == (not waiting)
+        if batch is None:
+            return
+        assert batch.model in waiting and (batch.model != self.last_model or waiting == {batch.model})
+        self.last_model = batch.model
+        self.check_batch(batch)
+        self.run(batch)
+        self.in_step = (batch, [self.shadows[row.session.id].call for row in batch.rows])
+
+    def check_batch(self, batch: Batch) -> None:
+        line = self.lines[batch.model]
+        place = {shadow.session: place for place, shadow in enumerate(line)}
+        rows = batch.rows
+        assert rows and batch.tokens <= self.scheduler.max_batch_tokens and len(rows) <= self.scheduler.max_rows
+        assert len({row.session.id for row in rows}) == len(rows)
+        assert any(row.session is line[0].session for row in rows), "the oldest request does not go on"
+        ones = sum(row.count == 1 for row in rows)
+        assert all((row.count == 1) == (i < ones) for i, row in enumerate(rows)), "rows of one token come first"
+        for part in (rows[:ones], rows[ones:]):
+            places = [place[row.session] for row in part]  # KeyError: it is held, done or idle
+            assert places == sorted(places)
+        for row in rows:
+            self.check_row(row)
+        if not self.is_full(batch) and self.has_pages_for_all(batch.model):
+            assert len(rows) == len(line), "there is room, and somebody was left out"
+
+    def check_row(self, row: Row) -> None:
+        shadow = self.shadows[row.session.id]
+        assert shadow.call and shadow.call.request.state is RequestState.RUNNING
+        assert row.count >= 1 and row.start == row.session.computed and row.end <= len(shadow.tokens)
+        assert (row.first_block, row.last_block) == (0, NUM_BLOCKS)
+        assert row.samples == (row.end == len(shadow.tokens) and shadow.call.max_tokens > 0)
+
+    def is_full(self, batch: Batch) -> bool:
+        return batch.tokens == self.scheduler.max_batch_tokens or len(batch.rows) == self.scheduler.max_rows
+
+    def has_pages_for_all(self, model: str) -> bool:
+        kv = self.kv[model]
+        mine = [shadow for shadow in self.shadows.values() if shadow.session.model == model]
+        return sum(kv.pages_for(len(shadow.tokens)) for shadow in mine) <= kv.pool.capacity
+
+    def run(self, batch: Batch) -> None:
+        """The device: zeroes, writes the KV of each row, and reads all that stands before it."""
+        kv, memory = self.kv[batch.model], self.device[batch.model]
+        for page in kv.take_stale():
+            for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
+                memory.pop(slot, None)
+        for row in batch.rows:
+            shadow, tenant = self.shadows[row.session.id], row.session.tenant
+            for position, slot in enumerate(kv.slots(row.session.id, row.start, row.count).tolist(), row.start):
+                memory[slot] = Written(tenant, tuple(shadow.tokens[: position + 1]))
+            for position, slot in enumerate(kv.slots(row.session.id, 0, row.end).tolist()):
+                expected = Written(tenant, tuple(shadow.tokens[: position + 1]))
+                assert memory.get(slot) == expected, f"{row.session.id} reads {memory.get(slot)} at {position}"
+        for row in batch.rows:
+            for page in kv.pages_of(row.session.id):
+                slots = range(page * kv.page_size, (page + 1) * kv.page_size)
+                tenants = {memory[slot].tenant for slot in slots if slot in memory}
+                assert tenants <= {row.session.tenant}, f"page {page} of {row.session.id} holds another's KV"
+
+    @precondition(lambda self: self.in_step is not None)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        assert self.in_step
+        sampling = sum(row.samples for row in self.in_step[0].rows)
+        self.finish_step(data.draw(st.lists(TOKENS, min_size=sampling, max_size=sampling)))
+
+    def finish_step(self, next_tokens: Sequence[int]) -> None:
+        assert self.in_step
+        (batch, calls), self.in_step = self.in_step, None
+        tokens = iter(next_tokens)
+        expected = []
+        for row, call in zip(batch.rows, calls, strict=True):
+            token = next(tokens) if row.samples else None
+            shadow = self.shadows.get(row.session.id)
+            if shadow is None or call is None or shadow.call is not call:
+                continue  # its request has ended since
+            if len(shadow.tokens) == call.prompt_end:
+                call.computed += row.count
+            reason = self.outcome(shadow, row, token)
+            if reason:
+                expected.append((shadow, reason))
+        finished = self.scheduler.complete(batch, next_tokens)
+        for (shadow, reason), request in zip(expected, finished, strict=True):
+            self.ended(shadow, request, reason)
+
+    def outcome(self, shadow: Shadow, row: Row, token: int | None) -> str | None:
+        assert shadow.call
+        if token is None:
+            return "length" if shadow.call.max_tokens == 0 and row.end == len(shadow.tokens) else None
+        shadow.tokens.append(token)
+        if token in shadow.call.stop:
+            return "stop"
+        generated = len(shadow.tokens) - shadow.call.prompt_end
+        full = generated == shadow.call.max_tokens or len(shadow.tokens) == self.limit(shadow.session.model)
+        return "length" if full else None
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(steps=st.integers(1, 12))
+    def run_quietly(self, steps: int) -> None:
+        for _ in range(steps):
+            self.compose()
+            if self.in_step:
+                self.finish_step([QUIET] * sum(row.samples for row in self.in_step[0].rows))
+                self.agrees()
+
+    @precondition(lambda self: self.in_step is not None)
+    @rule()
+    def fail(self) -> None:
+        """The step fails: each request in it that has not ended since is rolled back."""
+        assert self.in_step
+        (batch, calls), self.in_step = self.in_step, None
+        for row, call in zip(batch.rows, calls, strict=True):
+            assert call
+            shadow = self.shadows.get(row.session.id)
+            request = self.scheduler.rollback(call.request.id)
+            if shadow and shadow.call is call:
+                del shadow.tokens[call.first :]
+                self.ended(shadow, request, None)
+            else:
+                assert request is None
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        self.scheduler.check_integrity()
+        for name, shadow in self.shadows.items():
+            session = self.scheduler.session(name)
+            assert session is shadow.session and session.tokens == shadow.tokens
+            assert session.request is (shadow.call.request if shadow.call else None)
+        load = self.scheduler.load()
+        assert load.queued + load.running == sum(map(len, self.lines.values()))
+        assert load.held == sum(shadow.call.held for shadow in self.shadows.values() if shadow.call)
+
+    def teardown(self) -> None:
+        """Nobody starves: left alone, every request that is not held ends within a bounded number of steps, and so do
+        the held ones once they are released. Then closing the sessions gives back every page."""
+        if not hasattr(self, "scheduler"):
+            return
+        if self.in_step:
+            self.fail()
+        for _ in ("with some held", "with all released"):
+            self.run_quietly(sum(shadow.work() for line in self.lines.values() for shadow in line))
+            assert not any(self.lines.values()), f"these starve: {self.lines}"
+            for shadow in self.shadows.values():
+                if shadow.call:
+                    self.release_call(shadow, shadow.call)
+        for name in self.shadows:
+            self.scheduler.close(name)
+        assert [kv.pool.used for kv in self.kv.values()] == [0, 0]
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnd.core.session import Session
+
+
+def session_of(tokens: list[int], computed: int) -> Session:
+    return Session("s", "m", tenant=1000, klass="interactive", tokens=tokens, computed=computed)
+
+
+def test_remaining_counts_the_tokens_without_kv() -> None:
+    assert session_of([1, 2, 3], computed=1).remaining == 2
+    assert session_of([], computed=0).remaining == 0
+
+
+def test_truncate_takes_the_kv_of_the_tokens_that_go() -> None:
+    session = session_of([1, 2, 3, 4], computed=3)
+    session.truncate(2)
+    assert (session.tokens, session.computed) == ([1, 2], 2)
+
+
+def test_truncate_keeps_the_kv_of_the_tokens_that_stay() -> None:
+    session = session_of([1, 2, 3, 4], computed=1)
+    session.truncate(3)
+    assert (session.tokens, session.computed) == ([1, 2, 3], 1)
+
+
+@pytest.mark.parametrize("length", [-1, 3])
+def test_truncate_refuses_a_length_that_the_session_does_not_have(length: int) -> None:
+    session = session_of([1, 2], computed=2)
+    with pytest.raises(AssertionError):
+        session.truncate(length)
+    assert (session.tokens, session.computed) == ([1, 2], 2)
+
+
+def test_sessions_of_equal_content_are_different_sessions() -> None:
+    assert session_of([1], 0) != session_of([1], 0)

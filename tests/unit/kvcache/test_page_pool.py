@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnd.kvcache.page_pool import SCRATCH, OutOfPages, PagePool
+
+ALICE, BOB = 1000, 1001
+
+
+def test_every_page_but_the_scratch_page_can_be_held() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(4, ALICE)
+    assert sorted(pages) == [1, 2, 3, 4] and SCRATCH not in pages
+    assert (pool.capacity, pool.free, pool.used) == (4, 0, 4)
+    pool.check_integrity()
+
+
+def test_neighbouring_pages_are_given_together_and_again_after_release() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(3, ALICE)
+    assert pages == [1, 2, 3]
+    pool.release(pages)
+    assert pool.allocate(3, ALICE) == pages
+
+
+def test_too_few_free_pages_raise_the_figures_and_change_nothing() -> None:
+    pool = PagePool(4)
+    pool.allocate(1, ALICE)
+    with pytest.raises(OutOfPages, match="3 pages are needed, 2 are free") as caught:
+        pool.allocate(3, BOB)
+    assert (caught.value.needed, caught.value.free) == (3, 2)
+    assert (pool.free, pool.used) == (2, 1)
+    pool.check_integrity()
+    pool.allocate(2, BOB)
+    assert pool.take_stale() == []
+
+
+def test_a_shared_page_is_free_when_its_last_holder_releases_it() -> None:
+    pool = PagePool(3)
+    pages = pool.allocate(2, ALICE)
+    pool.share(pages[:1])
+    assert pool.references(pages[0]) == 2
+    pool.release(pages)
+    assert (pool.free, pool.references(pages[0])) == (1, 1)
+    pool.release(pages[:1])
+    assert pool.free == 2
+    pool.check_integrity()
+
+
+def test_a_page_nobody_holds_is_neither_shared_nor_released() -> None:
+    pool = PagePool(3)
+    with pytest.raises(AssertionError, match="page 1 is shared"):
+        pool.share([1])
+    with pytest.raises(AssertionError, match="page 1 is released"):
+        pool.release([1])
+    with pytest.raises(AssertionError, match="page 0 is released"):
+        pool.release([SCRATCH])
+
+
+def test_a_page_of_another_tenant_is_stale_once() -> None:
+    pool = PagePool(4)
+    pool.release(pool.allocate(3, ALICE))
+    pages = pool.allocate(2, BOB)
+    assert pool.take_stale() == sorted(pages)
+    assert pool.take_stale() == []
+
+
+def test_a_fresh_page_and_a_page_of_the_same_tenant_are_not_stale() -> None:
+    pool = PagePool(3)
+    pool.release(pool.allocate(1, ALICE))
+    pool.allocate(2, ALICE)
+    assert pool.take_stale() == []
+
+
+def test_a_page_that_was_never_zeroed_stays_stale_however_often_it_changes_hands() -> None:
+    pool = PagePool(2)
+    for tenant in (ALICE, BOB, ALICE):
+        pool.release(pool.allocate(1, tenant))
+    assert pool.take_stale() == [1]
+
+
+def test_a_pool_needs_a_page_beside_the_scratch_page() -> None:
+    with pytest.raises(AssertionError, match="1 pages"):
+        PagePool(1)
+
+
+def test_the_audit_finds_a_page_that_is_free_and_held() -> None:
+    pool = PagePool(3)
+    pool.release(pool.allocate(1, ALICE))
+    pool._references[1] = 1
+    with pytest.raises(AssertionError, match="page 1 has 1 references, free: True"):
+        pool.check_integrity()
+
+
+def test_the_audit_finds_a_page_that_is_free_twice() -> None:
+    pool = PagePool(3)
+    pool._free.append(2)
+    with pytest.raises(AssertionError, match="1 pages are in the free list twice"):
+        pool.check_integrity()
+
+
+def test_the_audit_finds_a_page_that_is_lost() -> None:
+    pool = PagePool(3)
+    pool._free.remove(2)
+    with pytest.raises(AssertionError, match="page 2 has 0 references, free: False"):
+        pool.check_integrity()

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import OutOfMemory, PromptTooLong
+from djinnd.core.batch import Row
+from djinnd.core.request import Request, RequestState
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+
+PAGE = 4  # tokens
+
+
+def queue_of(pages: int, max_context: int = 64) -> ModelQueue:
+    return ModelQueue("m", KvManager(pages + 1, PAGE, 5 << 19, max_context), max_context, num_blocks=6)
+
+
+def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bool = True) -> Session:
+    """A session with the pages that its KV needs; active ones want a token."""
+    session = Session(name, "m", 1000, "interactive", tokens=[7] * tokens, computed=computed)
+    queue.sessions[name] = session
+    queue.kv.reserve(name, 1000, computed)
+    if active:
+        session.request = Request(id=len(queue.sessions), first=0, prompt_end=tokens, max_tokens=8)
+        queue.join(session)
+    return session
+
+
+def compose(queue: ModelQueue, step: int = 1, max_tokens: int = 64, max_rows: int = 16) -> list[tuple[str, int, int]]:
+    """(session, start, count) of each row; the queue must be sound afterwards."""
+    rows = queue.compose(step, max_tokens, max_rows)
+    queue.check_integrity()
+    return [(row.session.id, row.start, row.count) for row in rows]
+
+
+def test_rows_of_one_token_come_first_and_all_in_order_of_arrival() -> None:
+    queue = queue_of(pages=16)
+    add(queue, "prompt-1", 6)
+    add(queue, "decode-1", 9, computed=8)
+    add(queue, "prompt-2", 5)
+    add(queue, "decode-2", 3, computed=2)
+    assert compose(queue) == [("decode-1", 8, 1), ("decode-2", 2, 1), ("prompt-1", 0, 6), ("prompt-2", 0, 5)]
+
+
+def test_a_row_says_what_the_step_has_to_do() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 10, computed=4)
+    (row,) = queue.compose(step=3, max_tokens=64, max_rows=4)
+    assert row == Row(session, start=4, count=6, first_block=0, last_block=6, samples=True)
+    assert session.touched == 3
+    assert session.request and session.request.state is RequestState.RUNNING
+
+
+def test_only_the_last_chunk_of_a_prompt_samples() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 10)
+    (row,) = queue.compose(step=1, max_tokens=6, max_rows=4)
+    assert (row.end, row.samples) == (6, False)
+    session.computed = 6
+    (row,) = queue.compose(step=2, max_tokens=6, max_rows=4)
+    assert (row.end, row.samples) == (10, True)
+
+
+def test_a_forward_pass_never_samples() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 3)
+    session.request = Request(id=1, first=0, prompt_end=3, max_tokens=0, logits_from=0)
+    (row,) = queue.compose(step=1, max_tokens=6, max_rows=4)
+    assert (row.end, row.samples) == (3, False)
+
+
+def test_a_prompt_has_all_its_pages_before_its_first_chunk() -> None:
+    queue = queue_of(pages=8)
+    add(queue, "a", 30)
+    assert compose(queue, max_tokens=4) == [("a", 0, 4)]
+    assert queue.kv.pages_held("a") == 8
+
+
+def test_idle_sessions_give_their_pages_least_recently_touched_first() -> None:
+    queue = queue_of(pages=6)
+    late = add(queue, "late", 8, computed=8, active=False)
+    early = add(queue, "early", 8, computed=8, active=False)
+    late.touched, early.touched = 5, 4
+    add(queue, "a", 12)
+    assert compose(queue) == [("a", 0, 12)]
+    assert (early.computed, queue.kv.pages_held("early")) == (0, 0)
+    assert (late.computed, queue.kv.pages_held("late")) == (8, 2)
+    assert early.tokens == [7] * 8
+
+
+def test_held_sessions_give_their_pages_even_to_those_that_arrived_later() -> None:
+    queue = queue_of(pages=4)
+    held = add(queue, "held", 9, computed=8)
+    assert held.request
+    held.request.move("hold")
+    queue.hold(held)
+    add(queue, "a", 16)
+    assert compose(queue) == [("a", 0, 16)]
+    assert (held.computed, queue.kv.pages_held("held")) == (0, 0)
+
+
+def test_the_last_to_arrive_gives_its_pages_to_the_first_and_starts_anew_later() -> None:
+    queue = queue_of(pages=4)
+    add(queue, "first", 9, computed=8)  # needs a third page
+    second = add(queue, "second", 4, computed=3)
+    third = add(queue, "third", 3, computed=2)
+    assert compose(queue) == [("first", 8, 1), ("second", 3, 1)]
+    assert third.computed == 0 and second.computed == 3
+
+
+def test_nobody_takes_pages_from_those_who_arrived_before() -> None:
+    queue = queue_of(pages=4)
+    first = add(queue, "first", 8, computed=7)
+    second = add(queue, "second", 9, computed=8)  # needs a third page, the first holds the others
+    assert compose(queue) == [("first", 7, 1)]
+    assert (first.computed, second.computed) == (7, 8)
+
+
+def test_nobody_loses_pages_that_would_not_be_enough() -> None:
+    queue = queue_of(pages=4)
+    add(queue, "first", 8, computed=7)
+    idle = add(queue, "idle", 4, computed=4, active=False)
+    add(queue, "second", 16)
+    assert compose(queue) == [("first", 7, 1)]
+    assert idle.computed == 4
+
+
+def test_one_that_waits_for_pages_keeps_those_behind_it_from_starting() -> None:
+    queue = queue_of(pages=4)
+    add(queue, "first", 8, computed=7)
+    add(queue, "large", 12)
+    add(queue, "small", 4)
+    assert compose(queue) == [("first", 7, 1)]
+
+
+def test_one_that_waits_for_pages_does_not_stop_those_behind_it_that_hold_some() -> None:
+    queue = queue_of(pages=4)
+    add(queue, "first", 9, computed=8)
+    add(queue, "large", 16)
+    add(queue, "decodes", 4, computed=3)
+    assert compose(queue) == [("first", 8, 1), ("decodes", 3, 1)]
+
+
+def test_a_request_that_ends_leaves_no_page_without_kv_behind() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 30)
+    compose(queue, max_tokens=5)
+    session.computed, session.request = 5, None
+    queue.leave(session)
+    assert queue.kv.pages_held("a") == 2
+    queue.check_integrity()
+
+
+def test_a_released_session_arrives_anew() -> None:
+    queue = queue_of(pages=8)
+    first = add(queue, "first", 3, computed=2)
+    add(queue, "second", 3, computed=2)
+    queue.hold(first)
+    queue.release(first)
+    assert compose(queue) == [("second", 2, 1), ("first", 2, 1)]
+
+
+def test_a_prompt_longer_than_the_model_is_refused_with_the_figures() -> None:
+    queue = queue_of(pages=100, max_context=64)
+    queue.check_fits(64)
+    with pytest.raises(PromptTooLong, match="would have 65 tokens, m takes 64") as caught:
+        queue.check_fits(65)
+    assert caught.value.data == {"tokens": 65, "max_context": 64}
+
+
+def test_a_session_that_no_pool_could_hold_is_refused_with_the_figures() -> None:
+    queue = queue_of(pages=3)
+    queue.check_fits(12)
+    with pytest.raises(OutOfMemory, match=r"needs 4 pages of 2.5 MiB for 13 tokens, the pool of m has 3") as caught:
+        queue.check_fits(13)
+    assert caught.value.data == {"pages": 4, "capacity": 3, "page_bytes": 5 << 19}
+
+
+def test_load_counts_sessions_tokens_and_pages() -> None:
+    queue = queue_of(pages=8)
+    add(queue, "a", 9, computed=8)
+    add(queue, "b", 5, computed=5, active=False)
+    assert queue.load() == ModelLoad(sessions=2, kv_tokens=13, pages=8, pages_used=4)
+
+
+def test_the_audit_finds_kv_without_pages() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 9, computed=4)
+    session.computed = 8
+    with pytest.raises(AssertionError, match="session a holds 1 pages, 8 of 9 tokens computed"):
+        queue.check_integrity()
+
+
+def test_the_audit_finds_an_idle_session_that_hoards_pages() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 9, computed=9, active=False)
+    session.computed = 4
+    with pytest.raises(AssertionError, match="idle session a holds 3 pages for 4 tokens"):
+        queue.check_integrity()
+
+
+def test_the_audit_finds_pages_of_a_session_that_is_gone() -> None:
+    queue = queue_of(pages=8)
+    queue.kv.reserve("ghost", 1000, 4)
+    with pytest.raises(AssertionError, match=r"'ghost'.* hold pages of m"):
+        queue.check_integrity()
+
+
+def test_the_audit_finds_a_request_in_no_line() -> None:
+    queue = queue_of(pages=8)
+    session = add(queue, "a", 3)
+    del queue.active[session.id]
+    with pytest.raises(AssertionError, match=r"'a'.* of m: active or not"):
+        queue.check_integrity()

@@ -1,0 +1,465 @@
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from djinn_client.errors import OutOfMemory, PromptTooLong, SessionNotFound
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request, RequestState
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.model_queue import ModelLoad
+from djinnd.scheduler.scheduler import Load, Scheduler
+
+PAGE = 4  # tokens
+
+
+class Daemon:
+    """A scheduler and what stands around it: request ids, and a model whose next token is always `token`."""
+
+    def __init__(self, *models: str, pages: int = 64, max_context: int = 64, max_batch_tokens: int = 32) -> None:
+        self.scheduler = Scheduler(max_batch_tokens, max_rows=8)
+        self.kv = {name: KvManager(pages + 1, PAGE, 1 << 20, max_context) for name in models or ("m",)}
+        for name, kv in self.kv.items():
+            self.scheduler.add_model(name, kv, max_context, num_blocks=2)
+        self._ids = count(1)
+
+    def open(self, name: str, model: str = "m", tenant: int = 1000, tokens: int = 0) -> Session:
+        session = Session(name, model, tenant, "interactive", tokens=[7] * tokens)
+        self.scheduler.open(session)
+        return session
+
+    def submit(self, name: str, prompt: int, max_tokens: int = 8, **more: object) -> Request:
+        first = len(self.scheduler.session(name).tokens)
+        request = Request(next(self._ids), first, first + prompt, max_tokens, **more)  # type: ignore[arg-type]
+        self.scheduler.submit(name, request, [7] * prompt)
+        return request
+
+    def step(self, token: int = 5) -> tuple[Batch, list[Request]]:
+        batch = self.scheduler.next_batch()
+        assert batch is not None
+        return batch, self.complete(batch, token)
+
+    def complete(self, batch: Batch, token: int = 5) -> list[Request]:
+        finished = self.scheduler.complete(batch, [token] * sum(row.samples for row in batch.rows))
+        self.scheduler.check_integrity()
+        return finished
+
+
+# --- a request from end to end --------------------------------------------------------------------------------------
+
+
+def test_a_generation_runs_its_prompt_then_a_token_a_step_until_it_has_enough() -> None:
+    daemon = Daemon(max_batch_tokens=4)
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=6, max_tokens=3)
+    assert request.state is RequestState.QUEUED
+    ends = []
+    for _ in range(4):
+        batch, finished = daemon.step()
+        ends.append((batch.rows[0].start, batch.rows[0].end, batch.rows[0].samples))
+    assert ends == [(0, 4, False), (4, 6, True), (6, 7, True), (7, 8, True)]
+    assert finished == [request] and session.request is None
+    assert (request.state, request.finish_reason, request.computed) == (RequestState.DONE, "length", 6)
+    assert session.tokens == [7] * 6 + [5] * 3 and session.computed == 8
+    assert daemon.scheduler.next_batch() is None
+
+
+def test_a_session_goes_on_from_its_kv() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=6, max_tokens=1)
+    daemon.step()
+    request = daemon.submit("a", prompt=2, max_tokens=1)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].end) == (6, 9)  # with the last generated token, which had no KV
+    assert request.computed == 3
+
+
+def test_without_a_prompt_the_last_token_is_run_again_where_it_has_kv() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=6, max_tokens=0, logits_from=0)
+    daemon.step()
+    assert session.computed == 6
+    daemon.submit("a", prompt=0, max_tokens=1)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].count, batch.rows[0].samples) == (5, 1, True)
+
+
+def test_a_forward_pass_ends_with_its_last_token_and_generates_none() -> None:
+    daemon = Daemon(max_batch_tokens=4)
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=6, max_tokens=0, logits_from=0)
+    assert daemon.step()[1] == []
+    assert daemon.step()[1] == [request]
+    assert (request.finish_reason, request.computed, session.tokens) == ("length", 6, [7] * 6)
+
+
+def test_a_stop_token_ends_a_generation_and_stays_in_the_session() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=2, stop_tokens=frozenset({9}))
+    daemon.step()
+    assert daemon.step(token=9)[1] == [request]
+    assert request.finish_reason == "stop" and session.tokens == [7, 7, 5, 9]
+
+
+@pytest.mark.parametrize(("pages", "max_context"), [(64, 10), (2, 64)])
+def test_a_generation_ends_where_the_context_or_the_pool_does(pages: int, max_context: int) -> None:
+    daemon = Daemon(pages=pages, max_context=max_context)
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=6, max_tokens=50)
+    finished: list[Request] = []
+    while not finished:
+        _, finished = daemon.step()
+    assert request.finish_reason == "length"
+    assert len(session.tokens) == min(max_context, pages * PAGE)
+
+
+def test_a_request_that_never_fits_is_refused_and_nothing_is_changed() -> None:
+    daemon = Daemon(pages=4, max_context=32)
+    session = daemon.open("a", tokens=10)
+    with pytest.raises(OutOfMemory):
+        daemon.submit("a", prompt=6, max_tokens=1)
+    with pytest.raises(PromptTooLong):
+        daemon.submit("a", prompt=23, max_tokens=0)
+    assert len(session.tokens) == 10 and session.request is None
+    assert daemon.scheduler.next_batch() is None
+    daemon.scheduler.check_integrity()
+    daemon.submit("a", prompt=6, max_tokens=0)  # a forward pass needs no room for a next token
+
+
+def test_a_busy_session_takes_no_second_request() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=2)
+    with pytest.raises(AssertionError):
+        daemon.submit("a", prompt=2)
+
+
+def test_a_request_with_nothing_to_run_is_our_fault() -> None:
+    daemon = Daemon()
+    daemon.open("empty")
+    with pytest.raises(AssertionError, match="nothing to run"):
+        daemon.submit("empty", prompt=0, max_tokens=1)
+    daemon.open("full", tokens=3)
+    with pytest.raises(AssertionError, match="nothing to run"):
+        daemon.submit("full", prompt=0, max_tokens=0)
+
+
+# --- events between steps -------------------------------------------------------------------------------------------
+
+
+def test_cancel_keeps_the_tokens_and_the_session() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=6)
+    daemon.step()
+    assert daemon.scheduler.cancel(request.id) is request
+    assert (request.state, request.finish_reason) == (RequestState.DONE, "cancelled")
+    assert session.tokens == [7] * 6 + [5] and session.request is None
+    assert daemon.scheduler.cancel(request.id) is None
+    daemon.submit("a", prompt=1, max_tokens=1)
+    assert daemon.step()[0].rows[0].start == 6
+
+
+def test_halt_stops_after_the_tokens_that_are_kept() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=6)
+    for _ in range(5):
+        daemon.step()
+    assert daemon.scheduler.halt(request.id, keep=2) is request
+    assert request.finish_reason == "stop"
+    assert session.tokens == [7] * 6 + [5] * 2 and session.computed == 8
+    assert daemon.kv["m"].pages_held("a") == 2
+    assert daemon.scheduler.halt(request.id, keep=0) is None
+    daemon.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("keep", [-1, 3])
+def test_halt_keeps_no_tokens_that_were_not_generated(keep: int) -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    request = daemon.submit("a", prompt=6)
+    daemon.step()
+    with pytest.raises(AssertionError):
+        daemon.scheduler.halt(request.id, keep)
+
+
+def test_rollback_gives_the_session_the_tokens_of_before() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=6, max_tokens=2)
+    daemon.step()
+    daemon.step()
+    request = daemon.submit("a", prompt=3)
+    daemon.step()
+    assert daemon.scheduler.next_batch() is not None  # the step that fails
+    assert daemon.scheduler.rollback(request.id) is request
+    assert (request.state, request.finish_reason) == (RequestState.DONE, None)
+    assert session.tokens == [7] * 6 + [5] * 2 and session.computed == 8
+    assert daemon.scheduler.rollback(request.id) is None
+    daemon.scheduler.check_integrity()
+
+
+def test_a_held_request_has_no_row_until_it_is_released() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    request = daemon.submit("a", prompt=6)
+    daemon.step()
+    for _ in range(2):  # a second hold changes nothing
+        daemon.scheduler.hold(request.id)
+        assert request.state is RequestState.HELD
+        assert daemon.scheduler.next_batch() is None
+        daemon.scheduler.check_integrity()
+    for _ in range(2):  # nor does a second release
+        daemon.scheduler.release(request.id)
+        assert request.state is RequestState.RUNNING
+        daemon.scheduler.check_integrity()
+    assert [row.start for row in daemon.step()[0].rows] == [6]
+
+
+def test_hold_and_release_of_a_request_that_has_ended_change_nothing() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    request = daemon.submit("a", prompt=2, max_tokens=1)
+    daemon.step()
+    daemon.scheduler.hold(request.id)
+    daemon.scheduler.release(request.id)
+    assert request.state is RequestState.DONE and daemon.scheduler.next_batch() is None
+
+
+def test_a_held_request_can_be_cancelled() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    request = daemon.submit("a", prompt=2)
+    daemon.scheduler.hold(request.id)
+    assert daemon.scheduler.cancel(request.id) is request
+    daemon.scheduler.check_integrity()
+
+
+def test_truncate_gives_back_the_pages_of_the_tokens_that_go() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=16, max_tokens=1)
+    daemon.step()
+    daemon.scheduler.truncate("a", 5)
+    assert (len(session.tokens), session.computed, daemon.kv["m"].pages_held("a")) == (5, 5, 2)
+    daemon.scheduler.check_integrity()
+    daemon.submit("a", prompt=1)
+    with pytest.raises(AssertionError, match="is cut while request 2 runs"):
+        daemon.scheduler.truncate("a", 1)
+
+
+def test_close_gives_back_everything_and_cancels_what_runs() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.open("b")
+    request = daemon.submit("a", prompt=6)
+    daemon.step()
+    assert daemon.scheduler.close("a") is request and request.finish_reason == "cancelled"
+    assert daemon.scheduler.close("b") is None
+    assert daemon.kv["m"].pool.used == 0
+    daemon.scheduler.check_integrity()
+
+
+def test_an_unknown_session_is_said_so() -> None:
+    daemon = Daemon()
+    for call in (daemon.scheduler.session, daemon.scheduler.close, lambda name: daemon.scheduler.truncate(name, 0)):
+        with pytest.raises(SessionNotFound, match="there is no session ghost"):
+            call("ghost")
+    with pytest.raises(SessionNotFound):
+        daemon.scheduler.submit("ghost", Request(1, 0, 1, 1), [7])
+
+
+# --- events while a step runs ---------------------------------------------------------------------------------------
+
+
+def test_a_row_whose_request_ended_while_the_step_ran_is_ignored() -> None:
+    daemon = Daemon()
+    sessions = [daemon.open(name) for name in "abc"]
+    requests = [daemon.submit(name, prompt=2, max_tokens=2) for name in "abc"]
+    daemon.step()
+    batch = daemon.scheduler.next_batch()
+    assert batch is not None
+    daemon.scheduler.close("a")
+    daemon.scheduler.cancel(requests[1].id)
+    daemon.submit("b", prompt=4, max_tokens=2)
+    assert daemon.complete(batch) == [requests[2]]
+    assert [session.tokens for session in sessions] == [[7, 7, 5], [7, 7, 5, 7, 7, 7, 7], [7, 7, 5, 5]]
+    assert sessions[1].computed == 2
+
+
+def test_a_request_held_while_its_step_ran_keeps_its_token_and_may_end() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", prompt=2, max_tokens=2)
+    for _ in range(2):
+        batch = daemon.scheduler.next_batch()
+        assert batch is not None
+        daemon.scheduler.hold(request.id)
+        finished = daemon.complete(batch)
+        daemon.scheduler.release(request.id)
+    assert finished == [request] and session.tokens == [7, 7, 5, 5]
+
+
+def test_one_row_of_a_step_can_be_rolled_back_and_the_rest_completed() -> None:
+    daemon = Daemon()
+    bad, good = daemon.open("bad"), daemon.open("good")
+    request = daemon.submit("bad", prompt=2)
+    daemon.submit("good", prompt=2)
+    batch = daemon.scheduler.next_batch()
+    assert batch is not None
+    daemon.scheduler.rollback(request.id)
+    daemon.complete(batch)
+    assert (bad.tokens, good.tokens) == ([], [7, 7, 5])
+
+
+def test_a_batch_that_never_completes_is_run_again() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=6)
+    lost = daemon.scheduler.next_batch()
+    batch = daemon.scheduler.next_batch()
+    assert lost and batch and lost.rows == batch.rows and lost.step < batch.step
+    with pytest.raises(AssertionError, match="step 1 completes after step 2"):
+        daemon.scheduler.complete(lost, [5])
+    daemon.complete(batch)
+    assert session.tokens == [7] * 6 + [5]
+
+
+def test_a_step_completes_once_and_with_a_token_for_each_row_that_samples() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=6)
+    batch = daemon.scheduler.next_batch()
+    assert batch
+    with pytest.raises(AssertionError, match="2 tokens for 1 rows"):
+        daemon.scheduler.complete(batch, [5, 5])
+    daemon.complete(batch)
+    with pytest.raises(AssertionError, match="step 1 completes twice"):
+        daemon.scheduler.complete(batch, [5])
+
+
+# --- pages and turns ------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_goes_on_from_its_tokens() -> None:
+    daemon = Daemon(pages=3)
+    daemon.open("first")
+    daemon.open("second")
+    daemon.submit("first", prompt=4, max_tokens=6)
+    daemon.submit("second", prompt=6, max_tokens=3)
+    order = []
+    while (batch := daemon.scheduler.next_batch()) is not None:
+        order.append([(row.session.id, row.start, row.count) for row in batch.rows])
+        daemon.complete(batch)
+    assert order[0] == [("first", 0, 4), ("second", 0, 6)]
+    assert order[1] == [("first", 4, 1)]  # the fifth token takes a page, the last to arrive loses its own
+    assert order[-3:] == [[("first", 8, 1)], [("second", 0, 7)], [("second", 7, 1)]]
+    assert [len(daemon.scheduler.session(name).tokens) for name in ("first", "second")] == [10, 9]
+
+
+def test_prompt_tokens_that_were_run_count_once_the_prompt_is_done_no_more() -> None:
+    daemon = Daemon(pages=3)
+    daemon.open("first")
+    daemon.open("second")
+    daemon.submit("first", prompt=4, max_tokens=6)
+    request = daemon.submit("second", prompt=6, max_tokens=3)
+    while (batch := daemon.scheduler.next_batch()) is not None:
+        daemon.complete(batch)
+    assert request.computed == 6  # not the seven that ran again after the preemption
+
+
+def test_an_idle_session_loses_its_kv_and_computes_it_anew() -> None:
+    daemon = Daemon(pages=4)
+    daemon.open("idle")
+    daemon.open("busy")
+    daemon.submit("idle", prompt=10, max_tokens=1)
+    daemon.step()
+    daemon.submit("busy", prompt=10, max_tokens=1)
+    daemon.step()
+    assert daemon.kv["m"].pages_held("idle") == 0
+    request = daemon.submit("idle", prompt=1, max_tokens=1)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].end, request.computed) == (0, 12, 12)
+
+
+def test_pages_that_change_tenants_are_to_be_zeroed() -> None:
+    daemon = Daemon(pages=4)
+    daemon.open("a", tenant=1000)
+    daemon.open("b", tenant=1001)
+    daemon.submit("a", prompt=6, max_tokens=1)
+    daemon.step()
+    assert daemon.kv["m"].take_stale() == []
+    daemon.scheduler.close("a")
+    daemon.submit("b", prompt=6, max_tokens=1)
+    daemon.scheduler.next_batch()
+    assert daemon.kv["m"].take_stale() == sorted(daemon.kv["m"].pages_of("b"))
+
+
+def test_models_that_have_work_take_turns() -> None:
+    daemon = Daemon("m", "n", "empty")
+    daemon.open("a", "m")
+    daemon.open("b", "n")
+    daemon.open("c", "m")
+    daemon.submit("a", prompt=2, max_tokens=3)
+    daemon.submit("b", prompt=2, max_tokens=2)
+    daemon.submit("c", prompt=2, max_tokens=2)
+    assert [daemon.step()[0].model for _ in range(5)] == ["m", "n", "m", "n", "m"]
+    assert daemon.scheduler.next_batch() is None
+
+
+def test_a_model_goes_when_its_sessions_have_gone() -> None:
+    daemon = Daemon("m", "n")
+    daemon.open("a", "m")
+    with pytest.raises(AssertionError, match="model m goes while 1 sessions use it"):
+        daemon.scheduler.remove_model("m")
+    daemon.submit("a", prompt=2)
+    batch = daemon.scheduler.next_batch()
+    assert batch
+    daemon.scheduler.close("a")
+    daemon.scheduler.remove_model("m")
+    assert daemon.complete(batch) == []
+    assert list(daemon.scheduler.load().models) == ["n"]
+
+
+def test_a_session_of_an_earlier_engine_computes_its_kv_anew() -> None:
+    daemon = Daemon()
+    daemon.open("a", tokens=10)
+    daemon.submit("a", prompt=0, max_tokens=1)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].end) == (0, 10)
+
+
+def test_load_counts_requests_by_state_and_what_models_hold() -> None:
+    daemon = Daemon(pages=8, max_batch_tokens=6)
+    for name in ("running", "queued", "held", "idle"):
+        daemon.open(name)
+    daemon.submit("running", prompt=6)
+    daemon.submit("queued", prompt=3)
+    held = daemon.submit("held", prompt=3)
+    daemon.scheduler.hold(held.id)
+    daemon.step()
+    models = {"m": ModelLoad(sessions=4, kv_tokens=6, pages=8, pages_used=2)}
+    assert daemon.scheduler.load() == Load(queued=1, running=1, held=1, models=models)
+
+
+def test_the_audit_finds_a_request_that_was_forgotten() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=3)
+    session.request = None
+    with pytest.raises(AssertionError, match=r"requests \[\] are in progress, not \[1\]"):
+        daemon.scheduler.check_integrity()
+
+
+def test_the_audit_finds_a_session_in_no_queue() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.scheduler._queues["m"].sessions.clear()
+    with pytest.raises(AssertionError, match=r"\['a'\] are not in their queue"):
+        daemon.scheduler.check_integrity()
