@@ -1,0 +1,79 @@
+"""What the weight files of a shape hold: the tensors' names, sizes and dtypes, laid out as on the hub.
+
+| family  | differs from transformers' module tree                                                        |
+|---------|-----------------------------------------------------------------------------------------------|
+| mixtral | one matrix an expert: block_sparse_moe.experts.E.w1, w3 and w2, and block_sparse_moe.gate     |
+| gpt2    | no `transformer.` before the names; a causal mask a block                                     |
+| llama-2 | rope frequencies a block                                                                      |
+| all     | a tied head is not stored                                                                     |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from .shapes import Config, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a weight file."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+def stored_tensors(shape: Shape, config: Config, dtype: torch.dtype) -> list[StoredTensor]:
+    """Every tensor of the checkpoint, in the order of the files. Allocates no weights."""
+    model = empty_model(config)
+    # An untied head is a parameter of its own; a tied one is the embedding again.
+    tied = set(model.all_tied_weights_keys)
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = revert_weight_conversion(model, parameters)
+    prefix = f"{model.base_model_prefix}." if config["model_type"] == "gpt2" else ""
+    tensors = [StoredTensor(name.removeprefix(prefix), tuple(tensor.shape), dtype) for name, tensor in stored.items()]
+    return tensors + list(_leftovers(shape, model.config, dtype))
+
+
+def empty_model(config: Config) -> PreTrainedModel:
+    """transformers' model of `config` on the meta device."""
+    entries = {key: value for key, value in config.items() if key != "model_type"}
+    parsed = AutoConfig.for_model(config["model_type"], **entries)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(parsed)
+    return model
+
+
+def shards(tensors: Sequence[StoredTensor], shard_bytes: int) -> list[list[StoredTensor]]:
+    """Cut the list, in order, into runs of at most `shard_bytes`; a larger tensor has a shard of its own."""
+    runs: list[list[StoredTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if runs[-1] and used + tensor.nbytes > shard_bytes:
+            runs.append([])
+            used = 0
+        runs[-1].append(tensor)
+        used += tensor.nbytes
+    return runs
+
+
+def _leftovers(shape: Shape, config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[StoredTensor]:
+    """Buffers of old modules that the hub's files still hold and every loader must pass over."""
+    for block_idx in range(config.num_hidden_layers):
+        if shape.leftovers == "causal masks":
+            size = (1, 1, config.n_positions, config.n_positions)
+            yield StoredTensor(f"h.{block_idx}.attn.bias", size, torch.float32)
+        elif shape.leftovers == "rope frequencies":
+            head_dim = config.hidden_size // config.num_attention_heads
+            yield StoredTensor(f"model.layers.{block_idx}.self_attn.rotary_emb.inv_freq", (head_dim // 2,), dtype)

@@ -1,0 +1,94 @@
+"""Writes a named shape with random weights, a shard at a time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from .corpus import sample
+from .files import write_config, write_json, write_weights
+from .layout import StoredTensor, shards, stored_tensors
+from .random_weights import RandomWeights
+from .shapes import REDUCED_VOCABULARY, config_of, shape_of
+from .tokenizer import train_bpe, write_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHARDS_AT_ONCE = 2  # bounds the memory used; two keep both the generator and the disk busy
+
+
+def make_random(
+    name: str,
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    device: str = "cpu",
+    shard_bytes: int = 5_000_000_000,
+    reduced: bool = False,
+    blocks: int | None = None,
+) -> None:
+    """Write the checkpoint folder `out`, config.json last. Host memory holds at most two shards.
+
+    ValueError: no such shape. FileExistsError: `out` has something in it. OSError: the disk has too little room.
+    """
+    config = config_of(name, dtype=str(dtype).removeprefix("torch."), reduced=reduced, blocks=blocks)
+    tensors = stored_tensors(shape_of(name), config, dtype)
+    prepare_folder(out, sum(tensor.nbytes for tensor in tensors))
+    gain = shape_of(name).reduced_gain if reduced else 1.0
+    _write_weights(out, shards(tensors, shard_bytes), RandomWeights(config, gain, seed, torch.device(device)))
+    positions = config.get("max_position_embeddings") or config["n_positions"]
+    write_tokenizer(train_bpe(sample(), REDUCED_VOCABULARY), out, positions)
+    write_config(out, config)
+
+
+def prepare_folder(out: Path, weight_bytes: int) -> None:
+    """Make sure that `out` is an empty folder on a disk with room for the weights."""
+    if out.is_dir() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out).free
+    if weight_bytes > free:
+        raise OSError(f"the weights need {weight_bytes / 1e9:.1f} GB, {out} has {free / 1e9:.1f} GB free")
+
+
+def _write_weights(out: Path, runs: Sequence[Sequence[StoredTensor]], weights: RandomWeights) -> None:
+    files = [_file_name(number, len(runs)) for number in range(1, len(runs) + 1)]
+    progress = _Progress(sum(tensor.nbytes for run in runs for tensor in run))
+
+    def write(file: str, run: Sequence[StoredTensor]) -> None:
+        values = {tensor.name: weights.values(tensor) for tensor in run}
+        write_weights(out / file, values)
+        progress.add(file, sum(tensor.nbytes for tensor in run))
+
+    with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+        list(pool.map(write, files, runs))
+    if len(runs) > 1:
+        weight_map = {tensor.name: file for file, run in zip(files, runs, strict=True) for tensor in run}
+        index = {"metadata": {"total_size": progress.total}, "weight_map": weight_map}
+        write_json(out / "model.safetensors.index.json", index)
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+class _Progress:
+    """A line for each file written, from any thread."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._done = 0
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, file: str, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            seconds = time.monotonic() - self._started
+            print(f"{file}  {self._done / 1e9:.2f} of {self.total / 1e9:.2f} GB  {seconds:.1f} s", flush=True)
