@@ -1,0 +1,49 @@
+"""Who has how much of the device's memory. Figures only; the bytes themselves belong to whoever reserved them."""
+
+from __future__ import annotations
+
+from djinn_client.errors import OutOfMemory
+
+
+class MemoryBudget:
+    """A hard budget in bytes, divided into labelled reservations. Invariant: their sum never exceeds the budget."""
+
+    def __init__(self, total: int) -> None:
+        assert total > 0
+        self.total = total
+        self._reserved: dict[str, int] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(self._reserved.values())
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def reserve(self, label: str, nbytes: int) -> None:
+        """Raises OutOfMemory with the figures, and changes nothing, when less is free."""
+        assert nbytes >= 0 and label not in self._reserved, label
+        if nbytes > self.free:
+            raise OutOfMemory(
+                f"{label} needs {gib(nbytes)} of device memory; {gib(self.free)} of the budget of {gib(self.total)} "
+                "is free: unload a model or raise --memory",
+                needed=nbytes,
+                free=self.free,
+                budget=self.total,
+            )
+        self._reserved[label] = nbytes
+
+    def release(self, label: str) -> None:
+        del self._reserved[label]
+
+    def check_integrity(self) -> None:
+        assert all(n >= 0 for n in self._reserved.values()), self._reserved
+        assert self.used <= self.total, (self.used, self.total)
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as people read them."""
+    if nbytes >= 1 << 30:
+        return f"{nbytes / (1 << 30):.2f} GiB"
+    return f"{nbytes / (1 << 20):.1f} MiB"

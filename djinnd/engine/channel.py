@@ -1,0 +1,61 @@
+"""The engine's end of the socket pair. Receiving belongs to the engine's thread; any thread may send."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import threading
+from collections.abc import Sequence
+
+from djinn_client.protocol import FrameDecoder
+from djinnd.messages import MAX_FRAME, FromEngine, ToEngine, decode_to_engine, encode
+
+_READ = 1 << 18
+
+
+class ServerGone(Exception):
+    """The server closed its end: there is nobody left to serve."""
+
+
+class Channel:
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(True)
+        self._decoder = FrameDecoder(MAX_FRAME)
+        self._sending = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def receive(self, timeout: float) -> list[ToEngine]:
+        """What has come, waiting up to `timeout` seconds for the first. Raises ServerGone."""
+        messages: list[ToEngine] = []
+        for fd, _ in self._poll.poll(timeout * 1000):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                continue
+            data = self._socket.recv(_READ)
+            if not data:
+                raise ServerGone
+            messages += [decode_to_engine(frame.payload) for frame in self._decoder.feed(data)]
+        return messages
+
+    def send(self, message: FromEngine, fds: Sequence[int] = ()) -> None:
+        """Blocks while the server's buffer is full. Descriptors are duplicated; the caller keeps its own."""
+        frame = memoryview(encode(message, len(fds)))
+        with self._sending:
+            if fds:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+                frame = frame[self._socket.sendmsg([frame], rights) :]
+            self._socket.sendall(frame)
+
+    def wake(self) -> None:
+        """Makes a waiting `receive` return; from any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        self._socket.close()
+        os.close(self._wake)

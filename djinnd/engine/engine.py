@@ -1,0 +1,293 @@
+"""The engine: receives messages, lets the scheduler compose a batch, runs it, sends what came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from djinn_client.errors import DjinnError, OutOfMemory
+from djinnd import messages
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.engine.channel import Channel, ServerGone
+from djinnd.engine.loading import LoadQueue, LoadResult
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.serving import make_runner
+from djinnd.model.sampler import Sampled
+from djinnd.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("djinnd.engine")
+
+ALIVE_EVERY = 0.5  # seconds
+
+
+class Engine:
+    """Owns the scheduler, the models and the channel. One thread; only loading has another."""
+
+    def __init__(self, channel: Channel, device: Device, max_batch_tokens: int, max_rows: int) -> None:
+        self._channel = channel
+        self._device = device
+        self._limits = (max_batch_tokens, max_rows)
+        self._scheduler = Scheduler(max_batch_tokens, max_rows)
+        self._loads = LoadQueue(channel, device, max_batch_tokens)
+        self._runners: dict[str, ModelRunner] = {}
+        self._under_way: dict[int, Session] = {}  # by request
+        self._waiting: set[int] = set()  # requests that have had no row yet
+        self._steps = 0
+        self._generated = 0
+        self._alive_at = 0.0
+        self._stopping = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Load: self._loads.submit,
+            messages.ArenaReady: self._loads.arena,
+            messages.ArenaRefused: self._loads.arena,
+            messages.Unload: self._unload,
+            messages.Open: self._open,
+            messages.Close: self._close,
+            messages.Run: self._run,
+            messages.CancelRun: lambda m: self._finish(self._scheduler.cancel(m.request)),
+            messages.Halt: lambda m: self._finish(self._scheduler.halt(m.request, m.keep)),
+            messages.Hold: self._hold,
+            messages.Truncate: lambda m: self._scheduler.truncate(m.session, m.length),
+            messages.Inquire: self._report,
+            messages.Shutdown: self._shutdown,
+        }
+
+    def serve(self) -> None:
+        """Until the server says so, or is gone."""
+        device = self._device
+        self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
+        busy = False
+        try:
+            while not self._stopping:
+                for message in self._channel.receive(0.0 if busy else ALIVE_EVERY):
+                    self._handlers[type(message)](message)
+                self._adopt_loaded()
+                busy = self._step()
+                self._beat()
+        except ServerGone:
+            log.warning("server_gone")
+        self._loads.close()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Runs one batch, if there is one."""
+        batch = self._scheduler.next_batch()
+        if batch is None:
+            return False
+        started = self._note_started(batch)
+        requests = [_request(row.session) for row in batch.rows if row.samples]
+        try:
+            sampled = self._runners[batch.model].run(batch)
+        except Exception as error:
+            self._fail_batch(batch, error)
+            return True
+        finished = self._scheduler.complete(batch, sampled.tokens)
+        self._steps += 1
+        self._generated += len(sampled.tokens)
+        self._tell(requests, sampled, started)
+        for index in sampled.unsound:
+            error = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
+            self._fail(requests[index], error)
+        for request in finished:
+            self._finish(request)
+        return True
+
+    def _note_started(self, batch: Batch) -> list[messages.Started]:
+        if not self._waiting:
+            return []
+        ids = [_request(row.session).id for row in batch.rows]
+        first = [i for i in ids if i in self._waiting]
+        self._waiting.difference_update(first)
+        return [messages.Started(i, time.monotonic()) for i in first]
+
+    def _tell(self, requests: Sequence[Request], sampled: Sampled, started: list[messages.Started]) -> None:
+        tokens = [
+            messages.Token(request.id, token, logprobs)
+            for request, token, logprobs in zip(requests, sampled.tokens, sampled.logprobs, strict=True)
+        ]
+        if tokens or started:
+            self._channel.send(messages.Stepped(tokens, started))
+
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+        """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
+        log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
+        self._device.synchronize()  # raises again where the error sticks, and so ends the engine
+        told = DjinnError(f"the step failed: {error!r}")
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            told = OutOfMemory(f"the step ran out of device memory: {error}")
+        for row in batch.rows:
+            self._fail(_request(row.session), told)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _open(self, message: messages.Open) -> None:
+        self._scheduler.open(
+            Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
+        )
+
+    def _close(self, message: messages.Close) -> None:
+        self._finish(self._scheduler.close(message.session))
+
+    def _run(self, message: messages.Run) -> None:
+        try:
+            self._submit(message)
+        except (DjinnError, OSError) as error:
+            told = error if isinstance(error, DjinnError) else OutOfMemory(f"no host memory for the logits: {error}")
+            self._channel.send(messages.Failed(message.request, told.code, told.message, told.data))
+
+    def _submit(self, message: messages.Run) -> None:
+        session = self._scheduler.session(message.session)
+        first = len(session.tokens)
+        request = Request(
+            id=message.request,
+            first=first,
+            prompt_end=first + len(message.tokens),
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            stop_tokens=frozenset(message.stop_tokens),
+            logprobs=message.logprobs,
+            logits_from=first if message.logits else None,
+        )
+        runner = self._runners[session.model]
+        if message.logits:
+            runner.open_window(request)
+        try:
+            self._scheduler.submit(session.id, request, message.tokens)
+        except DjinnError:
+            self._close_window(runner, request)
+            raise
+        self._under_way[request.id] = session
+        self._waiting.add(request.id)
+
+    def _hold(self, message: messages.Hold) -> None:
+        (self._scheduler.hold if message.held else self._scheduler.release)(message.request)
+
+    def _finish(self, request: Request | None) -> None:
+        """The final reply of a request that the scheduler has ended; None: it had been answered before."""
+        if request is None:
+            return
+        session = self._forget(request)
+        length = len(session.tokens)
+        window = self._runners[session.model].forget(request)
+        if window is None or request.finish_reason == "cancelled":
+            assert request.finish_reason is not None
+            generated = length - request.prompt_end
+            reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
+            self._channel.send(reply)
+        else:
+            told = messages.LogitsReady(request.id, length, request.computed, window.tokens, window.vocab)
+            self._channel.send(told, [window.fd])
+        if window is not None:
+            window.close()
+
+    def _fail(self, request: Request, error: DjinnError) -> None:
+        """Answers with the error; the session is as it was before the request."""
+        session = self._under_way[request.id]
+        self._scheduler.rollback(request.id)
+        self._forget(request)
+        self._close_window(self._runners[session.model], request)
+        self._channel.send(messages.Failed(request.id, error.code, error.message, error.data))
+
+    def _forget(self, request: Request) -> Session:
+        self._waiting.discard(request.id)
+        return self._under_way.pop(request.id)
+
+    @staticmethod
+    def _close_window(runner: ModelRunner, request: Request) -> None:
+        window = runner.forget(request)
+        if window is not None:
+            window.close()
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def _adopt_loaded(self) -> None:
+        while not self._loads.results.empty():
+            result = self._loads.results.get()
+            try:
+                self._adopt(result)
+            except DjinnError as error:
+                log.warning("model_refused model=%s error=%s", result.load.model, error.message)
+                self._channel.send(messages.Failed(result.load.request, error.code, error.message, error.data))
+
+    def _adopt(self, result: LoadResult) -> None:
+        if result.error is not None:
+            raise result.error
+        assert result.weights is not None and result.shape is not None
+        load = result.load
+        self._channel.send(messages.Loading(load.model, "preparing"))
+        try:
+            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"preparing {load.model}: {error}") from error
+        self._runners[load.model] = runner
+        self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks)
+        self._channel.send(messages.Loaded(load.request, runner.info()))
+
+    def _unload(self, message: messages.Unload) -> None:
+        """The server has closed the model's sessions before."""
+        self._scheduler.remove_model(message.model)
+        self._runners.pop(message.model).release()
+        self._channel.send(messages.Unloaded(message.request))
+
+    # --- the engine's own state -------------------------------------------------------------------------------------
+
+    def _report(self, message: messages.Inquire) -> None:
+        load = self._scheduler.load()
+        budget = self._device.budget
+        self._channel.send(
+            messages.Report(
+                request=message.request,
+                budget_bytes=budget.total,
+                used_bytes=budget.used,
+                steps=self._steps,
+                generated_tokens=self._generated,
+                running=load.running + load.held,
+                queued=load.queued,
+                models=[runner.info() for runner in self._runners.values()],
+                sessions=[
+                    messages.SessionUse(s.id, _state(s), s.computed, self._runners[s.model].kv.pages_held(s.id))
+                    for s in self._scheduler.sessions()
+                ],
+                findings=self._audit() if message.check else [],
+            )
+        )
+
+    def _audit(self) -> list[str]:
+        findings = []
+        for name, check in (("scheduler", self._scheduler.check_integrity), ("budget", self._device.budget.check_integrity)):
+            try:
+                check()
+            except AssertionError as error:
+                findings.append(f"{name}: {error}")
+        windows = {request for runner in self._runners.values() for request in runner.windows}
+        if stray := windows - self._under_way.keys():
+            findings.append(f"engine: windows of ended requests {sorted(stray)}")
+        return findings
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._alive_at >= ALIVE_EVERY:
+            self._alive_at = now
+            self._channel.send(messages.Alive(self._steps))
+
+    def _shutdown(self, _: messages.Shutdown) -> None:
+        self._stopping = True
+
+
+def _request(session: Session) -> Request:
+    assert session.request is not None
+    return session.request
+
+
+def _state(session: Session) -> str:
+    return "idle" if session.request is None else session.request.state.value

@@ -1,0 +1,190 @@
+"""Carries out a batch on one model: rows in, tokens out."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import ModelInfo
+from djinnd.core.batch import Batch, Row
+from djinnd.core.request import Request
+from djinnd.device import Device
+from djinnd.device.cuda import CudaDevice
+from djinnd.engine.logits_window import LogitsWindow
+from djinnd.engine.memory import LOGIT_ROWS, KvPlan
+from djinnd.kvcache.manager import KvManager
+from djinnd.model.graphs import DecodeGraphs
+from djinnd.model.inputs import StepInputs
+from djinnd.model.loader import Weights
+from djinnd.model.paged_model import PagedModel
+from djinnd.model.sampler import Sampled, Sampler
+
+
+class ModelRunner:
+    """Owns what one served model has on the device: weights, KV pool, graphs, sampler; and its page tables."""
+
+    def __init__(
+        self, name: str, path: str, weights: Weights, model: PagedModel, plan: KvPlan, device: Device, max_rows: int
+    ) -> None:
+        self.name = name
+        self.path = path
+        self.weights = weights
+        self.model = model
+        self.plan = plan
+        self.device = device
+        self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
+        self.sampler = Sampler(model.vocab, device.torch_device)
+        self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
+        self.graphs: DecodeGraphs | None = None
+        if isinstance(device, CudaDevice):
+            width = self.kv.pages_for(plan.max_context)
+            self.graphs = DecodeGraphs(model, device, max_rows, width, plan.max_context)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Sampled:
+        """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
+        go to their windows."""
+        with self.device.computing():
+            stale = self.kv.take_stale()
+            if stale:
+                self.model.zero_pages(stale)
+            if self.graphs is not None and batch.decode_only and all(row.samples for row in batch.rows):
+                logits = self._decode(self.graphs, batch.rows)
+            else:
+                logits = self._mixed(batch.rows)
+            sampling = [row.session for row in batch.rows if row.samples]
+            return self.sampler.sample(logits, sampling) if sampling else Sampled([], [], [])
+
+    def _decode(self, graphs: DecodeGraphs, rows: tuple[Row, ...]) -> Tensor:
+        inputs = graphs.inputs(len(rows))
+        self._compose(inputs, rows)
+        inputs.fill_padding(len(rows), len(rows))
+        inputs.send()
+        return graphs.replay(len(rows))
+
+    def _mixed(self, rows: tuple[Row, ...]) -> Tensor:
+        """→ logits of the rows that sample."""
+        table = self.kv.page_table([row.session.id for row in rows])
+        inputs = StepInputs(self.device, sum(row.count for row in rows), len(rows), table.shape[1])
+        self._compose(inputs, rows)
+        ends = np.cumsum([row.count for row in rows])
+        sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        told = [(row, range(end - row.end + _logits_from(row), end)) for row, end in zip(rows, ends, strict=True)]
+        picks = [*sampling, *(token for _, tokens in told for token in tokens)]
+        inputs.host["picks"][: len(picks)] = picks
+        inputs.send()
+        hidden = self.model.forward(
+            inputs,
+            max_query=max(row.count for row in rows),
+            max_kv=max(row.end for row in rows),
+            fresh=all(row.start == 0 for row in rows),
+        )
+        picked = inputs.picks(len(picks))
+        self._tell_logits(hidden, picked[len(sampling) :], told)
+        return self.model.logits(hidden, picked[: len(sampling)]) if sampling else hidden
+
+    def _tell_logits(self, hidden: Tensor, picks: Tensor, told: list[tuple[Row, range]]) -> None:
+        """Writes each forward pass's logits to its window, a bounded number of rows at a time."""
+        offset = 0
+        for row, tokens in told:
+            for start in range(0, len(tokens), LOGIT_ROWS):
+                count = min(LOGIT_ROWS, len(tokens) - start)
+                logits = self.model.logits(hidden, picks[offset : offset + count])
+                self._window(row).write(row.end - len(tokens) + start - _logits_start(row), logits)
+                offset += count
+
+    def _window(self, row: Row) -> LogitsWindow:
+        request = row.session.request
+        assert request is not None
+        return self.windows[request.id]
+
+    def _compose(self, inputs: StepInputs, rows: tuple[Row, ...]) -> None:
+        """Fills the host side of `inputs` for `rows`, which may have fewer than it has room for."""
+        host = inputs.host
+        counts = np.array([row.count for row in rows])
+        starts = np.array([row.start for row in rows])
+        ends = np.cumsum(counts)
+        tokens = int(ends[-1])
+        table = self.kv.page_table([row.session.id for row in rows])
+        of_row = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(tokens) + np.repeat(starts - (ends - counts), counts)
+        ids: list[int] = []
+        for row in rows:
+            ids += row.session.tokens[row.start : row.end]
+        host["ids"][:tokens] = ids
+        host["positions"][:tokens] = positions
+        host["slots"][:tokens] = _slots(table, of_row, positions, self.plan.page_size)
+        host["picks"][:tokens] = np.arange(tokens)
+        host["starts"][0] = 0
+        host["starts"][1 : len(rows) + 1] = ends
+        host["lengths"][: len(rows)] = starts + counts
+        host["table"][: len(rows), : table.shape[1]] = table
+
+    def open_window(self, request: Request) -> None:
+        """Raises OSError when the host has no memory for the logits."""
+        assert request.logits_from is not None
+        self.windows[request.id] = LogitsWindow(request.prompt_end - request.logits_from, self.model.vocab)
+
+    def forget(self, request: Request) -> LogitsWindow | None:
+        """The request has ended. Its window, if it had one, is the caller's now."""
+        self.sampler.forget(request)
+        return self.windows.pop(request.id, None)
+
+    def release(self) -> None:
+        """Gives the device memory back; the runner is not used after this."""
+        for window in self.windows.values():
+            window.close()
+        self.graphs = None
+        labels = [kv_label(self.name), workspace_label(self.name)]
+        self.weights.release(self.device)
+        for label in labels:
+            self.device.release(label)
+
+    def info(self) -> ModelInfo:
+        kv = self.kv
+        return ModelInfo(
+            name=self.name,
+            path=self.path,
+            family=self.model.skeleton.family,
+            state="ready",
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            parameters=self.weights.parameters,
+            blocks=self.model.num_blocks,
+            vocab=self.model.vocab,
+            max_context=self.plan.max_context,
+            weight_bytes=self.weights.nbytes,
+            kv_bytes=self.plan.num_pages * self.plan.page_bytes,
+            page_size=self.plan.page_size,
+            page_bytes=self.plan.page_bytes,
+            pages=kv.pool.capacity,
+            pages_used=kv.pool.used,
+        )
+
+
+def kv_label(name: str) -> str:
+    return f"KV pages of {name}"
+
+
+def workspace_label(name: str) -> str:
+    return f"workspace of {name}"
+
+
+def _logits_start(row: Row) -> int:
+    request = row.session.request
+    assert request is not None and request.logits_from is not None
+    return request.logits_from
+
+
+def _logits_from(row: Row) -> int:
+    """First position of the row whose logits are told; its end where none are."""
+    request = row.session.request
+    assert request is not None
+    return row.end if request.logits_from is None else max(row.start, min(row.end, request.logits_from))
+
+
+def _slots(
+    table: npt.NDArray[np.int32], of_row: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], page_size: int
+) -> npt.NDArray[np.int64]:
+    return table[of_row, positions // page_size].astype(np.int64) * page_size + positions % page_size

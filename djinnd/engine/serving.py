@@ -1,0 +1,37 @@
+"""From loaded weights to a model that serves: workspace and KV pool reserved, the check passed, graphs captured."""
+
+from __future__ import annotations
+
+from djinnd.device import Device
+from djinnd.engine.memory import ModelShape, plan_kv, workspace_bytes
+from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.messages import Load
+from djinnd.model.check import check_paging
+from djinnd.model.loader import Weights
+from djinnd.model.paged_model import PagedModel
+
+
+def make_runner(
+    load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
+) -> ModelRunner:
+    """Runs on the engine's thread, between steps. Raises OutOfMemory or ModelRejected; the weights are given back then."""
+    labels: list[str] = []
+    try:
+        device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
+        labels.append(workspace_label(load.model))
+        plan = plan_kv(shape, device.budget.free, load.kv_bytes, load.max_context)
+        pool = device.allocate(
+            kv_label(load.model),
+            (plan.num_pages, shape.num_blocks, 2, plan.page_size, shape.kv_heads, shape.head_dim),
+            weights.dtype,
+            zero=True,
+        )
+        labels.append(kv_label(load.model))
+        model = PagedModel(weights.skeleton, weights.dtype, pool)
+        check_paging(model, device, plan.page_size)
+        return ModelRunner(load.model, load.path, weights, model, plan, device, max_rows)
+    except BaseException:
+        weights.release(device)
+        for label in labels:
+            device.release(label)
+        raise

@@ -1,0 +1,130 @@
+"""Drives any decoder-only family of transformers block by block, without code for the family.
+
+What a family's layers want as arguments is learnt, not written down: recorders take the layers' places, the model's own
+forward runs over them, and what each was given is kept. The same forward does prologue (embedding, positions) and
+epilogue (final norm, head, and whatever scale or cap the family puts there):
+
+    prologue   forward(ids, positions) over recorders; the last one stops it      → hidden, arguments of every block
+    blocks     block i (hidden, its arguments), attention over pages              → hidden
+    epilogue   forward over stand-ins, the last of which returns our hidden       → logits
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from djinn_client.errors import ModelRejected
+
+
+class _PrologueDone(Exception):
+    pass
+
+
+class _StandIn(nn.Module):
+    """Takes a block's place in the model's own list of layers."""
+
+    def __init__(self, index: int, adapter: Adapter, block: nn.Module) -> None:
+        super().__init__()
+        self.index = index
+        self.last = index == len(adapter.blocks) - 1
+        # Past nn.Module's bookkeeping: neither is a child of ours.
+        object.__setattr__(self, "adapter", adapter)
+        object.__setattr__(self, "block", block)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.adapter
+        if adapter.final_hidden is None:
+            adapter.record(self.index, hidden, args, kwargs)
+            if self.last:
+                raise _PrologueDone
+            out = hidden
+        else:
+            out = adapter.final_hidden
+        return (out,) if adapter.returns_tuple else out
+
+    def __getattr__(self, name: str) -> Any:  # the model's forward reads attributes of its layers (`attention_type`)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "block"), name)
+
+
+@dataclass(slots=True)
+class Prologue:
+    """`arguments[i]` are block i's keyword arguments. Tensors among them stay where they are: a graph may hold them."""
+
+    hidden: Tensor  # [1, tokens, width]
+    arguments: list[dict[str, Any]]
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The one list of decoder layers. Raises ModelRejected when there is none, or more than one."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and type(m[0]).__name__ in names]
+    if len(found) != 1:
+        raise ModelRejected(
+            f"{type(model).__name__} has {len(found)} lists of decoder layers ({', '.join(sorted(names)) or 'unnamed'}); "
+            "djinnd runs models with exactly one",
+            family=type(model).__name__,
+        )
+    return found[0]
+
+
+class Adapter:
+    """Owns a CausalLM whose layers it has taken out (`blocks`) and replaced by stand-ins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        places = find_blocks(model)
+        self.blocks: list[nn.Module] = list(places)
+        self.returns_tuple = False
+        self.final_hidden: Tensor | None = None
+        self._names = [_parameter_names(block) for block in self.blocks]
+        self._recorded: list[dict[str, Any]] = [{} for _ in self.blocks]
+        self._hidden: Tensor | None = None
+        for index, block in enumerate(self.blocks):
+            places[index] = _StandIn(index, self, block)
+
+    def record(self, index: int, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._recorded[index] = {**dict(zip(self._names[index], args, strict=False)), **kwargs}
+        if index == 0:
+            self._hidden = hidden
+
+    def prologue(self, ids: Tensor, positions: Tensor) -> Prologue:
+        """ids, positions: int64 [1, tokens]."""
+        try:
+            self.model(input_ids=ids, position_ids=positions, past_key_values=None, use_cache=False)
+        except _PrologueDone:
+            pass
+        assert self._hidden is not None
+        return Prologue(self._hidden, list(self._recorded))
+
+    def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """[1, tokens, width] → [1, tokens, width]."""
+        out = self.blocks[index](hidden, **arguments)
+        if isinstance(out, tuple):
+            self.returns_tuple = True
+            return out[0]
+        return out
+
+    def epilogue(self, hidden: Tensor) -> Tensor:
+        """hidden [1, rows, width] → logits [rows, vocab] in the model's dtype."""
+        rows = hidden.shape[1]
+        # The forward embeds these ids to no purpose: cheaper than knowing each family's tail.
+        ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
+        self.final_hidden = hidden
+        try:
+            logits = self.model(input_ids=ids, position_ids=ids, past_key_values=None, use_cache=False).logits
+        finally:
+            self.final_hidden = None
+        return logits[0]
+
+
+def _parameter_names(block: nn.Module) -> list[str]:
+    return list(inspect.signature(block.forward).parameters)[1:]

@@ -1,0 +1,260 @@
+"""Attention over paged KV: where the tokens of a step stand, and the two ways to compute it.
+
+A block's keys and values are [pages, page_size, kv_heads, head_dim], strided views of the page-major pool [pages,
+blocks, 2, page_size, kv_heads, head_dim]. A session's tokens lie in the pages that its row of the page table names, in
+order. Rows of one token (decode) and of many (prefill chunks, with or without history) come flattened in one batch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+try:
+    from djinnd.model import kernels
+except ModuleNotFoundError as missing:  # CPU builds of torch come without Triton
+    if missing.name != "triton":
+        raise
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """Where each token of a flattened batch stands in the paged KV.
+
+    The tensors live on the device; a captured graph keeps their addresses. A row's queries are the last tokens of its
+    KV: query i of n, with length keys, stands at position length - n + i.
+    """
+
+    query_starts: Tensor  # int32 [rows + 1], cumulative token counts
+    kv_lengths: Tensor  # int32 [rows], tokens in KV once this step's are written
+    page_table: Tensor  # int32 [rows, max_pages], page ids
+    slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
+    max_query: int  # longest row of this batch
+    max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
+    fresh: bool  # every row starts at position 0: there is no history to read
+
+
+class PagedAttention(ABC):
+    @abstractmethod
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        """Writes k and v [tokens, kv_heads, head_dim] of this step to `batch.slots` of a block's keys and values.
+
+        k and v may have any strides but that of the last dimension, which is 1.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [tokens, heads, head_dim], strided like k and v → [tokens, heads, head_dim], contiguous.
+
+        k and v are this step's own, already written: a fresh row reads them instead of pages.
+        scale: positive factor of the scores.
+        window: how many tokens a query sees, itself included; 0: all before it.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); 0: they stay.
+        sinks: [heads], one more logit in each head's denominator, which has no value (gpt-oss).
+        """
+
+
+def attention_for(device: torch.device) -> PagedAttention:
+    return TritonAttention(device) if device.type == "cuda" else TorchAttention()
+
+
+class TorchAttention(PagedAttention):
+    """Gathers the pages of a row and uses torch's own attention: for the CPU, and the oracle of the kernels."""
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        page_size = keys.shape[1]
+        at = (batch.slots // page_size, batch.slots % page_size)
+        keys.index_put_(at, k)
+        values.index_put_(at, v)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        softmax = _Softmax(scale, window, softcap, sinks)
+        starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
+        counts = [end - start for start, end in pairwise(starts)]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        singles = [row for row, count in enumerate(counts) if count == 1]
+        if singles:
+            rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
+            longest = max(lengths[row] for row in singles)
+            _attend_singles(q, keys, values, batch, rows, longest, softmax, out)
+        for row, count in enumerate(counts):
+            if count > 1:
+                tokens = slice(starts[row], starts[row + 1])
+                row_k, row_v = k[tokens], v[tokens]
+                if lengths[row] > count:
+                    at = torch.arange(lengths[row], device=q.device)
+                    row_k, row_v = (_gather(x, batch.page_table[row], at) for x in (keys, values))
+                out[tokens] = softmax.chunk(q[tokens], row_k, row_v)
+        return out
+
+
+def _attend_singles(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    rows: Tensor | None,
+    longest: int,
+    softmax: _Softmax,
+    out: Tensor,
+) -> None:
+    """Rows of one token (None: all rows are) together, each padded to the longest with its own last token.
+
+    With its own, because what lies past a row's end may be NaN, which a weight of 0 would not hide.
+    """
+    table, lengths, tokens = batch.page_table, batch.kv_lengths[:, None], torch.arange(len(out), device=q.device)
+    if rows is not None:
+        table, lengths, tokens = table[rows], lengths[rows], batch.query_starts[rows].long()
+    at = torch.arange(longest, device=q.device)
+    seen = at < lengths
+    if softmax.window:
+        seen &= at >= lengths - softmax.window
+    row_k, row_v = (_gather(x, table, torch.minimum(at, lengths - 1)) for x in (keys, values))
+    out[tokens] = softmax.singles(q[tokens], row_k, row_v, seen)
+
+
+def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
+    """Tokens of sessions: x [pages, page_size, kv_heads, head_dim], table [..., pages of a session], at [..., tokens].
+
+    Sees the pool as a list of tokens, of which a page is `per_page` apart from the next, other blocks' counted: rows
+    are then copied whole, ten times as fast as by indexing pages.
+    """
+    (pages, page_size, kv_heads, head_dim), width = x.shape, x.stride(1)
+    per_page, rest = divmod(x.stride(0), width)
+    assert rest == 0 and width == kv_heads * head_dim and x.stride()[2:] == (head_dim, 1)
+    tokens = x.as_strided(((pages - 1) * per_page + page_size, width), (width, 1))
+    place = table.gather(-1, at // page_size) * per_page + at % page_size
+    return tokens.index_select(0, place.flatten()).view(*place.shape, kv_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """What a family does between the scores and the values."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+    def singles(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """q [rows, heads, head_dim], k and v [rows, keys, kv_heads, head_dim], seen [rows, keys] → like q."""
+        grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self._is_plain:
+            # One token sees the same keys with every head: a group's heads stand as queries of their KV head.
+            mask = seen[:, None, None, :]
+            return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale).reshape(q.shape)
+        return self._step_by_step(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :]).reshape(q.shape)
+
+    def chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One row: q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q."""
+        queries, length, gqa = q.shape[0], k.shape[0], q.shape[1] != k.shape[1]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        if queries == length and self.is_causal_only(length):
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            return out[0].transpose(0, 1)
+        position = torch.arange(length - queries, length, device=q.device)[:, None]
+        at = torch.arange(length, device=q.device)
+        seen = at <= position
+        if self.window:
+            seen &= at > position - self.window
+        if self._is_plain:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=gqa)
+        else:
+            out = self._step_by_step(q.unflatten(1, (k.shape[1], -1)), k, v, seen).flatten(1, 2)
+        return out[0].transpose(0, 1)
+
+    def is_causal_only(self, length: int) -> bool:
+        return self._is_plain and not 0 < self.window < length
+
+    @property
+    def _is_plain(self) -> bool:
+        return not self.softcap and self.sinks is None
+
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """q [rows, kv_heads, group, queries, head_dim], k and v [rows, kv_heads, keys, head_dim] → like q."""
+        scores = q.float() @ k.unsqueeze(2).transpose(-1, -2).float() * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(q.shape[1], q.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : k.shape[2]]
+        return (weights @ v.unsqueeze(2).float()).to(q.dtype)
+
+
+class TritonAttention(PagedAttention):
+    """Our kernels (djinnd.model.kernels), which read pages where they are.
+
+    Decode is fit for capture: its grid and its addresses depend on shapes and host bounds alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scratch = kernels.Scratch(device)
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        kernels.kv_write(k, v, keys, values, batch.slots)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        rows = batch.kv_lengths.numel()
+        softmax = _Softmax(scale, window, softcap, sinks)
+        if batch.fresh and rows == 1 and softmax.is_causal_only(q.shape[0]):
+            return softmax.chunk(q, k, v).contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged = (q, keys, values, batch, out)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if batch.max_query <= kernels.MAX_QUERY:
+            kernels.decode(*paged, self.scratch, max_query=batch.max_query, **options)
+        elif rows == 1:
+            kernels.prefill(*paged, **options)
+        else:  # a mixed batch: each kernel passes over the other's rows
+            kernels.prefill(*paged, skip=1, **options)
+            kernels.decode(*paged, self.scratch, max_query=1, **options)
+        return out

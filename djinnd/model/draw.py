@@ -1,0 +1,123 @@
+"""Rows that need more than an argmax: penalties, temperature, limits on what may be drawn, and the draw itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import Sampling
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.model.noise import gumbel, noise_keys, noise_streams
+from djinnd.model.token_marks import BLANK, TokenMarks, penalised
+from djinnd.model.upload import upload
+
+_TINY = torch.finfo(torch.float64).tiny
+_WEIGHT_OF_PEAK = 1 << 40  # fixed point: the weights of 2^22 tokens still sum up within 63 bits
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the likeliest token of the raw logits is the answer."""
+    return sampling.temperature == 0 and not _is_penalised(sampling)
+
+
+class Draw:
+    """Some rows of a batch with their parameters on the device, uploaded once for as long as the batch keeps its
+    composition. Only the operations that one of these rows asks for are run."""
+
+    def __init__(self, members: Sequence[int], requests: Sequence[Request], vocab: int, marks: TokenMarks) -> None:
+        """`members`: indices of the rows within the batch; `requests`: theirs, in that order."""
+        samplings = [request.sampling for request in requests]
+        top_ks = [_ranks_of(sampling, vocab) for sampling in samplings]
+        slots = [marks.slot(request) if _is_penalised(request.sampling) else BLANK for request in requests]
+        self.members = members
+        self._marks = marks
+        self._random = any(sampling.temperature > 0 for sampling in samplings)
+        self._nucleus = any(sampling.temperature > 0 and sampling.top_p < 1 for sampling in samplings)
+        self._marked = [index for index, slot in enumerate(slots) if slot != BLANK]
+        self._cut_below_peak = any(_is_cut_below_peak(sampling) for sampling in samplings)
+
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+            return upload([(value,) for value in values], dtype, marks.device)
+
+        self.rows = upload(members, torch.int64, marks.device)
+        self._streams = noise_streams(torch.tensor([_seed(sampling) for sampling in samplings]))  # on the host
+        self._slots = upload(slots, torch.int64, marks.device)
+        self._ranks = torch.arange(max(top_ks), device=marks.device)  # empty where no row has a top-k or a top-p
+        self._top_k = column(top_ks, torch.int64)
+        self._unranked = self._top_k == 0
+        self._top_p = column([s.top_p if s.top_p < 1 else math.inf for s in samplings])
+        self._temperature = column([s.temperature for s in samplings])
+        self._depth = column([_depth(s) for s in samplings])
+        self._repetition = column([s.repetition_penalty for s in samplings], torch.float32)
+        self._presence = column([s.presence_penalty for s in samplings], torch.float32)
+
+    def choose(self, logits: Tensor, counters: Tensor, sessions: Sequence[Session]) -> Tensor:
+        """int64 [members]: a token for each. logits: the whole batch's, raw; sessions: the members'."""
+        logits = logits.index_select(0, self.rows).float()
+        if self._marked:
+            self._marks.follow(sessions[index] for index in self._marked)
+            logits = penalised(logits, self._marks.rows(self._slots), self._repetition, self._presence)
+        if not self._random:
+            return logits.argmax(dim=-1)
+        keys = noise_keys(self._streams, torch.tensor([len(session.tokens) for session in sessions]))
+        noise = gumbel(upload(keys.tolist(), torch.int64, logits.device), counters)
+        score = noise.mul_(self._temperature).add_(logits)
+        if self._ranks.numel():
+            score.masked_fill_(logits < self._lowest_ranked(logits), -math.inf)
+        if self._cut_below_peak:
+            score.masked_fill_(logits < self._lowest_below_peak(logits), -math.inf)
+        return score.argmax(dim=-1)
+
+    def _lowest_ranked(self, logits: Tensor) -> Tensor:
+        """[rows, 1]: the lowest logit that top-k, and top-p among what top-k leaves, keep; -inf without either."""
+        limit, vocab = self._ranks.numel(), logits.shape[1]
+        ranked = (logits.topk(limit) if limit < vocab else logits.sort(descending=True)).values
+        kept = self._nucleus_of(ranked) if self._nucleus else self._top_k
+        return ranked.gather(1, (kept - 1).clamp_(min=0)).masked_fill_(self._unranked, -math.inf)
+
+    def _nucleus_of(self, ranked: Tensor) -> Tensor:
+        """int64 [rows, 1]: how many of the ranks that top-k leaves top-p keeps: those with less than p before them.
+
+        Weights are summed up as integers, which is exact in any order: a device that scans a batch of one otherwise
+        than a batch of many still finds the same token at the edge.
+        """
+        allowed = self._ranks < self._top_k
+        weight = (ranked.double() - ranked[:, :1]).div_(self._temperature.clamp(min=_TINY)).exp_()
+        weight = weight.mul_(_WEIGHT_OF_PEAK).long().mul_(allowed)
+        total = weight.cumsum(dim=-1)
+        return (allowed & (total - weight < self._top_p * total[:, -1:])).sum(dim=-1, keepdim=True)
+
+    def _lowest_below_peak(self, logits: Tensor) -> Tensor:
+        """[rows, 1]: min-p as a distance from the highest logit: p >= min_p * peak, the sum over all cancels out."""
+        return (logits.amax(dim=-1, keepdim=True) - self._depth).float()
+
+
+def _is_penalised(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0
+
+
+def _is_cut_below_peak(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and sampling.min_p > 0
+
+
+def _depth(sampling: Sampling) -> float:
+    """How far below the highest logit min-p reaches."""
+    return -math.log(sampling.min_p) * sampling.temperature if _is_cut_below_peak(sampling) else math.inf
+
+
+def _ranks_of(sampling: Sampling, vocab: int) -> int:
+    """How many ranks top-k leaves: all of them where only top-p limits the row, 0 where neither does."""
+    if sampling.temperature == 0:
+        return 0
+    if 0 < sampling.top_k < vocab:
+        return sampling.top_k
+    return vocab if sampling.top_p < 1 else 0
+
+
+def _seed(sampling: Sampling) -> int:
+    assert sampling.seed is not None or sampling.temperature == 0, "the server draws the seed, so that it is on record"
+    return sampling.seed or 0

@@ -1,0 +1,8 @@
+"""What the generic adapter cannot learn of a family. One file a family; most need none."""
+
+from __future__ import annotations
+
+from djinnd.model.families import gptj
+
+# Families whose attention ignores transformers' attention interface, but for which we brought a subclass.
+PATCHED = {"gptj": gptj.install}

@@ -1,0 +1,47 @@
+"""Puts one fused kernel in the place of a family's RMSNorm, where it computes the same.
+
+A norm written in torch is seven small kernels; in a decode step of a resident model they cost more than their bytes.
+Which classes are the plain RMSNorm (float32 statistics, cast, times weight) is decided by trying, not by name: Gemma's
+multiplies by 1 + weight, others keep float32 to the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.kernels.rms_norm import rms_norm
+
+
+class FusedRMSNorm(nn.Module):
+    """[..., width] → [..., width], rounded as transformers' LlamaRMSNorm does."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+@torch.inference_mode()
+def replace_norms(root: nn.Module) -> int:
+    """Replaces every norm under `root` that agrees with ours on a random input; says how many."""
+    replaced = 0
+    for parent in root.modules():
+        for name, norm in list(parent._modules.items()):
+            if norm is not None and _is_plain(norm):
+                setattr(parent, name, FusedRMSNorm(norm.weight, norm.variance_epsilon))  # type: ignore[arg-type]
+                replaced += 1
+    return replaced
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(4, weight.numel(), device=weight.device, dtype=weight.dtype, generator=generator)
+    wanted, got = norm(x), rms_norm(x, weight, eps)
+    return wanted.dtype == got.dtype and torch.allclose(wanted, got, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-6)

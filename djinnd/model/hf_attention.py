@@ -1,0 +1,91 @@
+"""The seam between transformers' attention modules and our pages.
+
+Transformers calls the function that is registered under `_attn_implementation` with the q, k and v of the new tokens.
+Ours finds the block's place in the pool on the module (`module.paged`, put there at load), writes k and v into pages
+and attends over them. No mask function is registered under this name: transformers then builds no mask at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from djinnd.model.attention import PagedAttention, PagedBatch
+
+NAME = "djinn"
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """Shared by all blocks of a model: the kernels, and where the tokens of the step that runs stand."""
+
+    kernels: PagedAttention
+    batch: PagedBatch | None = None
+
+
+@dataclass(slots=True)
+class BlockKV:
+    """One block's keys and values in the device pool: [pages, page_size, kv_heads, head_dim], strided views."""
+
+    context: AttentionContext
+    keys: Tensor
+    values: Tensor
+    calls: int = field(default=0)  # audited by the check at load: exactly one a step
+
+
+class ShapesSeen(Exception):
+    """Raised by an attention module that has no pages yet: carries what shape of q, k and v it asks for."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        super().__init__("attention shapes")
+        self.heads, self.head_dim = query.shape[1], query.shape[3]
+        self.kv_heads, self.key_dim, self.value_dim = key.shape[1], key.shape[3], value.shape[3]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] → [1, tokens, heads, head_dim].
+
+    Signature and names are transformers' attention interface.
+    """
+    paged: BlockKV | None = getattr(module, "paged", None)
+    if paged is None:
+        raise ShapesSeen(query, key, value)
+    assert attention_mask is None and dropout == 0.0
+    batch = paged.context.batch
+    assert batch is not None
+    paged.calls += 1
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    kernels = paged.context.kernels
+    kernels.write(k, v, paged.keys, paged.values, batch)
+    out = kernels.attend(
+        q,
+        k,
+        v,
+        paged.keys,
+        paged.values,
+        batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def install() -> None:
+    AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,90 @@
+"""What a step brings to the device, in one copy.
+
+    staging (host, pinned) and device, the same layout, each array aligned to 8 bytes:
+
+    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [T] │ starts i32 [R+1] │ lengths i32 [R] │ table i32 [R, W] │
+
+T tokens, R rows, W pages of the widest row. A captured graph keeps the device addresses, so its inputs are allocated
+once and padded: rows that nobody wants stand at position 0 of the scratch page.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from djinnd.device import Device
+from djinnd.model.attention import PagedBatch
+
+Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+
+
+class StepInputs:
+    def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
+        self.tokens, self.rows, self.width = tokens, rows, width
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {
+            "ids": ((tokens,), np.int64),
+            "positions": ((tokens,), np.int64),
+            "slots": ((tokens,), np.int64),
+            "picks": ((tokens,), np.int64),
+            "starts": ((rows + 1,), np.int32),
+            "lengths": ((rows,), np.int32),
+            "table": ((rows, width), np.int32),
+        }
+        nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
+        self._staging = device.staging(nbytes)
+        self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        host = self._staging.numpy()
+        self.host: dict[str, Array] = {}
+        self._views: dict[str, Tensor] = {}
+        offset = 0
+        for name, (shape, kind) in shapes.items():
+            size = math.prod(shape) * np.dtype(kind).itemsize
+            self.host[name] = host[offset : offset + size].view(kind).reshape(shape)
+            torch_kind = torch.int64 if kind is np.int64 else torch.int32
+            self._views[name] = self._device_bytes[offset : offset + size].view(torch_kind).view(shape)
+            offset += _padded(shape, kind)
+
+    def send(self) -> None:
+        """Queues the copy on the current stream. The staging buffer is free again when the step has been read."""
+        self._device_bytes.copy_(self._staging, non_blocking=True)
+
+    @property
+    def ids(self) -> Tensor:
+        return self._views["ids"].unsqueeze(0)
+
+    @property
+    def positions(self) -> Tensor:
+        return self._views["positions"].unsqueeze(0)
+
+    def picks(self, count: int) -> Tensor:
+        """Indices of the tokens whose logits are wanted: the first `count` of them."""
+        return self._views["picks"][:count]
+
+    def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
+        return PagedBatch(
+            query_starts=self._views["starts"],
+            kv_lengths=self._views["lengths"],
+            page_table=self._views["table"],
+            slots=self._views["slots"],
+            max_query=max_query,
+            max_kv=max_kv,
+            fresh=fresh,
+        )
+
+    def fill_padding(self, tokens: int, rows: int) -> None:
+        """Makes the rows from `rows` on (one token each, from `tokens` on) harmless: they write to the scratch page."""
+        host = self.host
+        for name in ("ids", "positions", "slots"):
+            host[name][tokens:] = 0
+        host["starts"][rows + 1 :] = np.arange(tokens + 1, self.tokens + 1, dtype=np.int32)
+        host["lengths"][rows:] = 1
+        host["table"][rows:] = 0
+
+
+def _padded(shape: tuple[int, ...], kind: type) -> int:
+    return -(-math.prod(shape) * np.dtype(kind).itemsize // 8) * 8

@@ -1,0 +1,215 @@
+"""Attention of rows that bring one or a few tokens: bound by reading the KV, so the reading is spread over the device.
+
+Split KV (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023): a row's keys are divided among `splits` programs, each of
+which leaves an unnormalised output with its peak and total; a second kernel combines them. The grid depends on host
+bounds only. Lengths and page tables are read on the device, and a split that finds no keys leaves at once, so that a
+captured graph serves any lengths.
+
+    partial  float32 [rows x max_query, heads, splits, head_dim]
+    stats    float32 [rows x max_query, heads, splits, 2]          peak and total
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.tile import (
+    INTERPRETED,
+    LOG2_E,
+    PagedRows,
+    Tiles,
+    attend_tiles,
+    block_strides,
+    load_rows,
+    score_factors,
+)
+
+MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
+PROGRAMS_PER_PROCESSOR = 16  # several waves, so that rows of unequal length still fill the device to the end
+SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
+MAX_SPLITS, FEW_SPLITS = 128, 8
+COMBINED_AT_ONCE = 16
+
+
+def split_count(programs: int, max_kv: int, processors: int) -> int:
+    """Into how many pieces to divide each row's keys, given the programs (rows x KV heads) that there are anyway."""
+    filling = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
+    useful = min(-(-max_kv // SHORTEST_SPLIT), MAX_SPLITS)
+    needed = min(-(-max_kv // LONGEST_SPLIT), FEW_SPLITS)
+    return max(min(filling, useful), needed, 1)
+
+
+def decode_tiles(packed_rows: int, dim: int, itemsize: int) -> Tiles:
+    keys = 64 if dim * itemsize <= 256 else 32
+    return Tiles(max(16, triton.next_power_of_2(packed_rows)), keys, warps=4, stages=3 if keys == 64 else 2)
+
+
+@triton.jit
+def split_span(first, length, splits, TILE: tl.constexpr):
+    """Keys of one split: an equal share of [first, length), in whole tiles."""
+    return tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
+
+
+@triton.jit
+def first_key(length, queries, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that any query of the row sees, down to a whole tile."""
+    if WINDOW:
+        return tl.maximum(length - queries - window + 1, 0) // TILE * TILE
+    else:
+        return 0
+
+
+@triton.jit(do_not_specialize=["table_row", "window", "max_query", "splits"])
+def decode_kernel(
+    query, keys, values, out, partial, stats, query_starts, kv_lengths, page_table, sinks,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    score_scale, cap, window, max_query, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One split of one row and KV head. DIRECT: there is one split, so it normalises and writes the output itself."""
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + row)
+    queries = tl.load(query_starts + row + 1) - start
+    length = tl.load(kv_lengths + row)
+    begin = first_key(length, queries, window, TILE, WINDOW)
+    span = split_span(begin, length, splits, TILE)
+    first = begin + split * span
+    last = tl.minimum(first + span, length)
+    if (queries > max_query) | (first >= last):
+        return
+
+    packed = tl.arange(0, ROWS)
+    token = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    mine = token < queries
+    dims = tl.arange(0, DIM)
+    query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
+    q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
+
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if DIRECT and SINKS:
+        peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    position = length - queries + token
+    keys += kv_head * key_head
+    values += kv_head * value_head
+    table = page_table + row.to(tl.int64) * table_row
+    whole = first  # keys [first, whole) are seen by all queries
+    if not WINDOW:
+        whole = tl.maximum(tl.minimum(last, length - queries + 1) // TILE * TILE, first)
+        acc, peak, total = attend_tiles(
+            acc, peak, total, q, first, whole, position, length, window,
+            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+        )  # fmt: skip
+    acc, peak, total = attend_tiles(
+        acc, peak, total, q, whole, last, position, length, window,
+        keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+        PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
+    )  # fmt: skip
+
+    stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
+    if DIRECT:
+        at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+        tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    else:
+        at = ((row.to(tl.int64) * max_query + token) * HEADS + head) * splits + split
+        tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+        tl.store(stats + at * 2, peak, mask=mine)
+        tl.store(stats + at * 2 + 1, total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["window", "max_query", "splits"])
+def combine_kernel(
+    partial, stats, out, query_starts, kv_lengths, sinks, window, max_query, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: the outputs of the splits that had keys, SPLITS of them at a time."""
+    head, row, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + row)
+    queries = tl.load(query_starts + row + 1) - start
+    length = tl.load(kv_lengths + row)
+    if (token >= queries) | (queries > max_query):
+        return
+
+    begin = first_key(length, queries, window, TILE, WINDOW)
+    used = tl.cdiv(length - begin, split_span(begin, length, splits, TILE))
+    dims = tl.arange(0, DIM)
+    peak = float("-inf")
+    total = 0.0
+    if SINKS:
+        peak = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([DIM], tl.float32)
+    base = ((row.to(tl.int64) * max_query + token) * HEADS + head) * splits
+    for first in range(0, used, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        there = split < used
+        at = base + split
+        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"))
+        totals = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
+        stored = there[:, None] & (dims < HEAD_DIM)[None, :]
+        part = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        weight = tl.exp2(peaks - higher)
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        total = total * shrink + tl.sum(totals * weight, 0)
+        peak = higher
+    at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedRows,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    max_query: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """Writes `out` [tokens, heads, head_dim] for the rows of `batch` that bring at most `max_query` tokens, no others.
+
+    `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
+    """
+    heads, head_dim = q.shape[1:]
+    page_size, kv_heads = keys.shape[1:3]
+    rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, triton.next_power_of_2(head_dim)
+    if splits is None:
+        splits = split_count(rows * kv_heads, batch.max_kv, scratch.processors)
+    tiles = tiles or decode_tiles(max_query * group, dim, q.element_size())
+    pieces = rows * max_query * heads * splits
+    partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
+    shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
+    options = {"WINDOW": window > 0, "SINKS": sinks is not None}
+    decode_kernel[(splits, kv_heads, rows)](
+        q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table,
+        q if sinks is None else sinks,
+        q.stride(0), q.stride(1), *block_strides(keys), *block_strides(values), batch.page_table.stride(0),
+        *score_factors(scale, softcap), window, max_query, splits,
+        GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softcap > 0, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(heads, rows, max_query)](
+            partial, stats, out, batch.query_starts, batch.kv_lengths, q if sinks is None else sinks,
+            window, max_query, splits, SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
+        )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Writes a step's keys and values into their pages, both in one launch."""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinnd.model.kernels.tile import block_strides
+
+ELEMENTS = 2048  # that one program copies of each: two 16-byte accesses a thread
+
+
+@triton.jit
+def kv_write_kernel(
+    k, v, keys, values, slots,
+    k_token, k_head, v_token, v_head, key_page, key_token, key_head, value_page, value_token, value_head,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS of the heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    mask = (head < KV_HEADS) & (dims < HEAD_DIM)
+    slot = tl.load(slots + token)
+    page, offset = slot // PAGE, slot % PAGE
+    new_k = tl.load(k + token * k_token + head * k_head + dims, mask=mask)
+    new_v = tl.load(v + token * v_token + head * v_head + dims, mask=mask)
+    tl.store(keys + page * key_page + offset * key_token + head * key_head + dims, new_k, mask=mask)
+    tl.store(values + page * value_page + offset * value_token + head * value_head + dims, new_v, mask=mask)
+
+
+def kv_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """k, v [tokens, kv_heads, head_dim] → keys, values [pages, page_size, kv_heads, head_dim] at `slots` [tokens].
+
+    Two tokens may name one slot only where nobody reads it: which of them stays is not defined.
+    """
+    assert k.stride(2) == v.stride(2) == 1
+    tokens, kv_heads, head_dim = k.shape
+    dim = triton.next_power_of_2(head_dim)
+    heads = min(triton.next_power_of_2(kv_heads), max(1, ELEMENTS // dim))
+    kv_write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
+        k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *block_strides(keys), *block_strides(values),
+        KV_HEADS=kv_heads, PAGE=keys.shape[1], HEAD_DIM=head_dim, DIM=dim, HEADS=heads, num_warps=4,
+    )  # fmt: skip

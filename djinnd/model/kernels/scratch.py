@@ -1,0 +1,37 @@
+"""Device memory for what one kernel leaves for the next within a call of attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """A float32 buffer shared by all calls on the compute stream: they run one after another, so they may all use it.
+
+    A captured graph keeps addresses, so a buffer that became too small is kept beside its larger successor for as long
+    as this lives. Whoever captures runs the same call once before: nothing may be allocated during a capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.processors = _processors(device)
+        self._buffers: list[Tensor] = []
+
+    @property
+    def allocations(self) -> int:
+        return len(self._buffers)
+
+    def take(self, *sizes: int) -> tuple[Tensor, ...]:
+        """→ one float32 tensor of each of these numbers of elements, valid until the next call."""
+        total = sum(sizes)
+        if not self._buffers or self._buffers[-1].numel() < total:
+            assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+            self._buffers.append(torch.empty(total, dtype=torch.float32, device=self.device))
+        return self._buffers[-1][:total].split(sizes)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1

@@ -1,0 +1,133 @@
+"""What the decode and the prefill kernel share: a block of query rows meets tiles of paged keys and values.
+
+Query rows are packed: the heads of a group that read one KV head stand side by side, so that a tile is loaded once for
+all of them. Row r of a block is token r // GROUP and head r % GROUP of the group.
+
+The softmax is the online one of FlashAttention (Dao et al., 2022), in powers of two: scores carry a factor of log2(e),
+so that exp2 replaces exp. peak is a row's running maximum, total its running denominator, acc its unnormalised output.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Finite, so that a row that has seen no key yet needs no care: whatever it adds up meanwhile is multiplied by
+# exp2(UNSEEN - peak) = 0 when its first key comes, and each row sees at least its own.
+UNSEEN = tl.constexpr(-1.0e30)
+
+
+class PagedRows(Protocol):
+    """Rows of a flattened batch over paged KV (djinnd.model.attention.PagedBatch)."""
+
+    query_starts: Tensor  # int32 [rows + 1]
+    kv_lengths: Tensor  # int32 [rows]
+    page_table: Tensor  # int32 [rows, pages]
+    max_query: int
+    max_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query rows and keys of a tile, and how Triton runs it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.keys}, {self.warps} warps, {self.stages} stages"
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b. Triton's interpreter multiplies the raw bits of bfloat16, so there both go up to float32 first."""
+    if UPCAST:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(pointers, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
+    """Loads a tile [rows, dims] with only the masks that are needed: an unmasked one is a plain vector copy."""
+    if MASK_ROWS and MASK_DIMS:
+        return tl.load(pointers, mask=row_mask[:, None] & dim_mask[None, :], other=0.0)
+    elif MASK_ROWS:
+        return tl.load(pointers, mask=row_mask[:, None], other=0.0)
+    elif MASK_DIMS:
+        return tl.load(pointers, mask=dim_mask[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def attend_tiles(
+    acc, peak, total, q, first, last, position, length, window,
+    keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Lets the queries q [rows, DIM], at `position` [rows], see the keys [first, last), in tiles from `first` on.
+
+    keys, values: one KV head's base in one block of the pool. table: the session's page ids. Without MASKED, every
+    query must see every key of the range; with it, causality, the window and the session's length are applied.
+    Memory past `length` is never read: what an earlier session left there may be NaN, and 0 x NaN is NaN. Page ids are
+    read a tile ahead, so that no address waits for them.
+    """
+    dims = tl.arange(0, DIM)
+    dim_mask = dims < HEAD_DIM
+    at = first + tl.arange(0, TILE)
+    next_page = tl.load(table + at // PAGE, mask=at < length, other=0)
+    for start in range(first, last, TILE):
+        at = start + tl.arange(0, TILE)
+        there = at < length
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table + (at + TILE) // PAGE, mask=at + TILE < length, other=0)
+        key_rows = keys + page * key_page + (at % PAGE) * key_token
+        value_rows = values + page * value_page + (at % PAGE) * value_token
+        k = load_rows(key_rows[:, None] + dims[None, :], there, dim_mask, MASKED, HEAD_DIM != DIM)
+        v = load_rows(value_rows[:, None] + dims[None, :], there, dim_mask, MASKED, HEAD_DIM != DIM)
+
+        score = dot(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
+        score *= score_scale
+        if CAP:  # cap * tanh(score / cap), with tanh x = 1 - 2 / (exp 2x + 1)
+            score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+        if MASKED:
+            seen = (at[None, :] <= position[:, None]) & there[None, :]
+            if WINDOW:
+                seen = seen & (at[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, UNSEEN)
+
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + tl.sum(weight, 1)
+        acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], UPCAST)
+    return acc, peak, total
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """→ (score_scale, cap) as `attend_tiles` wants them, with log2(e) folded in."""
+    if softcap:
+        return 2.0 * LOG2_E.value * scale / softcap, LOG2_E.value * softcap
+    return LOG2_E.value * scale, 0.0
+
+
+def block_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides by page, token and head of keys or values [pages, page_size, kv_heads, head_dim]."""
+    assert x.stride(3) == 1
+    return x.stride(0), x.stride(1), x.stride(2)

@@ -1,0 +1,56 @@
+"""A model that is ready to run: modules bound to device buffers, KV pool, and the loop over its blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from djinnd.model.hf_attention import AttentionContext, BlockKV
+from djinnd.model.inputs import StepInputs
+from djinnd.model.attention import attention_for
+from djinnd.model.skeleton import Skeleton
+
+
+class PagedModel:
+    """Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim], page-major: a page of all blocks is one
+    contiguous stretch. Page 0 is the scratch page."""
+
+    def __init__(self, skeleton: Skeleton, dtype: torch.dtype, pool: Tensor) -> None:
+        self.skeleton = skeleton
+        self.adapter = skeleton.adapter
+        self.dtype = dtype
+        self.pool = pool
+        self.context = AttentionContext(attention_for(pool.device))
+        self.paged = [BlockKV(self.context, pool[:, i, 0], pool[:, i, 1]) for i in range(self.num_blocks)]
+        for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
+            for module in block.modules():
+                if hasattr(module, "layer_idx"):
+                    module.paged = paged  # type: ignore[assignment]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.adapter.blocks)
+
+    @property
+    def vocab(self) -> int:
+        return int(self.adapter.model.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> Tensor:
+        """Runs the batch in `inputs` through all blocks → hidden [1, tokens, width]."""
+        self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
+        prologue = self.adapter.prologue(inputs.ids, inputs.positions)
+        hidden = prologue.hidden
+        for index, arguments in enumerate(prologue.arguments):
+            hidden = self.adapter.run_block(index, hidden, arguments)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, picks: Tensor) -> Tensor:
+        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of those tokens."""
+        return self.adapter.epilogue(hidden.index_select(1, picks))
+
+    @torch.inference_mode()
+    def zero_pages(self, pages: list[int]) -> None:
+        """Before a page changes its tenant."""
+        self.pool.index_fill_(0, torch.tensor(pages, device=self.pool.device), 0)

@@ -1,0 +1,154 @@
+"""The next token of every row, on the device.
+
+    raw logits ─► argmax ───────────────────────────────────────────────────────────────────► greedy rows
+         └─ the other rows ─► penalties ─► + temperature * Gumbel noise, where not cut off ─► argmax
+                                  └─► top-k ─► top-p ─► min-p: the lowest logit that is not ─┘
+
+The argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel-max). With the noise scaled by the
+temperature rather than the logits divided by it, temperature 0 is greedy by the same formula. The limits come in the
+order of transformers' logits warpers: each works on what the one before left, and all on probabilities after penalties
+and temperature. They cut between logits and never between equal ones, so that the outcome does not hang on the order of
+a sort: what ties with the last token that is kept is kept.
+
+Greedy rows without penalties cost one argmax whatever else is in the batch; all rows together wait once for the device
+(log probabilities: three short copies more).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import Logprobs
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.model.draw import Draw, is_greedy
+from djinnd.model.noise import vocabulary_counters
+from djinnd.model.token_marks import TokenMarks
+from djinnd.model.upload import upload
+
+# Rows that are not greedy are worked on in groups of at most so many logits, which bounds the device memory of a call.
+GROUP_LOGITS = 1 << 22
+TEMPORARY_BYTES = 64 * GROUP_LOGITS
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry a row. `unsound` names the rows whose logits hold NaN or +inf, or nothing above -inf: their token is
+    the likeliest of the finite ones, they have no log probabilities, and what becomes of them the caller says."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
+    unsound: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Rows whose log probabilities are told, each with the `counts` likeliest."""
+
+    members: Sequence[int]
+    rows: Tensor
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from a batch's composition, kept until that changes. Requests compare by identity."""
+
+    requests: tuple[Request, ...] = ()
+    draws: tuple[Draw, ...] = ()
+    told: tuple[_Told, ...] = ()
+
+
+class Sampler:
+    """Owns the token marks of the requests with penalties, each until `forget`."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        assert 0 < vocab <= GROUP_LOGITS
+        self._vocab = vocab
+        self._device = device
+        self._counters = vocabulary_counters(vocab, device)
+        self._marks = TokenMarks(vocab, device)
+        self._plan = _Plan()
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, sessions: Sequence[Session]) -> Sampled:
+        """Chooses each session's token at position len(tokens), as its request says. Appending it is the caller's.
+
+        logits: [rows, vocab], any float dtype, left as they are. Each session has a request, and that has a seed where
+        its temperature is above 0.
+        """
+        assert logits.shape == (len(sessions), self._vocab)
+        plan = self._plan_for(sessions)
+        peak, chosen = logits.max(dim=-1)
+        for draw in plan.draws:
+            members = [sessions[row] for row in draw.members]
+            chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members))
+        tokens = torch.where(peak.abs() < math.inf, chosen, -1).tolist()  # one copy brings tokens and soundness
+        unsound = [row for row, token in enumerate(tokens) if token < 0]
+        if unsound:
+            for row, token in zip(unsound, _likeliest_finite(logits[unsound]), strict=True):
+                tokens[row] = token
+        logprobs: list[Logprobs | None] = [None] * len(sessions)
+        for told in plan.told:
+            for row, entry in zip(told.members, _logprobs(logits, chosen, told), strict=True):
+                logprobs[row] = None if row in unsound else entry
+        return Sampled(tokens, logprobs, unsound)
+
+    def forget(self, request: Request) -> None:
+        """The named release: called when a request ends, whatever its sampling."""
+        self._marks.forget(request)
+        if request in self._plan.requests:
+            self._plan = _Plan()
+
+    def _plan_for(self, sessions: Sequence[Session]) -> _Plan:
+        requests = tuple(_request(session) for session in sessions)
+        if self._plan.requests != requests:
+            drawn = [row for row, request in enumerate(requests) if not is_greedy(request.sampling)]
+            told = [row for row, request in enumerate(requests) if request.logprobs is not None]
+            self._plan = _Plan(
+                requests,
+                tuple(Draw(g, [requests[row] for row in g], self._vocab, self._marks) for g in self._groups(drawn)),
+                tuple(self._told(g, requests) for g in self._groups(told)),
+            )
+        return self._plan
+
+    def _groups(self, rows: list[int]) -> Iterator[list[int]]:
+        size = GROUP_LOGITS // self._vocab
+        return (rows[start : start + size] for start in range(0, len(rows), size))
+
+    def _told(self, members: list[int], requests: tuple[Request, ...]) -> _Told:
+        counts = [min(requests[row].logprobs or 0, self._vocab) for row in members]
+        return _Told(members, upload(members, torch.int64, self._device), counts)
+
+
+def _request(session: Session) -> Request:
+    assert session.request is not None
+    return session.request
+
+
+def _likeliest_finite(logits: Tensor) -> list[int]:
+    return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=-math.inf).argmax(dim=-1).tolist()
+
+
+def _logprobs(logits: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]:
+    """Of the raw logits; the likeliest first, of equal ones that with the lowest index."""
+    raw = logits.index_select(0, told.rows).float()
+    total = raw.logsumexp(dim=-1, keepdim=True)
+    top = _order(raw).topk(max(told.counts)).indices
+    own = (raw.gather(1, chosen.index_select(0, told.rows)[:, None]) - total).squeeze(1).tolist()
+    values, tokens = (raw.gather(1, top) - total).tolist(), top.tolist()
+    for row, count in enumerate(told.counts):
+        yield Logprobs(own[row], dict(zip(tokens[row][:count], values[row][:count], strict=True)))
+
+
+def _order(values: Tensor) -> Tensor:
+    """float32 [rows, n] -> int64 [rows, n], all different in a row and in the order of (value, -index): `topk` leaves
+    open which of equal values it takes, and in bf16 many are equal."""
+    bits = values.view(torch.int32)
+    ordered = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)  # a negative float's bits grow as its value falls
+    return ordered.long().mul_(1 << 32).sub_(torch.arange(values.shape[1], device=values.device))

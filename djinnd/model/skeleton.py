@@ -1,0 +1,187 @@
+"""A model without weights: the family's own modules on the meta device, and what can be learnt from them.
+
+Only names, shapes and arithmetic: no parameter has memory until its block's buffer is bound to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from djinn_client.errors import ModelRejected
+from djinnd.model import hf_attention
+from djinnd.model.adapter import Adapter, find_blocks
+from djinnd.model.families import PATCHED
+from djinnd.weights.layout import Layout
+
+# Frequencies that depend on the longest row of the batch: one session would change another's output.
+_LEAKY_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one block keeps of one token."""
+
+    kv_heads: int
+    head_dim: int
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything here; all of it is the checkpoint's fault
+        raise ModelRejected(f"{folder / 'config.json'}: {error}", path=str(folder)) from error
+    rope = _rope_types(getattr(config, "rope_parameters", None)) & _LEAKY_ROPE
+    if rope:
+        raise ModelRejected(
+            f"{config.model_type} with {', '.join(sorted(rope))} RoPE is refused: its frequencies depend on the longest "
+            "row of a batch, so sessions would change each other's output",
+            family=config.model_type,
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelRejected("quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type)
+    return config
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, dict):
+        return set()
+    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The family's CausalLM on the meta device, with our attention. Raises ModelRejected by the family's name."""
+    hf_attention.install()
+    PATCHED.get(config.model_type, lambda: None)()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
+    except Exception as error:  # KeyError, ValueError, ImportError …: by family
+        raise ModelRejected(f"{config.model_type} cannot be built: {error}", family=config.model_type) from error
+    if not (getattr(model, "_supports_attention_backend", False) or config.model_type in PATCHED):
+        raise ModelRejected(
+            f"{config.model_type} does not use transformers' attention interface, so djinnd cannot page its KV",
+            family=config.model_type,
+        )
+    model.eval()
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
+
+
+class Skeleton:
+    """The modules of a model that `build` made: takes its blocks out and knows the layout of every buffer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.family: str = model.config.model_type
+        self.tied = _tied(model)
+        self.names = _parameter_shapes(model)
+        self.prefixes = _block_prefixes(model)
+        self.adapter = Adapter(model)
+        self.kv_shape = self._learn_kv_shape()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.adapter.blocks)
+
+    def block_names(self, index: int) -> list[str]:
+        """The checkpoint-side full names of block `index`'s parameters."""
+        prefix = self.prefixes[index]
+        return [name for name in self.names if name.startswith(prefix)]
+
+    def rest_names(self) -> list[str]:
+        prefixes = tuple(self.prefixes)
+        return [name for name in self.names if not name.startswith(prefixes)]
+
+    def block_layout(self, index: int) -> Layout:
+        cut = len(self.prefixes[index])
+        return Layout((name[cut:], self.names[name]) for name in self.block_names(index))
+
+    def rest_layout(self) -> Layout:
+        return Layout((name, self.names[name]) for name in self.rest_names())
+
+    @torch.inference_mode()
+    def _learn_kv_shape(self) -> KVShape:
+        """Runs each block on the meta device until its attention asks for pages."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        prologue = self.adapter.prologue(ids, ids)
+        shapes = set()
+        for index, arguments in enumerate(prologue.arguments):
+            try:
+                self.adapter.run_block(index, prologue.hidden, arguments)
+            except hf_attention.ShapesSeen as seen:
+                shapes.add((seen.kv_heads, seen.key_dim, seen.value_dim))
+            else:
+                raise ModelRejected(f"block {index} of {self.family} never called the attention interface", block=index)
+        if len(shapes) != 1 or any(key != value for _, key, value in shapes):
+            raise ModelRejected(
+                f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not served yet",
+                family=self.family,
+            )
+        kv_heads, head_dim, _ = shapes.pop()
+        return KVShape(kv_heads, head_dim)
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter that is known by several names: the first, and the others."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return {names[0]: names[1:] for names in by_identity.values() if len(names) > 1}
+
+
+def _parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters and persistent buffers: all that a checkpoint brings."""
+    kept = set(model.state_dict().keys())
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in kept}
+    return shapes
+
+
+def _block_prefixes(model: nn.Module) -> list[str]:
+    blocks = find_blocks(model)
+    prefix = next(name for name, module in model.named_modules() if module is blocks)
+    return [f"{prefix}.{index}." for index in range(len(blocks))]
+
+
+def bind(module: nn.Module, views: dict[str, Tensor]) -> None:
+    """Gives each named parameter (or persistent buffer) its memory: a view, never a copy."""
+    for name, view in views.items():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+        else:
+            owner._buffers[leaf] = view
+
+
+@torch.no_grad()
+def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch.device) -> None:
+    """Computes what modules derive from the configuration (rotary frequencies, sinusoids) on `device`.
+
+    On the meta device such buffers have no values; the family's own `_init_weights` knows them. Parameters are still
+    on meta there, so that initialising them costs nothing.
+    """
+    for module in [m for root in (model, *blocks) for m in root.modules()]:
+        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not missing:
+            continue
+        for name in missing:
+            module._buffers[name] = torch.full_like(module._buffers[name], float("nan"), device="cpu") if (
+                module._buffers[name].is_floating_point()  # type: ignore[union-attr]
+            ) else torch.zeros_like(module._buffers[name], device="cpu")
+        model._init_weights(module)  # type: ignore[operator]
+        for name in missing:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            if buffer.is_floating_point() and buffer.isnan().any():
+                raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
+            module._buffers[name] = buffer.to(device)

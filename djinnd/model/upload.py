@@ -1,0 +1,15 @@
+"""Small tensors from the host, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Sequence[int] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Queued on the current stream, from pinned memory where there is a bus: torch's host allocator keeps that memory
+    until the copy is done."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)

@@ -1,0 +1,100 @@
+"""A block is a template and a buffer: this is the buffer's layout.
+
+    ┌────────────┬───────────────────────────────┬─────┬────────────┬───
+    │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …      each tensor row-major, in one dtype
+    └────────────┴───────────────────────────────┴─────┴────────────┴───
+    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT
+
+Tensors that one matrix product can serve (a run: q, k and v, or gate and up) lie side by side without padding, so that
+their concatenation is a view of the buffer and not a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # bytes; what device allocators give, and more than any vector load wants
+
+_RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a buffer. `offset` counts elements, so that one layout serves every dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+class Layout:
+    """Where each tensor of a block stands in its flat buffer."""
+
+    def __init__(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.runs: list[tuple[str, ...]] = []
+        step = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-byte dtypes
+        offset = 0
+        for run in _runs({name: tuple(shape) for name, shape in shapes}):
+            offset = -(-offset // step) * step
+            for name, shape in run:
+                self.entries[name] = Entry(name, shape, offset)
+                offset = self.entries[name].end
+            if len(run) > 1:
+                self.runs.append(tuple(name for name, _ in run))
+        self.numel = -(-offset // step) * step
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.numel * dtype.itemsize
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors of a buffer of `numel` elements, by name; no copy."""
+        assert buffer.numel() == self.numel, (buffer.numel(), self.numel)
+        return {e.name: buffer[e.offset : e.end].view(e.shape) for e in self.entries.values()}
+
+    def joined(self, buffer: Tensor, run: tuple[str, ...]) -> Tensor:
+        """The tensors of a run as one, concatenated along their first dimension; no copy."""
+        entries = [self.entries[name] for name in run]
+        rows = sum(e.shape[0] for e in entries)
+        return buffer[entries[0].offset : entries[-1].end].view(rows, *entries[0].shape[1:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.entries == other.entries
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _runs(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[tuple[str, tuple[int, ...]]]]:
+    """Groups neighbours of one parent that share their input; every other tensor is a run of its own."""
+    taken: set[str] = set()
+    for name in shapes:
+        if name in taken:
+            continue
+        run = next((run for run in _candidates(name) if all(n in shapes and n not in taken for n in run)), [name])
+        if any(shapes[n][1:] != shapes[run[0]][1:] for n in run):
+            run = [name]
+        taken.update(run)
+        yield [(n, shapes[n]) for n in run]
+
+
+def _candidates(name: str) -> Iterable[list[str]]:
+    parts = name.split(".")
+    if len(parts) < 2:
+        return
+    *parent, module, leaf = parts
+    for group in _RUNS:
+        if module in group:
+            yield [".".join((*parent, m, leaf)) for m in group]

@@ -1,0 +1,139 @@
+"""Sessions in a page-major pool, attention over them written down plainly, and the check that both agree.
+
+The pool is NaN wherever no session of the scene has a token. Whoever reads another page, another block, or past a
+session's end gives NaN; whoever writes outside the slots of the step is seen by comparing bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from djinnd.model.attention import PagedAttention, PagedBatch
+
+BLOCKS, BLOCK = 3, 1
+TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before they meet the values
+    torch.float32: 1e-5,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}
+
+
+@dataclass
+class Scene:
+    """Row i brings `counts[i]` tokens to a session that then has `lengths[i]`; `padding` rows belong to nobody."""
+
+    counts: list[int]
+    lengths: list[int]
+    page_size: int = 16
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    padding: int = 0
+    width: int = 0  # pages a row of the table; 0: as many as the longest needs
+    pool: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        pages = [-(-length // self.page_size) for length in self.lengths]
+        rows = len(self.counts) + self.padding
+        order = (torch.randperm(sum(pages) + 2) + 1).tolist()  # page 0 is the scratch page
+        self.table = torch.zeros(rows, self.width or max(pages), dtype=torch.int32)
+        self.pool = self._empty_pool(sum(pages) + 3)
+        slots: list[int] = []
+        for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
+            mine = [order.pop() for _ in range(pages[row])]
+            self.table[row, : len(mine)] = torch.tensor(mine)
+            places = [(mine[i // self.page_size], i % self.page_size) for i in range(length)]
+            for page, offset in places[: length - count]:
+                self.pool[page, BLOCK, :, offset] = torch.randn(2, self.kv_heads, self.head_dim).to(self.dtype)
+            slots += [page * self.page_size + offset for page, offset in places[length - count :]]
+        self.tokens = len(slots)
+        self.slots = torch.tensor(slots + [0] * self.padding)
+        total = len(self.slots)
+        self.q = self._as_transformers_gives(total, self.kv_heads * self.group)
+        self.k, self.v = (self._as_transformers_gives(total, self.kv_heads) for _ in range(2))
+        self.table, self.slots, self.pool = (x.to(self.device) for x in (self.table, self.slots, self.pool))
+
+    def _empty_pool(self, pages: int) -> Tensor:
+        shape = (pages, BLOCKS, 2, self.page_size, self.kv_heads, self.head_dim)
+        return torch.full(shape, float("nan"), dtype=self.dtype)
+
+    def _as_transformers_gives(self, tokens: int, heads: int) -> Tensor:
+        """[tokens, heads, head_dim], a view of [1, heads, tokens, head_dim]."""
+        x = torch.randn(1, heads, tokens, self.head_dim, device=self.device).to(self.dtype)
+        return x[0].transpose(0, 1)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.pool[:, BLOCK, 0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.pool[:, BLOCK, 1]
+
+    def batch(self, *, max_kv: int | None = None, fresh: bool = False) -> PagedBatch:
+        starts = torch.tensor([0, *self.counts, *[1] * self.padding]).cumsum(0).int()
+        lengths = torch.tensor([*self.lengths, *[1] * self.padding], dtype=torch.int32)
+        return PagedBatch(
+            query_starts=starts.to(self.device),
+            kv_lengths=lengths.to(self.device),
+            page_table=self.table,
+            slots=self.slots,
+            max_query=max(self.counts),
+            max_kv=max_kv or max(self.lengths),
+            fresh=fresh,
+        )
+
+    def written(self) -> Tensor:
+        """What the pool must be once this step's keys and values are in it, the scratch page apart."""
+        pool = self.pool.clone()
+        for token, slot in enumerate(self.slots[: self.tokens].tolist()):
+            page, offset = divmod(slot, self.page_size)
+            pool[page, BLOCK, 0, offset] = self.k[token]
+            pool[page, BLOCK, 1, offset] = self.v[token]
+        return pool
+
+    def reference(
+        self, pool: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[tokens, heads, head_dim] in float64, row by row, from a pool that holds this step's tokens."""
+        out, start = [], 0
+        for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
+            pages = self.table[row, : -(-length // self.page_size)].long()
+            k, v = (pool[pages, BLOCK, i].flatten(0, 1)[:length].double() for i in range(2))
+            k, v = (x.repeat_interleave(self.group, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", self.q[start : start + count].double(), k) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            position = torch.arange(length - count, length, device=pool.device)[:, None]
+            at = torch.arange(length, device=pool.device)
+            seen = (at <= position) & (at > position - (window or length))
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+            out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v))
+            start += count
+        return torch.cat(out)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(attention: PagedAttention, scene: Scene, *, fresh: bool = False, **options: Any) -> None:
+    """Writes and attends, then compares every byte of the pool and every real token's output."""
+    options = {"scale": scene.head_dim**-0.5, **options}
+    batch, wanted = scene.batch(fresh=fresh), scene.written()
+    attention.write(scene.k, scene.v, scene.keys, scene.values, batch)
+    assert same_bytes(scene.pool[1:], wanted[1:])
+    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, **options)
+    assert same_bytes(scene.pool[1:], wanted[1:])
+    assert out.shape == scene.q.shape and out.dtype == scene.dtype and out.is_contiguous()
+    tolerance = TOLERANCE[scene.dtype]
+    reference = scene.reference(wanted, **options)
+    torch.testing.assert_close(out[: scene.tokens].double(), reference, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,115 @@
+"""The kernels under Triton's interpreter, on the CPU.
+
+Run by test_kernels.py in a process of its own: whether a kernel is interpreted or compiled is settled for the whole
+process when it is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from djinnd.model.attention import TritonAttention
+from djinnd.model.kernels import kv_write, rms_norm
+from djinnd.model.kernels.tile import INTERPRETED
+from tests.support.paged import Scene, check, same_bytes
+
+assert INTERPRETED
+
+DECODE = ([1, 1, 1], [1, 300, 37])
+SPECULATED = ([4, 1, 8], [9, 200, 8])
+MIXED = ([1, 17, 1, 30], [40, 17, 131, 70])
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def attention() -> TritonAttention:
+    return TritonAttention(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "group", "head_dim"),
+    [
+        (FP32, 16, 1, 64),
+        (FP32, 64, 3, 80),
+        (FP16, 16, 8, 64),
+        (BF16, 256, 4, 128),
+    ],
+)
+@pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED], ids=["decode", "speculated", "mixed"])
+def test_shapes(
+    rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
+) -> None:
+    check(attention(), Scene(*rows, page_size=page_size, group=group, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 20}, {"softcap": 3.0}, {"window": 20, "softcap": 3.0, "sinks": True}],
+    ids=["window", "softcap", "window, softcap, sinks"],
+)
+@pytest.mark.parametrize("kv_heads", [1, 8], ids=["split", "direct"])  # 8 x 3 rows fill the interpreter's one processor
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_options(rows: tuple[list[int], list[int]], kv_heads: int, options: dict[str, Any]) -> None:
+    scene = Scene(*rows, kv_heads=kv_heads, group=2)
+    sinks = torch.randn(kv_heads * 2) if options.get("sinks") else None
+    check(attention(), scene, **{**options, "sinks": sinks})
+
+
+def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
+    for window in (1, 100):
+        check(attention(), Scene([150], [170], kv_heads=1), window=window)
+
+
+def test_a_fresh_row_alone_may_read_what_it_brought() -> None:
+    check(attention(), Scene([70], [70], group=2), fresh=True)
+    check(attention(), Scene([70], [70], group=2), fresh=True, window=30)
+
+
+def test_rows_that_pad_a_bucket_harm_nobody() -> None:
+    check(attention(), Scene(*DECODE, padding=3, width=32))
+
+
+def test_a_host_bound_far_above_the_lengths_changes_nothing() -> None:
+    scene = Scene(*DECODE, width=64)
+    triton = attention()
+    triton.write(scene.k, scene.v, scene.keys, scene.values, scene.batch())
+    out = triton.attend(
+        scene.q, scene.k, scene.v, scene.keys, scene.values, scene.batch(max_kv=64 * 16), scale=0.125, window=0
+    )
+    torch.testing.assert_close(out.double(), scene.reference(scene.pool, scale=0.125), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_and_values_may_lie_apart() -> None:
+    slots = torch.tensor([5, 33, 70])
+    k, v = torch.randn(3, 3, 48)[..., :40], torch.randn(3, 3, 40).transpose(0, 1)
+    keys, values = torch.zeros(5, 16, 3, 40), torch.zeros(2, 16, 5, 3, 40)[1].transpose(0, 1)
+    kv_write(k, v, keys, values, slots)
+    wanted = torch.zeros(5, 16, 3, 40), torch.zeros(5, 16, 3, 40)
+    for new, pages in zip((k, v), wanted, strict=True):
+        pages.view(80, 3, 40)[slots] = new
+    assert same_bytes(keys, wanted[0]) and same_bytes(values, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])  # the interpreter truncates to bfloat16: tests/gpu has that one
+@pytest.mark.parametrize("width", [64, 100, 5120])
+def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x = torch.randn(2, 3, width, dtype=dtype) * 4
+    with torch.inference_mode():
+        wanted = norm(x)
+        got = rms_norm(x, norm.weight, 1e-5)
+    if dtype == FP32:  # the order of the sum shows
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+    else:  # one unit in the last place, and that seldom
+        torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
+        assert (got == wanted).float().mean() > 0.999

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from djinnd.model.kernels.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, split_count
+from djinnd.model.kernels.scratch import Scratch
+
+CASES = Path(__file__).with_name("interpreted_kernels.py")
+
+
+@pytest.mark.timeout(300)
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(CASES)]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+
+
+def test_few_programs_are_split_until_they_fill_the_device() -> None:
+    one_session = split_count(8, max_kv=8192, processors=132)
+    assert one_session * 8 >= 132
+    assert split_count(8, max_kv=100, processors=132) == 2  # but no split is left with less than a tile
+    assert split_count(8, max_kv=1 << 20, processors=132) == MAX_SPLITS
+
+
+def test_many_programs_are_split_only_where_one_could_be_very_long() -> None:
+    assert split_count(2560, max_kv=2048, processors=132) == 1
+    assert split_count(2560, max_kv=16_384, processors=132) == 4
+    assert split_count(2560, max_kv=1 << 20, processors=132) == FEW_SPLITS
+
+
+def test_a_tile_holds_all_queries_of_a_group() -> None:
+    assert decode_tiles(1, 128, 2).rows == 16  # the least that a matrix product takes
+    assert decode_tiles(8 * 3, 128, 2).rows == 32
+
+
+def test_scratch_is_allocated_once_and_stays_where_it_is() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    a, b = scratch.take(100, 20)
+    assert (a.numel(), b.numel()) == (100, 20) and a.dtype == torch.float32
+    address = a.data_ptr()
+    assert scratch.take(50)[0].data_ptr() == address
+    large = scratch.take(1000)[0]
+    assert scratch.allocations == 2
+    assert scratch.take(120)[0].data_ptr() == large.data_ptr()
+    a.fill_(1.0)  # a captured graph still writes here
+    assert a.data_ptr() == address and scratch.allocations == 2

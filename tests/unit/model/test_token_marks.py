@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from djinn_client.protocol import Sampling
+from djinnd.core.session import Session
+from djinnd.model.token_marks import BLANK, GENERATED, SEEN, TokenMarks, penalised
+from tests.support.sampling import wanting
+
+VOCAB = 10
+BOTH = SEEN | GENERATED
+
+
+def marks_of(marks: TokenMarks, session: Session) -> dict[int, int]:
+    assert session.request is not None
+    row = marks.rows(torch.tensor([marks.slot(session.request)]))[0].tolist()
+    return {token: mark for token, mark in enumerate(row) if mark}
+
+
+def followed(marks: TokenMarks, session: Session) -> dict[int, int]:
+    assert session.request is not None
+    marks.slot(session.request)
+    marks.follow([session])
+    return marks_of(marks, session)
+
+
+def new_marks() -> TokenMarks:
+    return TokenMarks(VOCAB, torch.device("cpu"))
+
+
+def test_prompt_and_output_are_told_apart():
+    assert followed(new_marks(), wanting(Sampling(), [1, 2, 2], [2, 3])) == {1: SEEN, 2: BOTH, 3: BOTH}
+
+
+def test_only_what_has_come_is_marked():
+    marks, session = new_marks(), wanting(Sampling(), [1])
+    assert followed(marks, session) == {1: SEEN}
+    session.tokens += [4, 1]
+    assert followed(marks, session) == {1: BOTH, 4: BOTH}
+    session.tokens[0] = 9  # were it read again, it would be marked
+    assert followed(marks, session) == {1: BOTH, 4: BOTH}
+
+
+def test_tokens_past_the_head_are_left_out():
+    assert followed(new_marks(), wanting(Sampling(), [1, VOCAB, VOCAB + 5])) == {1: SEEN}
+
+
+def test_a_slot_is_blank_for_its_next_owner():
+    marks = new_marks()
+    first, second = wanting(Sampling(), [1, 2]), wanting(Sampling(), [3])
+    assert followed(marks, first) == {1: SEEN, 2: SEEN}
+    assert first.request is not None and second.request is not None
+    slot = marks.slot(first.request)
+    marks.forget(first.request)
+    assert len(marks) == 0
+    assert marks.slot(second.request) == slot
+    assert followed(marks, second) == {3: SEEN}
+
+
+def test_slots_grow_and_keep_what_they_hold():
+    marks = new_marks()
+    sessions = [wanting(Sampling(), [token]) for token in range(VOCAB)]
+    for session in sessions:
+        followed(marks, session)
+    assert [marks_of(marks, session) for session in sessions] == [{token: SEEN} for token in range(VOCAB)]
+    slots = {marks.slot(session.request) for session in sessions if session.request}
+    assert len(slots) == VOCAB and BLANK not in slots
+    assert not marks.rows(torch.tensor([BLANK])).any()
+
+
+def test_truncation_under_a_request_is_our_fault_unless_forgotten():
+    marks, session = new_marks(), wanting(Sampling(), [1, 2], [3])
+    followed(marks, session)
+    session.tokens.pop()
+    with pytest.raises(AssertionError):
+        marks.follow([session])
+    assert session.request is not None
+    marks.forget(session.request)
+    assert followed(marks, session) == {1: SEEN, 2: SEEN}
+
+
+def test_penalties():
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, -torch.inf]])
+    marks = torch.tensor([[SEEN, SEEN, BOTH, BOTH, 0, SEEN]], dtype=torch.uint8)
+    result = penalised(logits, marks, torch.tensor([[4.0]]), torch.tensor([[0.5]]))
+    assert result.tolist() == [[0.5, -8.0, 0.0, -8.5, 2.0, -torch.inf]]
+
+
+def test_penalties_that_are_off_change_no_bit():
+    logits = torch.tensor([[0.1, -0.0, 0.0, -3.3, 1e-40, -torch.inf]])
+    marks = torch.full(logits.shape, BOTH, dtype=torch.uint8)
+    result = penalised(logits, marks, torch.ones(1, 1), torch.zeros(1, 1))
+    assert torch.equal(result.view(torch.int32), logits.view(torch.int32))

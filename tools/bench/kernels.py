@@ -1,0 +1,313 @@
+"""How near the kernels come to what the device can do: decode to its memory, prefill to contiguous attention.
+
+    python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--json FILE] [--record]
+
+Experiments use the client and not djinnd; this one times kernels and not calls, so it imports djinnd.model.kernels and
+nothing else of it. Needs CUDA. A measurement goes through all blocks of a page-major pool whose pages lie scattered,
+as a step does, in one captured graph: no time of the host is in it, and a block's KV is not in the cache from the
+round before. With --sweep the same cases run with other tiles and splits, compiled beforehand in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from djinnd.model.kernels import Scratch, Tiles, decode, kv_write, prefill, rms_norm
+
+HEAD_DIM, PAGE_SIZE, DTYPE = 128, 16, torch.bfloat16
+LLAMA_13B, LLAMA_8B = (40, 40), (32, 8)  # query and KV heads
+SCALE = HEAD_DIM**-0.5
+COLD = 1.5e9  # bytes that a measurement goes through, where 32 blocks suffice: many times the cache
+UNITS = {"GB/s": 1e3, "TFLOP/s": 1e6}  # in units a microsecond
+CHOSEN = "chosen"  # by the kernel itself
+KERNELS = ("decode", "prefill", "kv_write", "rms_norm")
+DECODE_TILES = [
+    Tiles(16, keys, warps, stages)
+    for keys, warps, stages in [(32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2)]
+]
+DECODE_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+PREFILL_TILES = [
+    Tiles(rows, keys, warps, stages)
+    for rows, keys, warps, stages in [
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 32, 8, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (128, 64, 4, 2),
+        (128, 128, 8, 3),
+    ]
+]
+
+Variant = tuple[str, Sequence[Callable[[], object]]]  # its name and a launch for each block
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    kernel: str
+    case: str
+    variant: str
+    microseconds: float  # one launch, or what stands for one (decode: split and combine)
+    rate: float
+    unit: str
+    share: float | None  # of the copy's rate, or of contiguous attention's speed
+
+
+@dataclass(slots=True)
+class Rows:
+    """Sessions with scattered pages in a pool [pages, blocks, 2, page_size, kv_heads, head_dim], and a step of them."""
+
+    heads: int
+    kv_heads: int
+    counts: list[int]
+    lengths: list[int]
+    query_starts: Tensor = field(init=False)
+    kv_lengths: Tensor = field(init=False)
+    page_table: Tensor = field(init=False)
+    max_query: int = field(init=False)
+    max_kv: int = field(init=False)
+    pool: Tensor = field(init=False)
+    q: Tensor = field(init=False)
+    out: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_query, self.max_kv = max(self.counts), max(self.lengths)
+        self.query_starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32, device="cuda")
+        self.kv_lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+        rows, width = len(self.counts), math.ceil(self.max_kv / PAGE_SIZE)
+        self.page_table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
+        blocks = min(max(math.ceil(COLD / self.kv_bytes), 2), 32)
+        shape = (rows * width, blocks, 2, PAGE_SIZE, self.kv_heads, HEAD_DIM)
+        self.pool = torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
+        tokens = sum(self.counts)
+        self.q = torch.randn(self.heads, tokens, HEAD_DIM, dtype=DTYPE, device="cuda").transpose(0, 1)
+        self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one block."""
+        return sum(self.lengths) * 2 * self.kv_heads * HEAD_DIM * DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Two products a pair of a query and a key that it sees."""
+        pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(self.counts, self.lengths, strict=True))
+        return 4 * pairs * self.heads * HEAD_DIM
+
+    @property
+    def blocks(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(self.pool.shape[1])]
+
+
+def microseconds(launches: Sequence[Callable[[], object]], rounds: int = 10) -> float:
+    """Of one of the launches, which run one after another in a captured graph: the median of some rounds."""
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times: list[float] = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    return times[rounds // 2] * 1e3 / len(launches)
+
+
+def copy_rate() -> float:
+    """GB/s of a large copy, bytes read and bytes written both counted: what memory gives at best."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds([lambda: target.copy_(source)]) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured in some variants, how much work one launch is, and the rate that it is held against."""
+
+    kernel: str
+    name: str
+    work: float  # bytes or floating-point operations
+    unit: str
+    best: float | None
+
+    def measure(self, variant: str, launches: Sequence[Callable[[], object]]) -> Measured | None:
+        """None for a variant that does not fit the device: that is said, and the sweep goes on."""
+        try:
+            us = microseconds(launches)
+        except Exception as error:
+            if variant == CHOSEN:
+                raise
+            click.echo(f"{self.kernel} {self.name} {variant}: {repr(error)[:160]}", err=True)
+            return None
+        rate = self.work / us / UNITS[self.unit]
+        return Measured(self.kernel, self.name, variant, us, rate, self.unit, rate / self.best if self.best else None)
+
+
+def variants(step: Callable[..., object], rows: Rows, options: dict[str, dict[str, Any]]) -> Iterator[Variant]:
+    """The step as the kernel itself chooses, then with each of the options; all are compiled before the first."""
+    named = {CHOSEN: step} | {name: partial(step, **option) for name, option in options.items()}
+    compile_all([partial(launch, *rows.blocks[0]) for launch in named.values()])
+    for name, launch in named.items():
+        yield name, [partial(launch, *block) for block in rows.blocks]
+
+
+def compile_all(launches: Sequence[Callable[[], object]]) -> None:
+    """Compiling is most of a sweep, and Triton leaves Python's lock for it. What fails here is told when measured."""
+
+    def attempt(launch: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            launch()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(attempt, launches))
+    torch.cuda.synchronize()
+
+
+def measure_decode(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
+    alike = [("2,048 tokens", [2048] * sessions) for sessions in (1, 16, 64)]
+    uneven = [("100 to 4,000 tokens", [100 + 260 * i for i in range(16)])]
+    for (heads, kv_heads), (what, lengths) in itertools.product((LLAMA_13B, LLAMA_8B), alike + uneven):
+        rows = Rows(heads, kv_heads, [1] * len(lengths), lengths)
+        case = Case("decode", f"{heads}/{kv_heads}, {len(lengths)} of {what}", rows.kv_bytes, "GB/s", ceiling)
+        options: dict[str, dict[str, Any]] = {}
+        if sweep:
+            options |= {f"{splits} splits": {"splits": splits} for splits in DECODE_SPLITS}
+            options |= {str(tiles): {"tiles": tiles} for tiles in DECODE_TILES}
+        scratch = Scratch(rows.q.device)
+        step = partial(decode, rows.q, batch=rows, out=rows.out, scratch=scratch, max_query=1, scale=SCALE)
+        for variant, launches in variants(step, rows, options):
+            yield case.measure(variant, launches)
+
+
+def measure_prefill(sweep: bool) -> Iterator[Measured | None]:
+    sizes = ((512, 512), (2048, 2048), (512, 2048))
+    for (heads, kv_heads), (count, length) in itertools.product((LLAMA_13B, LLAMA_8B), sizes):
+        rows = Rows(heads, kv_heads, [count], [length])
+        case = Case("prefill", f"{heads}/{kv_heads}, {count} of {length} tokens", rows.flops, "TFLOP/s", None)
+        contiguous = case.measure("contiguous", contiguous_attention(rows))
+        yield contiguous
+        case = replace(case, best=contiguous.rate if contiguous else None)
+        step = partial(prefill, rows.q, batch=rows, out=rows.out, scale=SCALE)
+        for variant, launches in variants(
+            step, rows, {str(tiles): {"tiles": tiles} for tiles in PREFILL_TILES if sweep}
+        ):
+            yield case.measure(variant, launches)
+
+
+def contiguous_attention(rows: Rows) -> list[Callable[[], object]]:
+    """The same attention over q, k, v that are not paged, several of them, so that none is in the cache.
+
+    FlashAttention 2 as torch brings it; SDPA has no causal mask for queries that come after a history.
+    """
+    queries, keys = rows.max_query, rows.max_kv
+    shape = (keys, rows.kv_heads, HEAD_DIM)
+    blocks = [[torch.randn(shape, dtype=DTYPE, device="cuda") for _ in "kv"] for _ in range(8)]
+    if queries == keys:
+        gqa = rows.heads != rows.kv_heads
+        sdpa: Callable[..., object] = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=gqa)
+        return [partial(sdpa, *(x.transpose(0, 1).unsqueeze(0) for x in (rows.q, *block))) for block in blocks]
+    q = rows.q.contiguous()
+    ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (queries, keys)]
+    flash = partial(torch.ops.aten._flash_attention_forward, scale=SCALE)
+    return [partial(flash, q, *block, *ends, queries, keys, 0.0, True, False) for block in blocks]
+
+
+def measure_kv_write(ceiling: float) -> Iterator[Measured | None]:
+    for tokens in (1, 16, 2048):
+        rows = Rows(*LLAMA_13B, [tokens], [tokens])
+        shape = (rows.kv_heads, tokens, HEAD_DIM)
+        k, v = (torch.randn(shape, dtype=DTYPE, device="cuda").transpose(0, 1) for _ in "kv")
+        slots = torch.randperm(rows.page_table.numel() * PAGE_SIZE, device="cuda")[:tokens]
+        case = Case("kv_write", f"{rows.kv_heads} heads, {tokens} tokens", 2 * rows.kv_bytes, "GB/s", ceiling)
+        yield case.measure(CHOSEN, [partial(kv_write, k, v, *block, slots) for block in rows.blocks])
+
+
+def measure_rms_norm(ceiling: float) -> Iterator[Measured | None]:
+    for rows, width in itertools.product((1, 16, 2048), (4096, 5120)):
+        weight = torch.randn(width, dtype=DTYPE, device="cuda")
+        inputs = [torch.randn(rows, width, dtype=DTYPE, device="cuda") for _ in range(16)]
+        case = Case("rms_norm", f"{rows} x {width}", 2 * inputs[0].nbytes, "GB/s", ceiling)
+        for name, norm in ((CHOSEN, rms_norm), ("torch", torch_rms_norm)):
+            yield case.measure(name, [partial(norm, x, weight, 1e-5) for x in inputs])
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers writes it."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def show(console: Console, results: list[Measured]) -> None:
+    table = Table("kernel", "case", "variant", box=None, pad_edge=False)
+    for title in ("µs", "rate", "share"):
+        table.add_column(title, justify="right")
+    for r in results:
+        share = "" if r.share is None else f"{r.share:.0%}"
+        table.add_row(r.kernel, r.case, r.variant, f"{r.microseconds:.1f}", f"{r.rate:,.0f} {r.unit}", share)
+    console.print(table)
+
+
+def summary(ceiling: float, results: list[Measured]) -> str:
+    chosen = [r for r in results if r.variant == CHOSEN and r.share is not None and r.kernel in ("decode", "prefill")]
+    return f"copy {ceiling:,.0f} GB/s; " + "; ".join(f"{r.kernel} {r.case}: {r.share:.0%}" for r in chosen)
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--sweep", is_flag=True, help="Other tiles and splits, too.")
+@click.option("--only", multiple=True, type=click.Choice(KERNELS), help="These kernels; again for more.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Where to put the results.")
+@click.option("--record", "recorded", is_flag=True, help="Add them to docs/results.md.")
+def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) -> None:
+    if not torch.cuda.is_available():
+        raise click.ClickException("these kernels run on CUDA, and there is no CUDA device")
+    ceiling = copy_rate()
+    measure: dict[str, Callable[[], Iterator[Measured | None]]] = {
+        "decode": lambda: measure_decode(ceiling, sweep),
+        "prefill": lambda: measure_prefill(sweep),
+        "kv_write": lambda: measure_kv_write(ceiling),
+        "rms_norm": lambda: measure_rms_norm(ceiling),
+    }
+    console = Console(width=120)
+    console.print(f"copy: {ceiling:,.0f} GB/s read and written")
+    results: list[Measured] = []
+    for kernel in only or KERNELS:
+        found = [one for one in measure[kernel]() if one is not None]
+        show(console, found)
+        results += found
+    parameters = {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": str(DTYPE), "sweep": sweep}
+    measured = {"copy_gb_s": ceiling, "kernels": [asdict(r) for r in results]}
+    if file:
+        file.write_text(json.dumps(measured, indent=2))
+    if recorded:
+        from tools.bench.report import record, report  # needs msgspec, which a bare machine with torch may lack
+
+        record(report("kernels", parameters, measured, summary(ceiling, results)))
+
+
+if __name__ == "__main__":
+    main()
