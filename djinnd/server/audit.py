@@ -1,0 +1,69 @@
+"""The audit of the server's tables, against each other and against what the engine and the kernel say."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from djinnd.messages import Report
+from djinnd.server.arena import Arena
+from djinnd.server.clients import Clients
+from djinnd.server.models import Models
+from djinnd.server.sessions import SessionRecord, SessionTable
+
+_FDS = Path("/proc/self/fd")
+
+
+def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena: Arena) -> Iterator[str]:
+    """One line for each thing that is not as it must be."""
+    connected = set(clients)
+    for session in sessions:
+        if not session.attached <= connected:
+            yield f"session {session.id} is attached to a connection that is gone"
+        if (session.grace is None) == (not session.attached):
+            yield f"session {session.id} has {len(session.attached)} connections and a wrong grace timer"
+        if session.call is not None and session.call not in session.call.client.calls.values():
+            yield f"session {session.id} is at work for a request that is over"
+    under_way = sum(len(client.calls) for client in connected)
+    if clients.unfinished < under_way:
+        yield f"{under_way} requests are under way, {clients.unfinished} are counted"
+    idle = {model.name for model in models if model.engine is None and model.changing is None}
+    yield from (f"the arena holds blocks of {name}, which is not loaded" for name in sorted(arena.models & idle))
+    yield from arena.findings()
+
+
+def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[str]:
+    """`expected`: the sessions of ready models when the report was asked for."""
+    here, there = {session.id for session in expected}, {use.session for use in report.sessions}
+    yield from (f"session {name} is not known to the engine" for name in sorted(here - there))
+    yield from (f"the engine has session {name}, which is closed" for name in sorted(there - here))
+    yield from report.findings
+
+
+def audit_descriptors(clients: Clients, address: str) -> Iterator[str]:
+    """Every accepted connection that this process holds is a client's, and memfds wait to be sent, or are about to."""
+    known = {client.fd for client in clients}
+    held = {fd for fd in map(int, os.listdir(_FDS)) if _is_accepted(fd, address)}
+    yield from (f"descriptor {fd} is a connection of no client" for fd in sorted(held - known))
+    memfds = sum(_target(fd).startswith("/memfd:djinnd") for fd in map(int, os.listdir(_FDS)))
+    waiting = sum(client.queued_fds for client in clients)
+    if memfds > waiting + clients.unfinished:
+        yield f"{memfds} memfds are open, {waiting} wait to be sent"
+
+
+def _is_accepted(fd: int, address: str) -> bool:
+    if not _target(fd).startswith("socket:"):
+        return False
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        if sock.family != socket.AF_UNIX or sock.getsockname() != address:
+            return False
+        return not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def _target(fd: int) -> str:
+    try:
+        return os.readlink(_FDS / str(fd))
+    except FileNotFoundError:
+        return ""  # the listing's own

@@ -1,0 +1,246 @@
+"""One connected client: who it is, and its requests under way.
+
+    connected ──Hello──► introduced ──requests──► …
+        └── anything else, or nothing for limits.handshake ──► a Failure, and the connection is closed
+
+Whatever happens to a request, it gets one final reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from djinn_client.errors import DjinnError, InvalidRequest, ProtocolError, Retry
+from djinn_client.protocol import (
+    Cancel,
+    Failure,
+    Hello,
+    Piece,
+    Progress,
+    Reply,
+    Request,
+    Welcome,
+    decode_request,
+    encode,
+    request_id_of,
+)
+from djinnd import __version__
+from djinnd.config import Limits
+from djinnd.server.connection import Connection
+
+log = logging.getLogger("djinnd.server")
+
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Cancelled(DjinnError):
+    """The caller's own doing; no client raises it, because who cancels does not wait."""
+
+    code = "cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled")
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a Unix socket, on the kernel's word."""
+
+    pid: int
+    user: int
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Peer:
+        pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return cls(pid, uid)
+
+
+class Answer(NamedTuple):
+    """A final reply and the descriptors that go with it."""
+
+    message: Reply
+    fds: Sequence[int] = ()
+
+
+class Work(Protocol):
+    """What an engine does for a call."""
+
+    @property
+    def state(self) -> Literal["queued", "running", "held"]: ...
+    def cancel(self) -> None: ...
+    def hold(self, held: bool) -> None: ...
+
+
+class Call:
+    """A request under way. `run` is set while an engine works for it."""
+
+    def __init__(self, client: Client, request: Request) -> None:
+        self.client = client
+        self.id = request.id
+        self.received = time.monotonic()
+        self.run: Work | None = None
+        self.task: asyncio.Task[Answer]
+
+    def send(self, message: Piece | Progress) -> None:
+        self.client.send(message)
+
+    def cancel(self) -> None:
+        if self.run is not None:
+            self.run.cancel()
+        else:
+            self.task.cancel()
+
+
+class Desk(Protocol):
+    """What all clients share."""
+
+    limits: Limits
+    unfinished: int  # requests of all clients
+
+    def is_admin(self, user: int) -> bool: ...
+
+    def begun(self) -> None: ...
+
+    def ended(self) -> None: ...
+
+    def handle(self, call: Call, request: Request) -> Coroutine[Any, Any, Answer]:
+        """The final reply, or a DjinnError."""
+
+    def gone(self, client: Client) -> None: ...
+
+
+class Client:
+    def __init__(self, sock: socket.socket, desk: Desk) -> None:
+        self.peer = Peer.of(sock)
+        self.user = self.peer.user
+        self.is_admin = desk.is_admin(self.user)
+        self.calls: dict[int, Call] = {}
+        self._desk = desk
+        self._introduced = False
+        limits = desk.limits
+        self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes)
+        loop = asyncio.get_running_loop()
+        self._handshake = loop.call_later(limits.handshake, self._too_late)
+
+    @property
+    def fd(self) -> int:
+        return self._connection.fd
+
+    @property
+    def queued_fds(self) -> int:
+        return self._connection.queued_fds
+
+    def send(self, message: Reply) -> None:
+        self._connection.send(encode(message))  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
+
+    def cancel_calls(self) -> None:
+        for call in self.calls.values():
+            call.cancel()
+
+    def close(self, at_once: bool) -> None:
+        """Unless `at_once`, when what it has been told has left."""
+        if at_once:
+            self._connection.close()
+        else:
+            self._connection.close_when_sent()
+
+    # --- events of the connection -----------------------------------------------------------------------------------
+
+    def frame(self, payload: bytes, fds: list[int]) -> None:
+        try:
+            message = decode_request(payload)
+        except ProtocolError as error:
+            self._not_understood(payload, error)
+            return
+        if isinstance(message, Cancel):
+            if (call := self.calls.get(message.target)) is not None:
+                call.cancel()
+        elif isinstance(message, Hello):
+            self._introduce(message)
+        elif not self._introduced:
+            self._hang_up(ProtocolError("the first message of a connection must be Hello"))
+        elif message.id in self.calls:
+            self._hang_up(ProtocolError(f"request {message.id} is under way: its number may not be used again yet"))
+        else:
+            self._begin(message)
+
+    def broken(self, error: ProtocolError) -> None:
+        self._hang_up(error)
+
+    def congested(self, is_congested: bool) -> None:
+        for call in self.calls.values():
+            if call.run is not None:
+                call.run.hold(is_congested)
+
+    def closed(self) -> None:
+        self._handshake.cancel()
+        self.cancel_calls()
+        self._desk.gone(self)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def started(self, call: Call, run: Work) -> None:
+        """An engine works for the call; what it gives goes to this client, if it reads."""
+        call.run = run
+        if self._connection.congested:
+            run.hold(True)
+
+    def _introduce(self, hello: Hello) -> None:
+        if self._introduced:
+            self._fail(hello.id, ProtocolError("this connection has said Hello already"))
+            return
+        self._introduced = True
+        self._handshake.cancel()
+        log.debug("client_connected fd=%d pid=%d user=%d client=%s", self.fd, *self.peer, hello.client[:80])
+        self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin))
+
+    def _too_late(self) -> None:
+        self._hang_up(ProtocolError(f"no Hello came within {self._desk.limits.handshake:g} s"))
+
+    def _not_understood(self, payload: bytes, error: ProtocolError) -> None:
+        number = request_id_of(payload)
+        if number is None or number in self.calls or not self._introduced:
+            self._hang_up(error)
+        else:
+            self._fail(number, InvalidRequest(error.message))
+
+    def _begin(self, request: Request) -> None:
+        limits = self._desk.limits
+        if len(self.calls) >= limits.requests_per_connection:
+            error = Retry(f"this connection has {len(self.calls)} unfinished requests, its limit: wait for one of them")
+            self._fail(request.id, error)
+            return
+        if self._desk.unfinished >= limits.requests:
+            self._fail(request.id, Retry(f"the daemon has {limits.requests:,} unfinished requests, its limit"))
+            return
+        call = self.calls[request.id] = Call(self, request)
+        self._desk.begun()
+        call.task = asyncio.create_task(self._desk.handle(call, request))
+        call.task.add_done_callback(lambda task: self._finish(call, task))
+
+    def _finish(self, call: Call, task: asyncio.Task[Answer]) -> None:
+        del self.calls[call.id]
+        self._desk.ended()
+        error = Cancelled() if task.cancelled() else task.exception()
+        if error is None:
+            message, fds = task.result()
+            self._connection.send(encode(message, len(fds)), fds)  # type: ignore[arg-type]
+        elif isinstance(error, DjinnError):
+            self._fail(call.id, error)
+        else:
+            log.error("request_failed user=%d", self.user, exc_info=error)
+            self._fail(call.id, DjinnError(f"the daemon failed: {error!r}; its log has the details"))
+
+    def _fail(self, number: int, error: DjinnError) -> None:
+        self.send(Failure(id=number, code=error.code, message=error.message, data=error.data))
+
+    def _hang_up(self, error: ProtocolError) -> None:
+        """The last word to a client that does not keep to the protocol. Its requests under way are cancelled."""
+        log.info("client_refused fd=%d pid=%d user=%d reason=%s", self.fd, *self.peer, error)
+        self._fail(0, error)
+        self._connection.close_when_sent()

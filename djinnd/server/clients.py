@@ -1,0 +1,74 @@
+"""The connected clients, and what they share: see client.Desk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from typing import Any
+
+from djinn_client.protocol import Request
+from djinnd.config import Limits
+from djinnd.server.client import Answer, Call, Client, Peer
+
+log = logging.getLogger("djinnd.server")
+
+Handle = Callable[[Call, Request], Coroutine[Any, Any, Answer]]
+
+
+class Clients:
+    def __init__(
+        self, limits: Limits, admins: Collection[int], handle: Handle, on_gone: Callable[[Client], None]
+    ) -> None:
+        """`admins`: uids, beside root and the daemon's own."""
+        self.limits = limits
+        self.handle = handle
+        self.unfinished = 0
+        self.idle = asyncio.Event()  # nothing is unfinished
+        self.idle.set()
+        self._admins = {0, os.geteuid(), *admins}
+        self._on_gone = on_gone
+        self._clients: set[Client] = set()
+        self._fewer = asyncio.Event()  # set whenever a client goes
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._clients))
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def is_admin(self, user: int) -> bool:
+        return user in self._admins
+
+    def accept(self, sock: socket.socket) -> None:
+        """Takes over a connection, or hangs up on a user who has all that a user may have."""
+        user = Peer.of(sock).user
+        if sum(client.user == user for client in self._clients) >= self.limits.connections_per_user:
+            log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
+            sock.close()
+        else:
+            self._clients.add(Client(sock, self))
+
+    def begun(self) -> None:
+        self.unfinished += 1
+        self.idle.clear()
+
+    def ended(self) -> None:
+        self.unfinished -= 1
+        if not self.unfinished:
+            self.idle.set()
+
+    def gone(self, client: Client) -> None:
+        self._clients.discard(client)
+        self._on_gone(client)
+        self._fewer.set()
+
+    async def close(self, at_once: bool) -> None:
+        """Returns when all are gone: unless `at_once`, with all that they were to be told, if they read it in time."""
+        for client in self:
+            client.close(at_once)
+        while self._clients:
+            self._fewer.clear()
+            await self._fewer.wait()

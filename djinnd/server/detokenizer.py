@@ -1,0 +1,118 @@
+"""Text from token ids, as they come.
+
+What a token's text is depends on its neighbours: a character may be spread over tokens, and a decoder may treat the
+first token otherwise than the rest (it drops the first space). So a window of tokens is decoded, and the text is what
+the window says beyond what it said before (`decode_token` of text-generation-inference, `detokenize_incrementally` of
+vLLM):
+
+    tokens   ... ────────────┬── context ──┬── pending ──┐
+                   dropped   │  text told  │  not told   │◄── the next token
+                             └───────── window ──────────┘
+
+When the pending tokens' text is told, they become the context. tokenizers' own DecodeStream does much the same, but
+raises on some bytes that are no UTF-8, holds back and decodes again the whole of a run of them, and keeps its rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from tokenizers import Tokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character, or not yet
+MAX_UNFINISHED = 3  # tokens: a character has at most four bytes, and lacks one
+CONTEXT_TOKENS = 8  # of the session's: an unfinished character, and whole ones before it
+MAX_PENDING = 16  # tokens, which bounds the work for a token; longer runs are of broken characters
+
+
+class Detokenizer:
+    """One a tokenizer; the streams share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream:
+        """The text of the tokens that follow `context`, the session's tokens so far."""
+        return TextStream(self, context)
+
+    def has_text(self, token: int) -> bool:
+        """False for special tokens and for ids that the tokenizer does not know: models are often padded past it."""
+        return token not in self._special and self._tokenizer.id_to_token(token) is not None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)  # there are none in it
+
+
+class TextStream:
+    """The pieces of one request's text. Together they are what decoding the request's tokens behind the context adds to
+    the context's text; a character that the context left unfinished comes whole."""
+
+    def __init__(self, detokenizer: Detokenizer, context: Sequence[int]) -> None:
+        last = list(islice(filter(detokenizer.has_text, reversed(context)), CONTEXT_TOKENS))[::-1]
+        first, end = _whole(detokenizer, last)
+        self._detokenizer = detokenizer
+        self._context = last[first:end]
+        self._told = detokenizer.decode(self._context)
+        self._pending = last[end:]
+        self._told_of_pending = self._text_of(len(self._pending))  # by whoever told the context's text
+
+    def feed(self, token: int) -> str:
+        """The text that this token makes certain: none while a character is unfinished."""
+        if not self._detokenizer.has_text(token):
+            return ""
+        self._pending.append(token)
+        text = self._text_of(len(self._pending))
+        if text and not text.endswith(BROKEN):
+            return self._tell(len(self._pending))
+        return self._tell(self._cleanest_cut()) if len(self._pending) >= MAX_PENDING else ""
+
+    def finish(self) -> str:
+        """What is left when no token follows, with a replacement character for an unfinished one."""
+        return self._tell(self._cleanest_cut()) + self._tell(len(self._pending))
+
+    def _tell(self, count: int) -> str:
+        """The text of the first `count` pending tokens; they become the context of the rest, unless they have none."""
+        text, tokens = self._text_of(count), self._pending[:count]
+        del self._pending[:count]
+        if not text:
+            return ""
+        self._context, self._told = tokens, self._detokenizer.decode(tokens)
+        text, self._told_of_pending = _without_start(text, self._told_of_pending), ""
+        return text
+
+    def _text_of(self, count: int) -> str:
+        """What the first `count` pending tokens add to the text told.
+
+        Without the context where they break that: byte fallback takes a run of bytes for broken from its start if one
+        of them is.
+        """
+        pending = self._pending[:count]
+        text, alone = self._detokenizer.decode(self._context + pending), self._detokenizer.decode(pending)
+        if not text.startswith(self._told):
+            return alone
+        return min(text[len(self._told) :], alone, key=lambda added: added.count(BROKEN))
+
+    def _cleanest_cut(self) -> int:
+        """Where to cut a run of broken characters, or of genuine replacement characters: not through one of the
+        latter, which would count as broken on both sides."""
+        end = len(self._pending)
+        cuts = range(end, max(0, end - MAX_UNFINISHED) - 1, -1)
+        return min(cuts, key=lambda count: self._text_of(count).count(BROKEN))
+
+
+def _without_start(text: str, told: str) -> str:
+    """Without as much of its start as has been told."""
+    pairs = enumerate(zip(text, told, strict=False))
+    same = next((index for index, (a, b) in pairs if a != b), min(len(text), len(told)))
+    return text[same:]
+
+
+def _whole(detokenizer: Detokenizer, tokens: list[int]) -> tuple[int, int]:
+    """The tokens[first:end] that is whole characters, as far as any is: they may have been cut from the session in the
+    middle of a character, and the session may end in the middle of one."""
+    cut = MAX_UNFINISHED if len(tokens) == CONTEXT_TOKENS else 0
+    ends = range(len(tokens), max(0, len(tokens) - MAX_UNFINISHED) - 1, -1)
+    candidates = ((first, end) for end in ends for first in range(cut + 1))
+    return min(candidates, key=lambda place: detokenizer.decode(tokens[slice(*place)]).count(BROKEN))

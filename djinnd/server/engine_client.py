@@ -1,0 +1,165 @@
+"""The server's end of the socket pair to one engine process, from its first word to its loss.
+
+A run is told what happens to it and ends with exactly one of `finished`, `logits` and `failed`; another call has a
+future. When the engine is lost, all of them fail with EngineLost in the same turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
+from djinn_client.protocol import Logprobs
+from djinnd import messages
+from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
+from djinnd.server.connection import Connection
+
+log = logging.getLogger("djinnd.server")
+
+_numbers = itertools.count(1)  # of requests: unique in the daemon, also across engines
+
+
+class Run(Protocol):
+    """What is told of one `messages.Run`. Times are CLOCK_MONOTONIC."""
+
+    def started(self, at: float) -> None: ...
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
+    def finished(self, message: messages.Finished) -> None: ...
+    def logits(self, message: messages.LogitsReady, fd: int) -> None:
+        """The descriptor is the run's now."""
+
+    def failed(self, error: DjinnError) -> None: ...
+
+
+class Audience(Protocol):
+    """Who hears what belongs to no request."""
+
+    def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
+    def arena_filled(self, message: messages.ArenaFilled) -> None: ...
+    def loading(self, message: messages.Loading) -> None: ...
+
+
+class EngineClient:
+    """`heard` counts the engine's frames; it stands still when the engine is silent. `on_lost` is called once, before
+    the requests fail, so that whoever asks for an engine then waits for the next one."""
+
+    def __init__(self, sock: socket.socket, listener: Audience, on_lost: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[messages.Ready] = loop.create_future()
+        self.lost: asyncio.Future[DjinnError] = loop.create_future()
+        self.heard = 0
+        self._listener = listener
+        self._on_lost = on_lost
+        self._runs: dict[int, Run] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
+
+    def send(self, message: ToEngine) -> None:
+        """Does nothing when the engine is lost: its requests have failed, and the next engine is told anew."""
+        self._connection.send(messages.encode(message))
+
+    def run(self, run: Run, **fields: Any) -> int:
+        """Sends a `messages.Run` and answers with its number."""
+        assert not self.lost.done()
+        number = next(_numbers)
+        self._runs[number] = run
+        self.send(messages.Run(number, **fields))
+        return number
+
+    async def call(self, kind: type[messages.Load | messages.Unload | messages.Inquire], **fields: Any) -> Any:
+        """The engine's answer to such a message; the engine lives when it comes. Raises its error, or EngineLost."""
+        number = next(_numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(kind(number, **fields))
+            await asyncio.wait([future, self.lost], return_when=asyncio.FIRST_COMPLETED)
+            if self.lost.done():
+                raise self.lost.result()
+            return future.result()
+        finally:
+            del self._calls[number]
+
+    @property
+    def runs(self) -> int:
+        return len(self._runs)
+
+    def lose(self, error: DjinnError) -> None:
+        """The engine is not spoken to any more, and what waits for it fails. Does nothing the second time."""
+        if self.lost.done():
+            return
+        self.lost.set_result(error)
+        self._connection.close()
+        self._on_lost()
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            run.failed(error)
+        if not self.ready.done():
+            self.ready.cancel()
+
+    # --- events of the connection -----------------------------------------------------------------------------------
+
+    def frame(self, payload: bytes, fds: list[int]) -> None:
+        self.heard += 1
+        message: FromEngine = messages.decode_from_engine(payload)
+        match message:
+            case messages.Stepped():
+                self._stepped(message)
+            case messages.Finished():
+                self._runs.pop(message.request).finished(message)
+            case messages.LogitsReady():
+                self._runs.pop(message.request).logits(message, fds[0])
+            case messages.Failed() if message.request in self._runs:
+                self._runs.pop(message.request).failed(from_code(message.code, message.message, message.data))
+            case messages.Failed():
+                self._fail_call(message)
+            case messages.Loaded() | messages.Unloaded() | messages.Report():
+                self._answer_call(message)
+            case messages.NeedArena():
+                self._listener.need_arena(self, message)
+            case messages.ArenaFilled():
+                self._listener.arena_filled(message)
+            case messages.Loading():
+                self._listener.loading(message)
+            case messages.Ready():
+                self.ready.set_result(message)
+            case messages.Alive():
+                pass
+
+    def broken(self, error: ProtocolError) -> None:
+        log.error("engine_garbled error=%s", error)
+        self.lose(EngineLost("the engine sent garbage: the session is kept, try again"))
+
+    def congested(self, is_congested: bool) -> None:
+        if is_congested:
+            log.warning("engine_slow queued=%d", self._connection.queued_bytes)
+
+    def closed(self) -> None:
+        self.lose(EngineLost("the engine died: the session is kept, try again"))
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _stepped(self, message: messages.Stepped) -> None:
+        now = time.monotonic()
+        runs = self._runs
+        for start in message.started:
+            if start.request in runs:
+                runs[start.request].started(start.at)
+        for token in message.tokens:
+            if token.request in runs:
+                runs[token.request].token(token.token, token.logprobs, now)
+
+    def _answer_call(self, message: messages.Loaded | messages.Unloaded | messages.Report) -> None:
+        future = self._calls.get(message.request)
+        if future is not None and not future.done():  # else its caller has stopped waiting
+            future.set_result(message)
+
+    def _fail_call(self, message: messages.Failed) -> None:
+        future = self._calls.get(message.request)
+        if future is not None and not future.done():
+            future.set_exception(from_code(message.code, message.message, message.data))

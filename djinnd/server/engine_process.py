@@ -1,0 +1,91 @@
+"""One engine process, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from djinnd.config import Limits
+from djinnd.messages import Shutdown
+from djinnd.server.engine_client import Audience, EngineClient
+
+DEVICE_REFUSED = 3  # exit status of an engine that would not do better the next time
+STOPPING = 5.0  # seconds that an engine has to end its step when it is asked to stop
+_TICK = 1.0  # seconds, at most, between looks at a silent engine
+
+
+class Death(NamedTuple):
+    reason: str
+    is_final: bool  # another start would end the same way
+
+
+class EngineProcess:
+    """Owns the process and the client to it."""
+
+    def __init__(self, process: Process, client: EngineClient) -> None:
+        self.client = client
+        self.pid = process.pid
+        self._process = process
+        self._exited = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environ: Mapping[str, str], listener: Audience, on_lost: Callable[[], None]
+    ) -> EngineProcess:
+        """`command` with the number of its socket appended as `--fd N`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env=dict(environ),
+                start_new_session=True,  # a terminal's Ctrl-C is for the server, which then says Shutdown
+            )
+        return cls(process, EngineClient(ours, listener, on_lost))
+
+    async def watch(self, limits: Limits) -> Death:
+        """Returns when the process has ended or must be ended.
+
+        Silence is counted in looks rather than by the clock: when this process itself was stopped, or late, the
+        engine is not to blame.
+        """
+        heard, silent = 0, 0.0
+        tick = min(_TICK, limits.engine_silence / 4)
+        ends: list[asyncio.Future[Any]] = [self._exited, self.client.lost]
+        while True:
+            await asyncio.wait(ends, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+            if any(end.done() for end in ends):
+                return await self._death()
+            silent = silent + tick if heard == self.client.heard else 0.0
+            heard = self.client.heard
+            if silent >= (limits.engine_silence if heard else limits.engine_start):
+                return Death(f"the engine gave no sign of life for {silent:g} s", is_final=False)
+
+    async def _death(self) -> Death:
+        """Its exit status tells more than the end of its stream, and comes a moment after it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TICK):
+                status = await asyncio.shield(self._exited)
+                if status < 0:
+                    return Death(f"the engine was killed by {signal.Signals(-status).name}", is_final=False)
+                is_final = status == DEVICE_REFUSED and self.client.heard == 0
+                return Death(f"the engine ended with status {status}", is_final)
+        return Death("the engine closed its connection", is_final=False)
+
+    async def end(self, grace: float) -> None:
+        """Asks it to end, kills it after `grace` seconds, and returns when it is gone."""
+        if grace and not self._exited.done():
+            self.client.send(Shutdown())
+            await asyncio.wait([self._exited], timeout=grace)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
+        await self._exited

@@ -1,0 +1,109 @@
+"""One Generate on its way through the server: tokens in; pieces, the place of a stop string and the final reply out.
+
+No I/O and no clock. It extends the session's own list of tokens; the engine has the same.
+
+    begin ──► token … token ──► finish        the session holds what `finish` counts
+                    │
+                    └─► keep is set: a stop string is complete; tokens that still come are not the session's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
+from djinnd.server.detokenizer import TextStream
+from djinnd.server.stop_strings import StopMatcher
+
+
+class Generation:
+    """`tokens` is the session's list; its last `prompt_tokens` came with the request. `text` None: no tokenizer, so
+    tokens only."""
+
+    def __init__(
+        self,
+        request: Generate,
+        tokens: list[int],
+        prompt_tokens: int,
+        stop_tokens: Collection[int],
+        text: TextStream | None,
+        received: float,
+    ) -> None:
+        self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
+        self._request = request
+        self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
+        self._prompt_end = len(tokens)
+        self._stop_tokens = stop_tokens
+        self._text = text
+        self._matcher = StopMatcher(request.stop)
+        self._eager = request.stream or bool(request.stop)  # otherwise the text can wait for the end
+        self._received = received
+        self._started = self._first_token = 0.0
+        self._told = self._prompt_end  # tokens before this have been in a piece
+        self._untold = ""
+        self._logprobs: list[Logprobs] = []
+
+    def started(self, at: float) -> None:
+        self._started = at
+
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> Piece | None:
+        """Takes the next token. With `stream` the piece that it completes, if it does."""
+        if self.keep is not None:
+            return None  # the engine went on until it heard of the stop string
+        if len(self._tokens) == self._prompt_end:
+            self._first_token = at
+        self._tokens.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if not self._eager:
+            return None
+        self._untold += self._matcher.feed(self._text_of(token))
+        if self._matcher.matched is not None:
+            self.keep = len(self._tokens) - self._prompt_end
+        if self._request.stream and (self._untold or self._text is None):
+            return Piece(id=self._request.id, **self._take())
+        return None
+
+    def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
+        """The final reply. `computed` counts the prompt's tokens that the model ran."""
+        self._untold += self._rest_of_text()
+        stopped = self._matcher.matched is not None
+        return Generated(
+            id=self._request.id,
+            finish_reason="stop" if stopped else reason,
+            usage=Usage(
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=len(self._tokens) - self._prompt_end,
+                session_tokens=len(self._tokens),
+                computed_tokens=computed,
+            ),
+            timings=Timings(
+                queued=max(0.0, self._started - self._received) if self._started else 0.0,
+                first_token=self._first_token - self._received if self._first_token else 0.0,
+                total=at - self._received,
+            ),
+            **self._take(),
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens in the session, as this side counts."""
+        return len(self._tokens)
+
+    def _rest_of_text(self) -> str:
+        if self._text is None or self._matcher.matched is not None:
+            return ""
+        late = "" if self._eager else "".join(map(self._text_of, self._tokens[self._prompt_end :]))
+        return self._matcher.finish(late + self._text.finish())
+
+    def _text_of(self, token: int) -> str:
+        """A stop token is the session's, but says nothing."""
+        return "" if self._text is None or token in self._stop_tokens else self._text.feed(token)
+
+    def _take(self) -> dict[str, Any]:
+        """What no piece has brought yet; from now on it has been."""
+        taken = {"text": self._untold, "token_ids": self._tokens[self._told :], "logprobs": self._logprobs}
+        self._untold, self._told, self._logprobs = "", len(self._tokens), []
+        return taken

@@ -1,0 +1,26 @@
+"""What systemd is told: readiness, a line of status, and that the loop still turns. See sd_notify(3)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+
+class Notifier:
+    """Does nothing where nobody listens."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        usec = int(environ.get("WATCHDOG_USEC", "0")) if is_ours else 0
+        self.watchdog_s = usec / 1e6  # 0: nobody watches
+
+    def tell(self, **values: str | int) -> None:
+        """For example tell(READY=1, STATUS="serving")."""
+        if self._address:
+            message = "\n".join(f"{name}={value}" for name, value in values.items())
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(message.encode(), self._address)

@@ -1,0 +1,158 @@
+"""A run as the server lives it: what the engine tells of it, on its way to the session and to the caller.
+
+`done` gets the final answer or the error. The session's tokens are then the engine's: those that the run left, or,
+where it failed, those of before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from djinn_client.errors import DjinnError
+from djinn_client.protocol import Forward, Generate, Logits, Logprobs, Sampling, Timings
+from djinnd.messages import CancelRun, Finished, Halt, Hold, LogitsReady, Truncate
+from djinnd.server.client import Answer, Call, Cancelled
+from djinnd.server.engine_client import EngineClient
+from djinnd.server.generation import Generation
+from djinnd.server.sessions import SessionRecord
+from djinnd.server.vocabulary import Vocabulary
+
+log = logging.getLogger("djinnd.server")
+
+RunState = Literal["queued", "running", "held"]
+
+
+class SessionRun:
+    """What both kinds have in common. Made in one turn of the loop with finding the engine, so that it lives."""
+
+    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient) -> None:
+        self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._call = call
+        self._session = session
+        self._engine = engine
+        self._number = 0
+        self._first = len(session.tokens)
+        self._started = False
+        self._held = False
+
+    @property
+    def state(self) -> RunState:
+        if self._held:
+            return "held"
+        return "running" if self._started else "queued"
+
+    def cancel(self) -> None:
+        """The engine's final word comes within a step."""
+        self._engine.send(CancelRun(self._number))
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+        self._engine.send(Hold(self._number, held))
+
+    def failed(self, error: DjinnError) -> None:
+        """The engine has rolled the session back, or is no more."""
+        del self._session.tokens[self._first :]
+        self.done.set_exception(error)
+
+    def _undo(self, error: DjinnError) -> None:
+        """The run has ended in the engine, but its work is not to stay."""
+        self._engine.send(Truncate(self._session.id, self._first))
+        self.failed(error)
+
+
+class GenerateRun(SessionRun):
+    def __init__(
+        self,
+        call: Call,
+        session: SessionRecord,
+        engine: EngineClient,
+        request: Generate,
+        prompt: Sequence[int],
+        stop_tokens: Collection[int],
+        vocabulary: Vocabulary,
+    ) -> None:
+        super().__init__(call, session, engine)
+        session.tokens.extend(prompt)
+        text = vocabulary.text_after(session.tokens)
+        self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
+        self._fault: BaseException | None = None
+        self._halted = False
+        seed = request.sampling.seed
+        self._number = engine.run(
+            self,
+            session=session.id,
+            tokens=list(prompt),
+            max_tokens=request.max_tokens,
+            sampling=msgspec.structs.replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
+            stop_tokens=list(stop_tokens),
+            logprobs=request.logprobs,
+        )
+
+    def started(self, at: float) -> None:
+        self._started = True
+        self._generation.started(at)
+
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
+        if self._fault is not None:
+            return
+        try:
+            piece = self._generation.token(token, logprobs, at)
+        except BaseException as fault:  # a panic in the tokenizer's Rust code is no Exception
+            log.exception("token_failed session=%s", self._session.id)
+            self._fault = fault
+            self.cancel()
+            return
+        if piece is not None:
+            self._call.send(piece)
+        if self._generation.keep is not None and not self._halted:
+            self._halted = True
+            self._engine.send(Halt(self._number, self._generation.keep))
+
+    def finished(self, message: Finished) -> None:
+        if self._fault is not None:
+            self._undo(DjinnError(f"the daemon failed on a token of its own: {self._fault!r}; its log has the details"))
+            return
+        length = self._generation.length
+        if message.length != length:
+            assert self._halted and message.length > length, (message, length)
+            self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
+        self.done.set_result(Answer(self._generation.finish(message.reason, message.computed, time.monotonic())))
+
+    def logits(self, message: LogitsReady, fd: int) -> None:
+        raise AssertionError("logits for a Generate")
+
+
+class ForwardRun(SessionRun):
+    """Cancelled, it leaves the session as it was."""
+
+    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, request: Forward) -> None:
+        super().__init__(call, session, engine)
+        self._started_at = call.received
+        session.tokens.extend(request.token_ids)
+        self._number = engine.run(
+            self, session=session.id, tokens=request.token_ids, max_tokens=0, sampling=Sampling(seed=0), logits=True
+        )
+
+    def started(self, at: float) -> None:
+        self._started = True
+        self._started_at = at
+
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
+        raise AssertionError("a token for a Forward")
+
+    def finished(self, message: Finished) -> None:
+        self._undo(Cancelled())
+
+    def logits(self, message: LogitsReady, fd: int) -> None:
+        received = self._call.received
+        total = time.monotonic() - received
+        timings = Timings(max(0.0, self._started_at - received), first_token=total, total=total)
+        reply = Logits(id=self._call.id, tokens=message.tokens, vocab=message.vocab, timings=timings)
+        self.done.set_result(Answer(reply, [fd]))

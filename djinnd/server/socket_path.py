@@ -1,0 +1,124 @@
+"""The daemon's claim to its socket's path: one daemon a path, and nothing is left behind.
+
+A lock on `<path>.lock`, which holds the owner's pid, decides who owns the path. It is the kernel's, so it goes with the
+process however that ends; the file that then remains is replaced by the next daemon. Something that listens at the path
+without the lock (another program, a daemon started by systemd) is respected too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from djinnd.server.client import Peer
+
+SD_FIRST_FD = 3  # SD_LISTEN_FDS_START
+PATH_LIMIT = 107  # bytes of sun_path without the closing zero
+BACKLOG = 512
+
+
+class StartError(Exception):
+    """Why the daemon cannot start, and what to do."""
+
+
+def inherited_listener(environ: MutableMapping[str, str]) -> socket.socket | None:
+    """The socket that systemd made for this process, if it did. Its variables are then removed: children have no part
+    in it. Raises StartError where it is no listening Unix socket."""
+    if environ.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    count = int(environ.get("LISTEN_FDS", "0"))
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
+        environ.pop(name, None)
+    if count != 1:
+        raise StartError(f"systemd passed {count} sockets; djinnd.socket must have exactly one ListenStream=")
+    os.set_inheritable(SD_FIRST_FD, False)
+    listener = socket.socket(fileno=SD_FIRST_FD)
+    if listener.family != socket.AF_UNIX or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise StartError("systemd passed something else than a listening Unix stream socket: see djinnd.socket")
+    return listener
+
+
+class SocketPath:
+    """Owns the path, its lock file and the listening socket."""
+
+    def __init__(self, path: str) -> None:
+        """Raises StartError."""
+        if len(os.fsencode(path)) > PATH_LIMIT:
+            raise StartError(f"the socket's path is longer than {PATH_LIMIT} bytes, the system's limit: {path}")
+        self.path = Path(path)
+        self._lock_path = Path(f"{path}.lock")
+        try:
+            self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._lock_fd = self._lock()
+        except OSError as error:
+            raise StartError(f"no socket at {path}: {error}; choose another place with --socket") from error
+        try:
+            self._replace_stale()
+            self.listener = self._listen()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def release(self) -> None:
+        self.listener.close()
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        self._unlock()
+
+    def _lock(self) -> int:
+        """A lock on the file that is at the path now: an owner that goes removes it, and may do so in between."""
+        while True:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(fd, 20).decode(errors="replace").strip()
+                os.close(fd)
+                raise StartError(
+                    f"a daemon runs at {self.path} already (pid {owner}): stop it, or use --socket"
+                ) from None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(self._lock_path)):
+                    os.truncate(fd, 0)
+                    os.write(fd, f"{os.getpid()}\n".encode())
+                    return fd
+            os.close(fd)
+
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def _replace_stale(self) -> None:
+        """Removes a socket file that nobody listens at."""
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise StartError(f"{self.path} is there and is no socket: remove it, or use --socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            code = probe.connect_ex(str(self.path))
+            if code in (0, errno.EAGAIN):
+                owner = f" (pid {Peer.of(probe).pid})" if code == 0 else ""
+                raise StartError(f"something listens at {self.path} already{owner}: stop it, or use --socket")
+        self.path.unlink()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        umask = os.umask(0o117)  # so that the file has its mode from the first moment
+        try:
+            listener.bind(str(self.path))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise StartError(f"no socket at {self.path}: {error}; choose another place with --socket") from error
+        finally:
+            os.umask(umask)
+        return listener

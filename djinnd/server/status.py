@@ -1,0 +1,155 @@
+"""What the daemon says of itself: from its own tables, and from what its engine reports, if it does in time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from djinn_client.errors import EngineLost
+from djinn_client.protocol import CLASSES, DeviceInfo, ModelInfo, SessionInfo, StatusReply
+from djinnd import __version__
+from djinnd.messages import Inquire, Report, SessionUse
+from djinnd.server.arena import Arena
+from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
+from djinnd.server.clients import Clients
+from djinnd.server.models import Model, Models
+from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.supervisor import Supervisor
+
+PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
+
+
+class Status:
+    def __init__(
+        self,
+        sessions: SessionTable,
+        models: Models,
+        supervisor: Supervisor,
+        clients: Clients,
+        arena: Arena,
+        address: str,
+    ) -> None:
+        self.is_draining = False
+        self._sessions = sessions
+        self._models = models
+        self._supervisor = supervisor
+        self._clients = clients
+        self._arena = arena
+        self._address = address
+        self._started = time.monotonic()
+
+    async def reply(self, request: int, check: bool) -> StatusReply:
+        expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
+        report = await self._report(check)
+        states = Counter(self.session_state(session) for session in self._sessions)
+        return StatusReply(
+            id=request,
+            version=__version__,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started,
+            address=self._address,
+            state=self.state,
+            devices=[self._device_info(report)],
+            models=self._model_infos(report),
+            sessions=Counter(dict.fromkeys(CLASSES, 0)) + Counter(session.priority for session in self._sessions),
+            requests_running=states["running"] + states["held"],
+            requests_queued=states["queued"],
+            connections=len(self._clients),
+            arena_bytes=self._arena.nbytes,
+            integrity=self._audit(expected, report) if check else [],
+        )
+
+    @property
+    def state(self) -> str:
+        if self.is_draining:
+            return "draining"
+        return "starting" if self._supervisor.told is None else self._supervisor.state
+
+    def line(self) -> str:
+        """For systemctl status."""
+        ready = [model.name for model in self._models if model.engine is not None]
+        return f"{self.state}; sessions: {len(self._sessions)}; models: {', '.join(ready) or 'none'}"
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    async def session_infos(self, sessions: Sequence[SessionRecord]) -> list[SessionInfo]:
+        report = await self._report()
+        use = {entry.session: entry for entry in report.sessions} if report else {}
+        return [self.session_info(session, use.get(session.id)) for session in sessions]
+
+    def session_info(self, session: SessionRecord, use: SessionUse | None = None) -> SessionInfo:
+        """`use` None: the session has nothing on a device."""
+        now = time.monotonic()
+        return SessionInfo(
+            id=session.id,
+            model=session.model,
+            priority=session.priority,
+            user=session.user,
+            state=self.session_state(session),
+            tokens=len(session.tokens),
+            kv_tokens=use.kv_tokens if use else 0,
+            pages=use.pages if use else 0,
+            age_s=now - session.created,
+            idle_s=0.0 if session.call else now - session.used,
+            attached=len(session.attached),
+        )
+
+    def session_state(self, session: SessionRecord) -> str:
+        if session.call is not None:
+            return session.call.run.state if session.call.run else "queued"
+        return "idle" if session.attached else "detached"
+
+    # --- models and devices -----------------------------------------------------------------------------------------
+
+    async def model_infos(self) -> list[ModelInfo]:
+        return self._model_infos(await self._report())
+
+    def model_info(self, model: Model, report: Report | None = None) -> ModelInfo:
+        described = {info.name: info for info in report.models} if report else {}
+        info = described.get(model.name) or model.info or ModelInfo(name=model.name, path=model.source.path)
+        sessions = len(self._sessions.of_model(model.name))
+        return msgspec.structs.replace(info, name=model.name, state=model.state, error=model.error, sessions=sessions)
+
+    def _model_infos(self, report: Report | None) -> list[ModelInfo]:
+        return [self.model_info(model, report) for model in self._models]
+
+    def _device_info(self, report: Report | None) -> DeviceInfo:
+        supervisor = self._supervisor
+        told = supervisor.told
+        return DeviceInfo(
+            name=told.device if told else "",
+            description=told.description if told else "",
+            budget_bytes=told.budget_bytes if told else 0,
+            used_bytes=report.used_bytes if report else 0,
+            state=supervisor.state,
+            pid=told.pid if told else 0,
+            restarts=supervisor.restarts,
+            steps=report.steps if report else 0,
+            generated_tokens=report.generated_tokens if report else 0,
+        )
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    async def _report(self, check: bool = False) -> Report | None:
+        """None while there is no engine, or where it does not answer in time."""
+        if self._supervisor.state != "ready":
+            return None
+        engine = await self._supervisor.engine()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                report: Report = await engine.call(Inquire, check=check)
+                return report
+        except (TimeoutError, EngineLost):
+            return None
+
+    def _audit(self, expected: Sequence[SessionRecord], report: Report | None) -> list[str]:
+        findings = [*audit_tables(self._clients, self._sessions, self._models, self._arena)]
+        findings += audit_descriptors(self._clients, self._address)
+        if report is None:
+            return [*findings, f"the engine did not report: it is {self._supervisor.state}"]
+        return [*findings, *audit_engine(expected, report)]

@@ -1,0 +1,141 @@
+"""Keeps one engine alive.
+
+    starting ──Ready──► ready ──dies, silent, garbled──► lost ──delay──► starting …
+        └────── refuses the device, or crashes too often ──────────────► failed
+
+What needs an engine waits for the next one, within limits.engine_wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from djinn_client.errors import DjinnError, EngineLost, ShuttingDown
+from djinnd.config import Limits
+from djinnd.messages import Ready
+from djinnd.server.engine_client import Audience, EngineClient
+from djinnd.server.engine_process import Death, EngineProcess
+
+log = logging.getLogger("djinnd.server")
+
+EngineState = Literal["starting", "ready", "lost", "failed"]
+
+_DELAYS = (0.0, 0.5, 2.0, 5.0)  # seconds before the next start, by crashes of late; one more, and there is none
+_WINDOW = 60.0  # seconds that a crash counts
+
+
+class Crashes:
+    """When to start the next engine. Times come from the caller."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+
+    def record(self, at: float) -> float | None:
+        """Seconds until the next start, or None: too many."""
+        self._recent.append(at)
+        while at - self._recent[0] >= _WINDOW:
+            self._recent.popleft()
+        return _DELAYS[len(self._recent) - 1] if len(self._recent) <= len(_DELAYS) else None
+
+
+class Owner(Audience, Protocol):
+    """Who has models on the engine."""
+
+    def engine_lost(self) -> None:
+        """Before the calls under way fail; whoever asks for an engine from now on waits for the next one."""
+
+
+class Supervisor:
+    """`command` starts an engine; see EngineProcess.start."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], limits: Limits, owner: Owner) -> None:
+        self.state: EngineState = "starting"
+        self.restarts = 0
+        self.told: Ready | None = None  # what the last engine said of itself
+        self._command = command
+        self._environ = environ
+        self._limits = limits
+        self._owner = owner
+        self.failure = ""  # why no engine will come
+        self._process: EngineProcess | None = None
+        self._settled = asyncio.Event()  # ready or failed
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise())
+
+    async def stop(self, grace: float) -> None:
+        """Ends engine and supervision, within about `grace` seconds; returns when the process is gone."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if self._process is not None:
+            await self._process.end(grace)
+            self._process.client.lose(ShuttingDown("the daemon has stopped: try again when it is back"))
+
+    async def engine(self) -> EngineClient:
+        """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none
+        will come."""
+        try:
+            async with asyncio.timeout(self._limits.engine_wait):
+                await self._settled.wait()
+        except TimeoutError:
+            seconds = f"{self._limits.engine_wait:g}"
+            raise EngineLost(f"an engine is being started, for more than {seconds} s now: try again later") from None
+        if self.state == "failed":
+            raise DjinnError(f"the daemon has no engine, because {self.failure}: see its log, then restart djinnd")
+        assert self._process is not None
+        return self._process.client
+
+    async def settled(self) -> None:
+        """Returns when the engine is ready, or none will come."""
+        await self._settled.wait()
+
+    # --- one engine after another -----------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        crashes = Crashes()
+        while True:
+            death = await self._live()
+            delay = crashes.record(asyncio.get_running_loop().time())
+            if death.is_final or delay is None:
+                break
+            await asyncio.sleep(delay)
+            self.restarts += 1
+            self.state = "starting"
+        self.failure = death.reason if death.is_final else f"{death.reason}, {len(_DELAYS) + 1} times in {_WINDOW:g} s"
+        self.state = "failed"
+        log.error("engine_failed reason=%s", self.failure)
+        self._settled.set()
+
+    async def _live(self) -> Death:
+        """Starts an engine and stays with it until it is gone."""
+        try:
+            process = await EngineProcess.start(self._command, self._environ, self._owner, self._lost)
+        except OSError as error:
+            return Death(f"no engine could be started: {error}", is_final=False)
+        self._process = process
+        process.client.ready.add_done_callback(self._ready)
+        log.info("engine_started pid=%d", process.pid)
+        death = await process.watch(self._limits)
+        log.error("engine_lost pid=%d reason=%s", process.pid, death.reason)
+        process.client.lose(EngineLost(f"{death.reason}: the session is kept, try again"))
+        await process.end(grace=0)
+        return death
+
+    def _ready(self, ready: asyncio.Future[Ready]) -> None:
+        if not ready.cancelled() and self.state == "starting":
+            self.told = ready.result()
+            self.state = "ready"
+            log.info("engine_ready pid=%d device=%s", self.told.pid, self.told.device)
+            self._settled.set()
+
+    def _lost(self) -> None:
+        self.state = "lost"
+        self._settled.clear()
+        self._owner.engine_lost()

@@ -1,0 +1,329 @@
+"""A scripted engine for tests of the server: a real process that speaks djinnd.messages over its end of the socket pair.
+
+It computes nothing. The token at position p of any session is `story[p % len(story)]`, so that every test knows what a
+session must hold. What it is to do otherwise is in a JSON file (`Script`), keyed by the first token of a prompt, so that
+one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each byte that a test
+writes into it, and otherwise as fast as it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import posix_ipc
+
+from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo
+from djinnd import messages
+from djinnd.messages import MAX_FRAME
+
+
+class Script(msgspec.Struct):
+    """`on_token`: what happens when the first row of a prompt that begins with that token runs. `on_load` is what
+    happens to a model of that name when it is loaded, `on_start` to an engine that finds that many marks in `marks`."""
+
+    story: list[int] = msgspec.field(default_factory=lambda: [1, 2, 3])
+    context: int = 256
+    gate: str = ""
+    alive_s: float = 0.05
+    on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
+    on_load: dict[str, str] = {}  # model -> die, fail, refuse, big
+    on_start: dict[str, str] = {}  # nth start -> die, refuse, hang
+    marks: str = ""  # a file that gets a byte for each start
+
+
+@dataclass
+class Session:
+    model: str
+    tokens: list[int] = field(default_factory=list)
+    run: messages.Run | None = None
+    first: int = 0
+    prompt_end: int = 0
+    held: bool = False
+    is_started: bool = False
+
+
+class Engine:
+    def __init__(self, sock: socket.socket, script: Script, device: str, memory: int) -> None:
+        self.socket = sock
+        self.script = script
+        self.device = device
+        self.memory = memory
+        self.decoder = FrameDecoder(MAX_FRAME)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, ModelInfo] = {}
+        self.loads: dict[int, messages.Load] = {}
+        self.steps = 0
+        self.is_stopping = False
+        self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
+        self.alive_at = 0.0
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        self.send(messages.Ready(self.device, "a script", self.memory or 1 << 30, os.getpid()))
+        while not self.is_stopping:
+            busy = any(s.run and not s.held for s in self.sessions.values())
+            watched = [self.socket] + ([self.gate] if busy and self.gate >= 0 else [])
+            timeout = 0.0 if busy and self.gate < 0 else self.script.alive_s
+            readable, _, _ = select.select(watched, [], [], timeout)
+            if self.socket in readable:
+                self.receive()
+            if busy and (self.gate < 0 or (self.gate in readable and os.read(self.gate, 1))):
+                self.step()
+            if time.monotonic() >= self.alive_at:
+                self.alive_at = time.monotonic() + self.script.alive_s
+                self.send(messages.Alive(self.steps))
+
+    def receive(self) -> None:
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise SystemExit(0)
+        for frame in self.decoder.feed(data):
+            message = messages.decode_to_engine(frame.payload)
+            getattr(self, f"on_{type(message).__name__.lower()}")(message)
+
+    def send(self, message: messages.FromEngine, fds: tuple[int, ...] = ()) -> None:
+        frame = messages.encode(message, len(fds))
+        if fds:
+            sent = socket.send_fds(self.socket, [frame], list(fds))
+            frame = frame[sent:]
+        self.socket.sendall(frame)
+
+    def step(self) -> None:
+        self.steps += 1
+        tokens, started, ended = [], [], []
+        for name, session in list(self.sessions.items()):
+            run = session.run
+            if run is None or session.held:
+                continue
+            if not session.is_started:
+                session.is_started = True
+                started.append(messages.Started(run.request, time.monotonic()))
+                if self.trouble(self.script.on_token.get(str(run.tokens[0]) if run.tokens else ""), session):
+                    continue
+            if run.logits:
+                self.answer_logits(session)
+                continue
+            token = self.script.story[len(session.tokens) % len(self.script.story)]
+            session.tokens.append(token)
+            logprobs = None
+            if run.logprobs is not None:
+                logprobs = Logprobs(-0.5, {t: -float(t) for t in range(run.logprobs)})
+            tokens.append(messages.Token(run.request, token, logprobs))
+            generated = len(session.tokens) - session.prompt_end
+            if token in run.stop_tokens:
+                ended.append((name, "stop"))
+            elif generated == run.max_tokens or len(session.tokens) == self.script.context:
+                ended.append((name, "length"))
+        if tokens or started:
+            self.send(messages.Stepped(tokens, started))
+        for name, reason in ended:
+            self.finish(self.sessions[name], reason)
+
+    def trouble(self, what: str | None, session: Session) -> bool:
+        run = session.run
+        assert run is not None
+        match what:
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "garbage":
+                self.socket.sendall(b"this is no frame at all")
+            case "fail":
+                del session.tokens[session.first :]
+                session.run = None
+                self.send(messages.Failed(run.request, "out_of_memory", "the step ran out of memory", {"bytes": 7}))
+                return True
+            case None:
+                pass
+            case _:
+                raise AssertionError(what)
+        return False
+
+    def finish(self, session: Session, reason: str) -> None:
+        run = session.run
+        assert run is not None
+        session.run, session.held = None, False
+        generated = len(session.tokens) - session.prompt_end
+        computed = session.prompt_end - session.first
+        self.send(messages.Finished(run.request, reason, len(session.tokens), generated, computed))  # type: ignore[arg-type]
+
+    def answer_logits(self, session: Session) -> None:
+        """Logits [tokens, vocab] whose every entry is the token that they are of."""
+        run = session.run
+        assert run is not None
+        vocab = self.models[session.model].vocab
+        nbytes = len(run.tokens) * vocab * 4
+        fd = os.memfd_create("djinnd-logits", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as rows:
+            for index, token in enumerate(run.tokens):
+                for column in range(vocab):
+                    rows[index * vocab + column] = token
+        session.run = None
+        length, count = len(session.tokens), len(run.tokens)
+        self.send(messages.LogitsReady(run.request, length, count, count, vocab), (fd,))
+        os.close(fd)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def on_load(self, load: messages.Load) -> None:
+        assert load.model not in self.models
+        match self.script.on_load.get(load.model):
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "fail":
+                self.send(messages.Failed(load.request, "model_rejected", f"{load.model} lacks a tensor", {}))
+                return
+            case "big":
+                self.loads[load.request] = load
+                self.send(messages.NeedArena(load.request, load.model, 1 << 60, "f" * 64))
+                return
+        self.loads[load.request] = load
+        self.send(messages.Loading(load.model, "reading", 10, 100))
+        self.send(messages.NeedArena(load.request, load.model, 1 << 16, fingerprint(load.path)))
+
+    def on_arenarefused(self, refused: messages.ArenaRefused) -> None:
+        del self.loads[refused.request]
+        self.send(messages.Failed(refused.request, "out_of_memory", refused.message, refused.data))
+
+    def on_arenaready(self, ready: messages.ArenaReady) -> None:
+        load = self.loads.pop(ready.request)
+        memory = posix_ipc.SharedMemory(ready.name)
+        with mmap.mmap(memory.fd, ready.offset + (1 << 16)) as arena:
+            memory.close_fd()
+            block = slice(ready.offset, ready.offset + (1 << 16))
+            if ready.complete:
+                assert arena[block] == b"W" * (1 << 16)
+            arena[block] = b"W" * (1 << 16)
+        if not ready.complete:
+            self.send(messages.ArenaFilled(load.model))
+        config = json.loads((Path(load.path) / "config.json").read_text())
+        self.models[load.model] = info = ModelInfo(
+            name=load.model,
+            path=load.path,
+            family=config["model_type"],
+            state="ready",
+            vocab=config["vocab_size"],
+            max_context=self.script.context,
+            weight_bytes=1 << 16,
+            kv_bytes=load.kv_bytes or 1 << 20,
+            page_size=16,
+            dtype=load.dtype,
+        )
+        self.send(messages.Loading(load.model, "adopted" if ready.complete else "filled", 100, 100))
+        self.send(messages.Loaded(load.request, info))
+
+    def on_unload(self, unload: messages.Unload) -> None:
+        assert not [s for s in self.sessions.values() if s.model == unload.model]
+        del self.models[unload.model]
+        self.send(messages.Unloaded(unload.request))
+
+    def on_open(self, message: messages.Open) -> None:
+        assert message.session not in self.sessions and message.model in self.models
+        self.sessions[message.session] = Session(message.model, message.tokens)
+
+    def on_close(self, message: messages.Close) -> None:
+        session = self.sessions[message.session]
+        if session.run is not None:
+            self.finish(session, "cancelled")
+        del self.sessions[message.session]
+
+    def on_run(self, run: messages.Run) -> None:
+        session = self.sessions[run.session]
+        assert session.run is None
+        assert run.sampling.seed is not None
+        session.run, session.is_started = run, False
+        session.first = len(session.tokens)
+        session.tokens += run.tokens
+        session.prompt_end = len(session.tokens)
+
+    def on_cancelrun(self, message: messages.CancelRun) -> None:
+        for session in self.sessions.values():
+            if session.run is not None and session.run.request == message.request:
+                self.finish(session, "cancelled")
+
+    def on_halt(self, message: messages.Halt) -> None:
+        for session in self.sessions.values():
+            if session.run is not None and session.run.request == message.request:
+                del session.tokens[session.prompt_end + message.keep :]
+                self.finish(session, "stop")
+
+    def on_hold(self, message: messages.Hold) -> None:
+        for session in self.sessions.values():
+            if session.run is not None and session.run.request == message.request:
+                session.held = message.held
+
+    def on_truncate(self, message: messages.Truncate) -> None:
+        session = self.sessions[message.session]
+        assert session.run is None and message.length <= len(session.tokens)
+        del session.tokens[message.length :]
+
+    def on_inquire(self, message: messages.Inquire) -> None:
+        uses = [
+            messages.SessionUse(name, "running" if session.run else "idle", len(session.tokens), 1)
+            for name, session in self.sessions.items()
+        ]
+        running = sum(session.run is not None for session in self.sessions.values())
+        findings = ["the script was told to find something"] if self.script.on_load.get("check") else []
+        report = messages.Report(
+            message.request,
+            budget_bytes=self.memory or 1 << 30,
+            used_bytes=1 << 16,
+            steps=self.steps,
+            generated_tokens=0,
+            running=running,
+            queued=0,
+            models=list(self.models.values()),
+            sessions=uses,
+            findings=findings,
+        )
+        self.send(report)
+
+    def on_shutdown(self, message: messages.Shutdown) -> None:
+        self.is_stopping = True
+
+
+def fingerprint(path: str) -> str:
+    return (path.encode().hex() * 64)[:64]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--script", type=Path, required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", type=int, default=0)
+    arguments = parser.parse_args()
+    script = msgspec.json.decode(arguments.script.read_bytes(), type=Script)
+    if script.marks:
+        with open(script.marks, "ab") as marks:
+            marks.write(b".")
+            start = marks.tell()
+        match script.on_start.get(str(start), script.on_start.get("every")):
+            case "die":
+                sys.exit(1)
+            case "refuse":
+                sys.exit(3)
+            case "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+    with socket.socket(fileno=arguments.fd) as sock:
+        Engine(sock, script, arguments.device, arguments.memory).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The daemon's side of a connection, played from a script: real sockets and real frames, one thread a connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from djinn_client.protocol import (
+    MAX_REQUEST,
+    ClientMessage,
+    FrameDecoder,
+    Hello,
+    OpenSession,
+    ServerMessage,
+    SessionInfo,
+    SessionOpened,
+    Welcome,
+    decode_request,
+    encode,
+)
+
+M = TypeVar("M")
+
+PATIENCE_S = 30  # no test waits for it; it ends a script whose client hangs
+
+
+def session_info(**fields: Any) -> SessionInfo:
+    known: dict[str, Any] = {
+        "id": "s-1",
+        "model": "djinn-tiny",
+        "priority": "interactive",
+        "user": 1000,
+        "state": "idle",
+        "tokens": 0,
+        "kv_tokens": 0,
+        "pages": 0,
+        "age_s": 0.0,
+        "idle_s": 0.0,
+        "attached": 1,
+    }
+    return SessionInfo(**known | fields)
+
+
+class Line:
+    """One connection, seen from the daemon."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(PATIENCE_S)
+        self._socket = sock
+        self._decoder = FrameDecoder(MAX_REQUEST)
+        self._messages: list[ClientMessage] = []
+
+    def receive(self) -> ClientMessage | None:
+        """The next message; None when the client has hung up."""
+        while not self._messages:
+            try:
+                data = self._socket.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return None
+            self._messages += [decode_request(frame.payload) for frame in self._decoder.feed(data)]
+        return self._messages.pop(0)
+
+    def expect(self, kind: type[M]) -> M:
+        message = self.receive()
+        assert isinstance(message, kind), f"{kind.__name__} was due, {message} came"
+        return message
+
+    def expect_hang_up(self) -> None:
+        message = self.receive()
+        assert message is None, f"the client should have hung up, {message} came"
+
+    def send(self, *messages: ServerMessage) -> None:
+        self._socket.sendall(b"".join(map(encode, messages)))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def send_with(self, message: ServerMessage, fds: list[int]) -> None:
+        """The frame with its descriptors, which stay the script's."""
+        frame = encode(message, len(fds))
+        sent = socket.send_fds(self._socket, [frame], fds)
+        self._socket.sendall(frame[sent:])
+
+    def welcome(self) -> None:
+        hello = self.expect(Hello)
+        self.send(Welcome(id=hello.id, version="0.1.0", user=1000, admin=False))
+
+    def open_session(self, **fields: Any) -> None:
+        self.welcome()
+        request = self.expect(OpenSession)
+        self.send(SessionOpened(id=request.id, session=session_info(**fields)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+Script = Callable[[Line], None]
+
+
+class ScriptedDaemon:
+    """Takes connections in order and plays one script on each; the last script serves all that come after it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._scripts: list[Script] = []
+        self._failures: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address)
+        self._listener.listen()
+        self._acceptor = threading.Thread(target=self._accept)
+
+    def play(self, *scripts: Script) -> str:
+        """Starts to listen; returns the address."""
+        self._scripts = list(scripts)
+        self._acceptor.start()
+        return self.address
+
+    def stop(self) -> None:
+        """Waits for every script to end. Raises what went wrong in one."""
+        if self._acceptor.is_alive():
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._acceptor.join()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        self._listener.close()
+        for failure in self._failures:
+            raise failure
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
+            thread = threading.Thread(target=self._play, args=(script, Line(sock)))
+            self._threads.append(thread)
+            thread.start()
+
+    def _play(self, script: Script, line: Line) -> None:
+        try:
+            script(line)
+        except BaseException as failure:
+            self._failures.append(failure)
+        finally:
+            line.close()

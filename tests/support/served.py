@@ -1,0 +1,200 @@
+"""A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
+
+`python -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import uvloop
+import yaml
+
+from djinn_client import Client
+from djinn_client.protocol import HEADER, MAX_REPLY, FrameDecoder, Hello, ServerMessage, decode_reply, encode
+from djinnd.config import load
+from djinnd.server.server import Server
+from djinnd.telemetry import configure_logging
+from tests.support.engine import Script
+
+ROOT = Path(__file__).parents[2]
+ENGINE = Path(__file__).parent / "engine.py"
+PATIENCE = 30.0  # seconds; no test waits for it, it ends one that hangs
+
+
+class Served:
+    """A daemon in a folder of its own. Leaving the context stops it and asserts that it has left nothing."""
+
+    def __init__(self, folder: Path, script: Script | None = None, **config: Any) -> None:
+        self.folder = folder
+        self.address = str(folder / "djinnd.sock")
+        self.log_path = folder / "log"
+        self.script = script or Script()
+        self.script.marks = str(folder / "marks")
+        self._gate = -1
+        self._config = {"socket": self.address, "state_dir": str(folder / "state"), "log": {"level": "debug"}} | config
+        self.process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        status = self.stop()
+        if self._gate >= 0:
+            os.close(self._gate)
+        if error is not None:
+            sys.stderr.write(self.log)
+            return
+        assert status == 0, self.log
+        assert not self.left_behind(), self.log
+        assert "Traceback" not in self.log and "_failed " not in self.log.replace("model_failed ", ""), self.log
+
+    def gated(self) -> Self:
+        """The engine takes a step only when `step` says so. Before `start`."""
+        self.script.gate = str(self.folder / "gate")
+        os.mkfifo(self.script.gate)
+        self._gate = os.open(self.script.gate, os.O_RDWR)
+        return self
+
+    def step(self, count: int = 1) -> None:
+        os.write(self._gate, b"." * count)
+
+    def start(self) -> None:
+        config, script = self.folder / "djinnd.yaml", self.folder / "script.json"
+        config.write_text(yaml.safe_dump(self._config))
+        script.write_bytes(msgspec.json.encode(self.script))
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-X", "dev", "-m", "tests.support.served", str(config), str(script)],
+                cwd=ROOT,
+                stderr=log,
+                stdout=log,
+            )
+
+    def client(self) -> Client:
+        """Waits until the daemon listens."""
+        wait_for(lambda: os.path.exists(self.address) or self.process.poll() is not None)
+        return Client(self.address)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """The exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def starts(self) -> int:
+        """Engines that were started."""
+        return Path(self.script.marks).stat().st_size if os.path.exists(self.script.marks) else 0
+
+    def arena(self) -> list[str]:
+        return [path.name for path in Path("/dev/shm").glob(f"djinnd-{self.process.pid}-*")]
+
+    def left_behind(self) -> list[str]:
+        files = [name for name in (self.address, f"{self.address}.lock") if os.path.lexists(name)]
+        return files + self.arena() + [f"process {pid}" for pid in engines_of(self.process.pid)]
+
+
+class Wire:
+    """A client that says exactly what a test wants it to say."""
+
+    def __init__(self, address: str, hello: bool = True) -> None:
+        wait_for(lambda: os.path.exists(address))
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(PATIENCE)
+        self.socket.connect(address)
+        self._decoder = FrameDecoder(MAX_REPLY)
+        self._replies: list[ServerMessage] = []
+        if hello:
+            self.ask(Hello(id=0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def send(self, *messages: Any) -> None:
+        self.socket.sendall(b"".join(encode(message) for message in messages))
+
+    def send_bytes(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def send_payload(self, payload: bytes) -> None:
+        self.socket.sendall(encode_payload(payload))
+
+    def reply(self) -> ServerMessage | None:
+        """The next one; None when the daemon has hung up."""
+        while not self._replies:
+            try:
+                data = self.socket.recv(1 << 16)
+            except ConnectionResetError:
+                return None
+            if not data:
+                return None
+            self._replies += [decode_reply(frame.payload) for frame in self._decoder.feed(data)]
+        return self._replies.pop(0)
+
+    def ask(self, message: Any) -> ServerMessage | None:
+        self.send(message)
+        return self.reply()
+
+
+def encode_payload(payload: bytes) -> bytes:
+    """A frame around any bytes."""
+    return HEADER.pack(b"DJ", 1, 0, len(payload)) + payload
+
+
+def engines_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(text[text.rindex(")") + 2 :].split()[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition: Any) -> None:
+    """For what no event tells of: another process's files and state."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def main(config: Path, script: Path) -> None:
+    effective = load(config, {}, {})
+    configure_logging(effective.config.log.level, "text")
+    command = [sys.executable, str(ENGINE), "--script", str(script), "--device", "cpu"]
+
+    async def serve() -> None:
+        await Server(effective.config, command).serve()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
