@@ -32,7 +32,6 @@ from djinn_client.protocol import (
     Truncate,
     Usage,
 )
-
 from tests.support.scripted_daemon import Line, Script, ScriptedDaemon, session_info
 
 

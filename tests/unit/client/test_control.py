@@ -17,7 +17,6 @@ from djinn_client.protocol import (
     StatusReply,
     UnloadModel,
 )
-
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 MODEL = ModelInfo(name="djinn-tiny", path="/models/djinn-tiny", state="ready")

@@ -29,7 +29,6 @@ from djinn_client.protocol import (
     Timings,
     Usage,
 )
-
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 STRIKES = 40

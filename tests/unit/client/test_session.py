@@ -44,7 +44,6 @@ from djinn_client.protocol import (
     encode,
 )
 from djinn_client.shm import SEALS
-
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 USAGE = Usage(prompt_tokens=1, generated_tokens=2, session_tokens=3, computed_tokens=1)

@@ -1,0 +1,66 @@
+# `make demo` and `make test` need Python >= 3.11 with its venv module, GNU make and a package index, and nothing else.
+# The virtual environment is .venv; each of its stamps says which packages it has, as of pyproject.toml.
+
+PYTHON ?=  # which Python makes .venv; otherwise the first of these that is new enough
+PYTHONS = $(PYTHON) python3.13 python3.12 python3.11 python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,torch==2.13.0)  # without a GPU, what the tests run on
+
+.PHONY: help demo test lint types layers check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     install what is needed, start djinnd, talk to it, stop it"
+	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
+	@echo "make check    lint, types, layers and tests"
+	@echo "make clean    remove .venv and caches"
+
+demo: $(VENV)/demo.stamp
+	@echo "==> djinnd's demo"
+	@$(RUN) -m tools.demo
+
+test: $(VENV)/dev.stamp
+	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
+	@$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	@echo "==> lint"
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: $(VENV)/dev.stamp
+	@echo "==> types"
+	@$(RUN) -m mypy
+
+layers: $(VENV)/dev.stamp
+	@echo "==> layers"
+	@$(VENV)/bin/lint-imports
+
+check: lint types layers test
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find djinnd djinn_client tools tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/demo.stamp: pyproject.toml | $(RUN)
+	@echo "==> installing djinnd with torch and transformers into $(VENV): some minutes"
+	@$(RUN) -m pip install --disable-pip-version-check -e . '$(strip $(TORCH))'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(RUN)
+	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
+	@$(RUN) -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/demo.stamp
+
+$(RUN):
+	@for python in $(PYTHONS); do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "djinnd needs Python 3.11 or newer and found none: install one, or name it with 'make PYTHON=/path/to/python3'" >&2; exit 1; \
+	elif ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "$$python has no venv module: install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; \
+	fi; \
+	echo "==> making $(VENV) with $$($$python --version)"; \
+	"$$python" -m venv $(VENV)

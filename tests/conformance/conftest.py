@@ -1,0 +1,138 @@
+"""One set of cases for both clients. They take nothing but an address, so they run against any djinnd.
+
+Cases are written once, as coroutines; the blocking client takes part through `Blocking`, which does each of its calls
+in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import djinn_client as djinn
+
+MODEL = "djinn-tiny"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Runs the cases that are coroutines, each in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
+
+
+class BlockingStream:
+    def __init__(self, stream: djinn.Stream) -> None:
+        self._stream = stream
+
+    @property
+    def result(self) -> djinn.Generated:
+        return self._stream.result
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __aiter__(self) -> BlockingStream:
+        return self
+
+    async def __anext__(self) -> djinn.Piece:
+        piece = await asyncio.to_thread(next, self._stream, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+
+class Blocking:
+    """A Session with the names and the awaits of an AsyncSession."""
+
+    def __init__(self, session: djinn.Session) -> None:
+        self._session = session
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    @property
+    def info(self) -> djinn.SessionInfo:
+        return self._session.info
+
+    @property
+    def token_ids(self) -> Coroutine[Any, Any, list[int]]:
+        return asyncio.to_thread(lambda: self._session.token_ids)
+
+    async def generate(self, prompt: Any = None, **options: Any) -> djinn.Generated:
+        return await asyncio.to_thread(self._session.generate, prompt, **options)
+
+    def stream(self, prompt: Any = None, **options: Any) -> BlockingStream:
+        return BlockingStream(self._session.stream(prompt, **options))
+
+    async def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
+        return await asyncio.to_thread(self._session.forward, token_ids)
+
+    async def truncate(self, length: int) -> None:
+        await asyncio.to_thread(self._session.truncate, length)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._session.close)
+
+    async def detach(self) -> None:
+        await asyncio.to_thread(self._session.detach)
+
+
+Session = djinn.AsyncSession | Blocking
+
+
+class Api:
+    """The daemon at an address, through one of the clients."""
+
+    def __init__(self, address: str, *, blocking: bool) -> None:
+        self.address = address
+        self._blocking = blocking
+
+    async def open(self, model: str = MODEL, **options: Any) -> Session:
+        if not self._blocking:
+            return await djinn.AsyncSession(model, address=self.address, **options).open()
+        return Blocking(await asyncio.to_thread(djinn.Session, model, address=self.address, **options))
+
+    async def attach(self, session: str) -> Session:
+        if not self._blocking:
+            return await djinn.attach_async(session, address=self.address)
+        return Blocking(await asyncio.to_thread(djinn.attach, session, address=self.address))
+
+    @asynccontextmanager
+    async def session(self, model: str = MODEL, **options: Any) -> AsyncIterator[Session]:
+        opened = await self.open(model, **options)
+        try:
+            yield opened
+        finally:
+            await opened.close()
+
+
+OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def api(request: pytest.FixtureRequest, daemon_address: str) -> Api:
+    return Api(daemon_address, blocking=request.param == "blocking")
+
+
+@pytest.fixture
+def session(api: Api) -> OpenSession:
+    """`async with session() as s`: a new session of the model, closed afterwards."""
+    return api.session
+
+
+@pytest.fixture(scope="session")
+def model(daemon_address: str) -> djinn.ModelInfo:
+    """The model as the daemon describes it, loaded."""
+    return djinn.load(MODEL, address=daemon_address)

@@ -1,0 +1,231 @@
+"""What a session generates: the same however it is asked for, and whoever else is there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import djinn_client as djinn
+
+from .conftest import OpenSession, Session
+
+PROMPT = "def fibonacci("
+OTHER = "import os\n\n\nclass "
+
+
+async def collected(stream: object) -> tuple[str, list[int]]:
+    """Text and tokens of the pieces."""
+    pieces = [piece async for piece in stream]  # type: ignore[attr-defined]
+    return "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.token_ids]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 1.2, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"stop": ["\n"]},
+    ],
+    ids=["greedy", "sampled", "limited", "penalties", "stop"],
+)
+async def test_a_stream_is_what_generate_returns(session: OpenSession, options: dict[str, object]) -> None:
+    async with session() as a, session() as b:
+        whole = await a.generate(PROMPT, max_tokens=24, **options)
+        stream = b.stream(PROMPT, max_tokens=24, **options)
+        text, tokens = await collected(stream)
+        assert (text, tokens) == (whole.text, whole.token_ids)
+        assert (stream.result.text, stream.result.token_ids) == (whole.text, whole.token_ids)
+        assert (stream.result.finish_reason, stream.result.usage) == (whole.finish_reason, whole.usage)
+        assert await a.token_ids == await b.token_ids
+
+
+async def test_a_session_holds_prompt_and_output_and_counts_them(session: OpenSession) -> None:
+    async with session() as s:
+        r = await s.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        tokens = await s.token_ids
+        assert tokens[-8:] == r.token_ids
+        assert (r.finish_reason, r.usage.generated_tokens, r.usage.session_tokens) == ("length", 8, len(tokens))
+        assert r.usage.prompt_tokens == len(tokens) - 8
+        assert 0 <= r.timings.queued <= r.timings.first_token <= r.timings.total
+
+
+async def test_text_and_its_tokens_are_the_same_prompt(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        from_text = await a.generate(PROMPT, max_tokens=8)
+        prompt = (await a.token_ids)[: from_text.usage.prompt_tokens]
+        assert (await b.generate(prompt, max_tokens=8)).token_ids == from_text.token_ids
+
+
+async def test_going_on_is_as_if_it_had_never_stopped(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        whole = await a.generate(PROMPT, max_tokens=18, ignore_eos=True)
+        parts = [await b.generate(PROMPT if n == 0 else None, max_tokens=6, ignore_eos=True) for n in range(3)]
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
+        assert [part.usage.prompt_tokens for part in parts[1:]] == [0, 0]
+        assert parts[2].usage.computed_tokens < parts[2].usage.session_tokens  # KV was kept
+
+
+async def test_a_second_prompt_extends_the_session(session: OpenSession) -> None:
+    async with session() as s:
+        await s.generate(PROMPT, max_tokens=4)
+        before = await s.token_ids
+        r = await s.generate([5, 6, 7], max_tokens=4)
+        tokens = await s.token_ids
+        assert tokens[: len(before) + 3] == [*before, 5, 6, 7]
+        assert tokens[len(before) + 3 :] == r.token_ids
+
+
+async def test_truncating_goes_back(session: OpenSession) -> None:
+    async with session() as s:
+        first = await s.generate(PROMPT, max_tokens=12, ignore_eos=True)
+        tokens = await s.token_ids
+        await s.truncate(len(tokens) - 8)
+        assert await s.token_ids == tokens[:-8]
+        again = await s.generate(max_tokens=8, ignore_eos=True)
+        assert again.token_ids == first.token_ids[-8:]
+        await s.truncate(0)
+        assert await s.token_ids == []
+        assert (await s.generate(PROMPT, max_tokens=12, ignore_eos=True)).token_ids == first.token_ids
+
+
+async def test_forward(session: OpenSession, model: djinn.ModelInfo) -> None:
+    async with session() as a, session() as b:
+        first = await a.forward([1, 2, 3])
+        second = await a.forward([4])
+        whole = await b.forward([1, 2, 3, 4])
+        assert (first.shape, second.shape, whole.shape) == ((3, model.vocab), (1, model.vocab), (4, model.vocab))
+        assert whole.dtype == np.float32
+        assert np.isfinite(whole).all()
+        np.testing.assert_allclose(np.concatenate([first, second]), whole, atol=1e-3)
+        assert await a.token_ids == [1, 2, 3, 4]
+
+
+async def test_the_likeliest_logit_is_the_greedy_token(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        logits = await a.forward([100, 200, 300])
+        assert (await b.generate([100, 200, 300], max_tokens=1)).token_ids == [int(logits[-1].argmax())]
+        assert (await a.generate(max_tokens=1)).token_ids == [int(logits[-1].argmax())]
+
+
+async def test_logits_belong_to_the_caller(session: OpenSession) -> None:
+    async with session() as s:
+        first = await s.forward([1, 2])
+        kept = first.copy()
+        await s.forward([3, 4])
+        np.testing.assert_array_equal(first, kept)
+        first[:] = 0
+    assert not first.any()
+
+
+async def test_logprobs(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        r = await a.generate(PROMPT, max_tokens=5, logprobs=3, ignore_eos=True)
+        assert [len(entry.top) for entry in r.logprobs] == [3] * 5
+        for token, entry in zip(r.token_ids, r.logprobs, strict=True):
+            assert entry.top[token] == pytest.approx(entry.token, abs=1e-4)
+            assert entry.token == max(entry.top.values())  # greedy
+        stream = b.stream(PROMPT, max_tokens=5, logprobs=3, ignore_eos=True)
+        await collected(stream)
+        assert [entry.top.keys() for entry in stream.result.logprobs] == [entry.top.keys() for entry in r.logprobs]
+
+
+async def test_a_stop_string_ends_the_output_and_is_no_part_of_it(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        text = (await a.generate(PROMPT, max_tokens=40, ignore_eos=True)).text
+        stop = text[6:9]
+        r = await b.generate(PROMPT, max_tokens=40, ignore_eos=True, stop=stop)
+        assert (r.text, r.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+async def test_a_stop_token_ends_the_output(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        tokens = (await a.generate(PROMPT, max_tokens=20, ignore_eos=True)).token_ids
+        r = await b.generate(PROMPT, max_tokens=20, ignore_eos=True, stop_token_ids=[tokens[5]])
+        assert r.finish_reason == "stop"
+        assert r.token_ids == tokens[: tokens.index(tokens[5]) + 1]
+
+
+async def test_the_seed_decides(session: OpenSession) -> None:
+    async def sampled(seed: int | None) -> list[int]:
+        async with session() as s:
+            return (await s.generate(PROMPT, max_tokens=24, temperature=1.5, seed=seed, ignore_eos=True)).token_ids
+
+    assert await sampled(1) == await sampled(1)
+    assert await sampled(1) != await sampled(2)
+    assert await sampled(None) != await sampled(None)
+
+
+async def test_two_streams_read_in_turn(session: OpenSession) -> None:
+    async with session() as alone:
+        expected = [(await alone.generate(PROMPT, max_tokens=16)).text]
+        await alone.truncate(0)
+        expected.append((await alone.generate(OTHER, max_tokens=16)).text)
+    async with session() as a, session() as b:
+        streams = [a.stream(PROMPT, max_tokens=16), b.stream(OTHER, max_tokens=16)]
+        texts = ["", ""]
+        live = {0, 1}
+        while live:
+            for place in sorted(live):
+                try:
+                    texts[place] += (await anext(streams[place])).text
+                except StopAsyncIteration:
+                    live.remove(place)
+        assert texts == expected
+
+
+async def test_many_at_once_each_as_if_alone(session: OpenSession) -> None:
+    prompts = [PROMPT, OTHER, "x = ", "class A:\n    def __init__(self", "# comment\n", "return "]
+
+    async def one(prompt: str) -> list[int]:
+        async with session() as s:
+            return (await s.generate(prompt, max_tokens=16, temperature=0.7, seed=3)).token_ids
+
+    alone = [await one(prompt) for prompt in prompts]
+    assert await asyncio.gather(*map(one, prompts)) == alone
+
+
+async def consistent(s: Session, prompt_tokens: list[int], whole: list[int]) -> None:
+    """The session holds the prompt and a beginning of the output, and goes on with the rest."""
+    tokens = await s.token_ids
+    done = tokens[len(prompt_tokens) :]
+    assert tokens[: len(prompt_tokens)] == prompt_tokens
+    assert 1 <= len(done) < len(whole)
+    assert done == whole[: len(done)]
+    r = await s.generate(max_tokens=4, ignore_eos=True)
+    assert r.token_ids == whole[len(done) : len(done) + 4]
+
+
+async def test_leaving_a_stream_stops_the_work_and_leaves_the_session_usable(session: OpenSession) -> None:
+    async with session() as alone, session() as s:
+        whole = await alone.generate(PROMPT, max_tokens=1000, ignore_eos=True)
+        prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
+        stream = s.stream(PROMPT, max_tokens=1000, ignore_eos=True)
+        await anext(stream)
+        stream.close()
+        await consistent(s, prompt, whole.token_ids)
+
+
+async def test_a_cancelled_task_leaves_the_session_usable(daemon_address: str) -> None:
+    async with (
+        djinn.AsyncSession("djinn-tiny", address=daemon_address) as alone,
+        djinn.AsyncSession("djinn-tiny", address=daemon_address) as s,
+    ):
+        whole = await alone.generate(PROMPT, max_tokens=1000, ignore_eos=True)
+        prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
+        running = asyncio.create_task(collected(s.stream(PROMPT, max_tokens=1000, ignore_eos=True)))
+        while not await asyncio.to_thread(tokens_of, s.id, daemon_address):
+            pass
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await consistent(s, prompt, whole.token_ids)
+
+
+def tokens_of(session: str, address: str) -> int:
+    """How many tokens the session has beyond its prompt's, seen from outside."""
+    (info,) = [info for info in djinn.sessions(address=address) if info.id == session]
+    return max(0, info.tokens - 10)

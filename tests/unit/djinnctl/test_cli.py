@@ -1,0 +1,345 @@
+"""The commands against a scripted daemon: what they print, what they send, how they end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from msgspec.structs import replace
+
+from djinn_client.protocol import (
+    CloseSession,
+    DeviceInfo,
+    Done,
+    Failure,
+    GetStatus,
+    ListModels,
+    ListSessions,
+    LoadModel,
+    ModelInfo,
+    ModelReply,
+    Models,
+    Progress,
+    Sessions,
+    StatusReply,
+    UnloadModel,
+)
+from djinnctl.cli import main
+from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
+
+TINY = ModelInfo(
+    name="djinn-tiny",
+    path="/models/djinn-tiny",
+    family="llama",
+    state="ready",
+    dtype="float32",
+    parameters=4_100_000,
+    blocks=8,
+    vocab=4096,
+    max_context=2048,
+    weight_bytes=16 << 20,
+    kv_bytes=64 << 20,
+    page_size=16,
+    page_bytes=1 << 19,
+    pages=128,
+    pages_used=3,
+    sessions=2,
+)
+BROKEN = ModelInfo(name="broken", path="/models/broken", state="failed", error="config.json is not JSON")
+STATUS = StatusReply(
+    id=0,
+    version="0.1.0",
+    pid=4711,
+    uptime_s=18_120.0,
+    address="/run/djinnd/djinnd.sock",
+    state="ready",
+    devices=[
+        DeviceInfo(
+            name="cuda:0",
+            description="NVIDIA H200",
+            budget_bytes=20 << 30,
+            used_bytes=13 << 30,
+            state="ready",
+            pid=4712,
+            steps=12_345,
+            generated_tokens=99_000,
+        )
+    ],
+    models=[TINY, BROKEN],
+    sessions={"interactive": 4, "agent": 1, "batch": 0},
+    requests_running=3,
+    requests_queued=1,
+    connections=5,
+    arena_bytes=3 << 29,
+)
+FINDINGS = ["page 3 has 2 owners", "session s-1 has 4 pages and needs 5"]
+
+
+def answer(line: Line) -> None:
+    """A daemon with one model that is loaded, one that is broken, and sessions s-1 and s-2."""
+    line.welcome()
+    while (request := line.receive()) is not None:
+        match request:
+            case GetStatus(id=id, check=check):
+                line.send(replace(STATUS, id=id, integrity=FINDINGS if check else []))
+            case ListModels(id=id):
+                line.send(Models(id=id, models=[TINY, BROKEN]))
+            case ListSessions(id=id):
+                line.send(Sessions(id=id, sessions=[session_info(tokens=70, user=0), session_info(id="s-2")]))
+            case LoadModel(id=id, model="djinn-tiny", kv_bytes=kv_bytes):
+                for done in (0, 8 << 20, 16 << 20):
+                    line.send(Progress(id=id, model="djinn-tiny", stage="reading", done=done, total=16 << 20))
+                line.send(Progress(id=id, model="djinn-tiny", stage="checking"))
+                line.send(ModelReply(id=id, model=replace(TINY, kv_bytes=kv_bytes)))
+            case LoadModel(id=id, model=model) | UnloadModel(id=id, model=model, force=False):
+                line.send(Failure(id=id, code="model_not_found", message=f"no model {model}"))
+            case UnloadModel(id=id) | CloseSession(id=id, session="s-1" | "s-2"):
+                line.send(Done(id=id))
+            case CloseSession(id=id):
+                line.send(Failure(id=id, code="session_not_found", message="no such session"))
+            case _:
+                raise AssertionError(request)
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env={"DJINND_ADDRESS": "", "NO_COLOR": "1", **environment}).invoke(main, arguments)
+
+
+@pytest.fixture
+def address(daemon: ScriptedDaemon) -> str:
+    return daemon.play(answer)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_status(address: str) -> None:
+    result = run("status", "--address", address)
+    assert result.exit_code == 0
+    shown = words(result.stdout)
+    assert "djinnd 0.1.0 ready pid 4711 up 5h02m /run/djinnd/djinnd.sock" in shown
+    assert "requests: 3 running, 1 queued sessions: 4 interactive, 1 agent connections: 5 arena: 1.5 GiB" in shown
+    assert "cuda:0 ready 13.0 GiB of 20.0 GiB 12 k 99 k 0 NVIDIA H200" in shown
+    assert "djinn-tiny ready float32 4.1 M 2048 16.0 MiB 64.0 MiB 3/128 2" in shown
+    assert "broken: config.json is not JSON" in shown
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("ps",), ("models",), ("status", "--check")])
+def test_every_table_fits_80_columns_and_has_no_colour_of_its_own(address: str, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--address", address)
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("no_color", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)], ids=["a terminal", "NO_COLOR"]
+)
+def test_colours_only_where_they_are_wanted(address: str, no_color: dict[str, str], coloured: bool) -> None:
+    result = run("status", "--address", address, FORCE_COLOR="1", TERM="xterm", **{"NO_COLOR": "", **no_color})
+    assert ("\x1b[32mready" in result.stdout) is coloured
+
+
+def test_status_as_json_holds_every_field(address: str) -> None:
+    shown = json.loads(run("status", "--json", "--address", address).stdout)
+    assert shown.keys() == set(StatusReply.__struct_fields__) - {"id"}
+    assert shown["models"][0].keys() == set(ModelInfo.__struct_fields__)
+    assert shown["integrity"] == []
+    assert shown["sessions"] == {"interactive": 4, "agent": 1, "batch": 0}
+
+
+def test_options_before_and_after_the_command(address: str) -> None:
+    before = run("--json", "--address", address, "models")
+    after = run("models", "--json", "--address", address)
+    assert json.loads(before.stdout) == json.loads(after.stdout)
+
+
+def test_the_address_comes_from_the_environment(address: str) -> None:
+    assert run("models", DJINND_ADDRESS=address).exit_code == 0
+
+
+def test_check_shows_what_it_found_and_fails(address: str) -> None:
+    result = run("status", "--check", "--address", address)
+    assert result.exit_code == 1
+    assert all(finding in words(result.stdout) for finding in FINDINGS)
+    as_json = run("status", "--check", "--json", "--address", address)
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["integrity"] == FINDINGS
+
+
+def test_check_that_finds_nothing(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(GetStatus)
+        assert request.check
+        line.send(replace(STATUS, id=request.id))
+
+    result = run("status", "--check", "--address", daemon.play(script))
+    assert result.exit_code == 0
+    assert result.stdout.endswith("check: consistent\n")
+
+
+def test_ps(address: str) -> None:
+    result = run("ps", "--address", address)
+    assert result.exit_code == 0
+    lines = [words(line) for line in result.stdout.splitlines()]
+    assert lines[0] == "SESSION USER MODEL CLASS STATE TOKENS KV PAGES AGE IDLE"
+    assert lines[1] == "s-1 root djinn-tiny interactive idle 70 0 0 0s 0s"
+    assert lines[2].split()[0] == "s-2"
+
+
+def test_session_ids_are_never_cut(daemon: ScriptedDaemon) -> None:
+    long_id = "0123456789abcdef0123456789abcdef"
+
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(ListSessions)
+        info = session_info(id=long_id, model="meta-llama/Llama-2-13b-hf", tokens=131_072, kv_tokens=131_072)
+        line.send(Sessions(id=request.id, sessions=[info]))
+
+    result = run("ps", "--address", daemon.play(script))
+    assert long_id in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_no_sessions_and_no_models(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        match line.receive():
+            case ListSessions(id=id):
+                line.send(Sessions(id=id, sessions=[]))
+            case ListModels(id=id):
+                line.send(Models(id=id, models=[]))
+
+    address = daemon.play(script)
+    assert run("ps", "--address", address).stdout == "no sessions\n"
+    assert run("models", "--address", address).stdout.startswith("no models")
+
+
+def test_load(address: str) -> None:
+    result = run("load", "djinn-tiny", "--kv", "1.5GiB", "--address", address)
+    assert result.exit_code == 0
+    assert words(result.stdout) == (
+        "djinn-tiny is ready: llama, 4.1 M parameters in 8 blocks, float32; weights 16.0 MiB, KV 1.5 GiB in 128 pages"
+    )
+    assert "djinn-tiny: reading" in result.stderr
+    assert "16.0/16.0 MiB" in result.stderr
+    assert "djinn-tiny: checking" in result.stderr
+
+
+def test_load_as_json_is_only_json(address: str) -> None:
+    result = run("load", "djinn-tiny", "--json", "--address", address)
+    assert json.loads(result.stdout)["name"] == "djinn-tiny"
+    assert result.stderr == ""
+
+
+def test_a_wrong_size_is_wrong_usage() -> None:
+    result = run("load", "djinn-tiny", "--kv", "4GB")
+    assert result.exit_code == 2
+    assert "'4GB' is not a size" in result.stderr
+
+
+def test_an_error_of_the_daemon_is_one_line_and_exit_1(address: str) -> None:
+    for arguments in (("load", "nonesuch"), ("unload", "nonesuch")):
+        result = run(*arguments, "--address", address)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.splitlines()[-1] == "djinnctl: no model nonesuch"
+
+
+def test_no_daemon_is_one_line_and_exit_2() -> None:
+    for command in (("status",), ("ps",), ("models",), ("load", "m"), ("unload", "m"), ("close", "s")):
+        result = run(*command, "--address", "/nowhere/s")
+        assert (result.exit_code, result.stdout) == (2, ""), command
+        assert result.stderr == "djinnctl: no daemon at /nowhere/s: start it with `djinnd`\n"
+
+
+def test_wrong_usage_is_exit_2() -> None:
+    for arguments in (("close",), ("nonesuch",), ("status", "--watch", "0"), ("load",)):
+        assert run(*arguments).exit_code == 2, arguments
+
+
+def test_unload(address: str) -> None:
+    result = run("unload", "djinn-tiny", "--force", "--address", address)
+    assert (result.exit_code, result.stdout) == (0, "unloaded djinn-tiny\n")
+
+
+def test_close_goes_on_after_a_session_that_does_not_exist(address: str) -> None:
+    result = run("close", "s-1", "s-9", "s-2", "--address", address)
+    assert (result.exit_code, result.stdout) == (1, "closed s-1\nclosed s-2\nno session s-9\n")
+    result = run("close", "s-1", "--json", "--address", address)
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"closed": ["s-1"], "missing": []})
+
+
+def test_version_with_and_without_a_daemon(address: str) -> None:
+    assert run("version", "--address", address).stdout == "djinnctl 0.1.0, protocol 1\ndjinnd 0.1.0\n"
+    result = run("version", "--address", "/nowhere/s")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("djinnd unknown: no daemon at /nowhere/s: start it with `djinnd`\n")
+    assert json.loads(run("version", "--json", "--address", address).stdout)["djinnd"] == "0.1.0"
+
+
+def three_times(line: Line) -> None:
+    """Three readings of the models, and then the daemon is gone."""
+    line.welcome()
+    for used in (1, 2, 3):
+        request = line.expect(ListModels)
+        line.send(Models(id=request.id, models=[replace(TINY, pages_used=used)]))
+    line.expect(ListModels)
+
+
+def test_watch_reads_again_until_the_daemon_is_gone(daemon: ScriptedDaemon) -> None:
+    result = run("models", "--watch", "0.1", "--json", "--address", daemon.play(three_times))
+    assert [json.loads(line)[0]["pages_used"] for line in result.stdout.splitlines()] == [1, 2, 3]
+    assert result.exit_code == 2
+    assert "closed the connection" in result.stderr
+
+
+def test_watch_shows_the_last_table(daemon: ScriptedDaemon) -> None:
+    result = run("models", "--watch", "0.1", "--address", daemon.play(three_times))
+    assert result.exit_code == 2
+    assert "3/128" in result.stdout
+
+
+def test_ctrl_c_ends_watching_well(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    result = run("models", "--watch", "--address", daemon.play(answer))
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["", "status", "ps", "models", "load", "unload", "close", "doctor", "version"])
+def test_help_tells_the_exit_codes(command: str) -> None:
+    result = run(*filter(None, (command,)), "--help")
+    assert result.exit_code == 0
+    assert "1  the daemon answered with an error, or a check failed" in result.stdout
+    assert "2  wrong usage, or no daemon to be reached" in result.stdout
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    heavy = {"torch", "transformers", "numpy", "asyncio", "rich", "djinnd"}
+    program = "import sys\nfrom djinnctl.cli import main\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert not heavy & set(done.stdout.split())
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done: Any = subprocess.run(
+        [sys.executable, "-m", "djinnctl", "status", "--address", "/nowhere/s"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert (done.returncode, done.stderr) == (2, "djinnctl: no daemon at /nowhere/s: start it with `djinnd`\n")

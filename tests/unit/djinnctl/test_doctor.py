@@ -1,0 +1,352 @@
+"""Every judgement on fixed facts, and the checks on this machine's own."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from djinnctl import doctor
+from djinnctl.cli import main
+from djinnctl.doctor import arena, daemon, gpu, memory, software
+from djinnctl.doctor.gpu import Cuda, Gpu
+from djinnctl.doctor.result import Result
+from tests.support.scripted_daemon import Line, ScriptedDaemon
+
+GIB = 1 << 30
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
+UNLIMITED = resource.RLIM_INFINITY
+
+
+# --- software -------------------------------------------------------------------------------------------------------
+
+
+def test_python() -> None:
+    assert software.judge_python((3, 11, 0)).state == "ok"
+    too_old = software.judge_python((3, 10, 9))
+    assert (too_old.state, too_old.finding) == ("fail", "3.10.9")
+    assert "3.11" in too_old.remedy
+
+
+@pytest.mark.parametrize(
+    ("found", "oldest", "state"),
+    [
+        ("2.13.0+cpu", (2, 11), "ok"),
+        ("2.11.0", (2, 11), "ok"),
+        ("2.9.1", (2, 11), "fail"),
+        ("3.0", (2, 11), "ok"),
+        ("2.11.0a0+git1", (2, 11), "ok"),
+        ("anything", (), "ok"),
+        (None, (), "fail"),
+        (None, (2, 11), "fail"),
+    ],
+)
+def test_package(found: str | None, oldest: tuple[int, ...], state: str) -> None:
+    assert software.judge_package("torch", found, oldest).state == state
+
+
+def test_the_remedy_for_an_old_package_is_a_command() -> None:
+    result = software.judge_package("torch", "2.9", (2, 11))
+    assert result.finding == "2.9, but 2.11 or newer is needed"
+    assert result.remedy == "pip install --upgrade 'torch>=2.11'"
+    assert software.judge_package("rich", None, ()).remedy == "pip install rich"
+
+
+def test_this_python_has_what_the_project_asks_for() -> None:
+    results = [*software.check_python(), *software.check_packages()]
+    assert [result for result in results if result.state != "ok"] == []
+    assert {result.subject for result in results} == {"Python", *software.PACKAGES}
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memlock() -> None:
+    assert memory.judge_memlock(UNLIMITED, UNLIMITED).state == "ok"
+    can_raise = memory.judge_memlock(8 << 20, UNLIMITED)
+    assert (can_raise.state, "ulimit -l unlimited" in can_raise.remedy) == ("warn", True)
+    cannot = memory.judge_memlock(8 << 20, 8 << 20)
+    assert (cannot.state, "limits.conf" in cannot.remedy) == ("warn", True)
+    assert cannot.finding.startswith("8.0 MiB may be locked")
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "physical", "state"),
+    [
+        (64 << 20, 64 << 20, 128 * GIB, "fail"),
+        (64 * GIB, 100 << 20, 128 * GIB, "fail"),
+        (8 * GIB, 8 * GIB, 128 * GIB, "warn"),
+        (64 * GIB, 63 * GIB, 128 * GIB, "ok"),
+    ],
+)
+def test_shm(total: int, free: int, physical: int, state: str) -> None:
+    result = memory.judge_shm(total, free, physical)
+    assert result.state == state
+    assert "free of" in result.finding
+
+
+def test_too_small_a_shm_has_a_command_that_mends_it() -> None:
+    assert "mount -o remount,size=98304m /dev/shm" in memory.judge_shm(64 << 20, 64 << 20, 128 * GIB).remedy
+
+
+# --- gpu ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "state"),
+    [
+        (Cuda("13.0", (H200,)), "580.65", "ok"),
+        (Cuda("13.0", ()), None, "warn"),
+        (Cuda("", ()), None, "warn"),
+        (Cuda("", ()), "580.65", "warn"),
+        (Cuda("13.0", ()), "580.65", "fail"),
+    ],
+)
+def test_cuda(cuda: Cuda, driver: str | None, state: str) -> None:
+    assert gpu.judge_cuda(cuda, driver).state == state
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "state"),
+    [("580.65.06", "13.0", "ok"), ("570.86", "13.0", "fail"), ("570.86", "12.8", "ok"), ("570.86", "", "ok")],
+)
+def test_driver(driver: str, built: str, state: str) -> None:
+    assert gpu.judge_driver(driver, Cuda(built, ())).state == state
+
+
+def test_device_memory() -> None:
+    assert gpu.judge_memory(H200) == Result("ok", "cuda:0", "NVIDIA H200, capability 9.0, 139 GiB free of 140 GiB")
+    assert gpu.judge_memory(Gpu(1, "L4", (8, 9), 24 * GIB, 9 * GIB)).state == "warn"
+
+
+def test_copies() -> None:
+    assert gpu.judge_copies(0, 55.3, 55.2).finding == ("55.3 GB/s to the device, 55.2 GB/s back, from pinned memory")
+    assert gpu.judge_copies(0, 55.3, 55.2).state == "ok"
+    assert gpu.judge_copies(0, 55.3, 6.0).state == "warn"
+
+
+@pytest.mark.parametrize(
+    ("version", "compiler", "wanted", "state"),
+    [
+        ("3.7.0", "/usr/bin/cc", True, "ok"),
+        ("3.7.0", None, True, "fail"),
+        (None, "/usr/bin/cc", True, "fail"),
+        (None, None, False, "ok"),
+    ],
+)
+def test_triton(version: str | None, compiler: str | None, wanted: bool, state: str) -> None:
+    assert gpu.judge_triton(version, compiler, wanted).state == state
+
+
+@pytest.mark.gpu
+def test_the_gpu_of_this_machine() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    results = list(gpu.check())
+    assert results[0].subject == "CUDA"
+    assert results[0].state == "ok"
+    to_device, to_host = gpu.measure_copies(0)
+    assert 0 < to_device < 1000
+    assert 0 < to_host < 1000
+    assert any("from pinned memory" in result.finding for result in results)
+
+
+# --- socket ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_answers(daemon: ScriptedDaemon) -> None:
+    address = daemon.play(Line.welcome)
+    assert list(doctor.daemon.check(address)) == [Result("ok", "socket", f"djinnd 0.1.0 answers at {address}")]
+
+
+def test_no_daemon() -> None:
+    result = daemon.examine("/nowhere/s")
+    assert result == Result("warn", "socket", "no daemon at /nowhere/s", "start it with `djinnd`")
+
+
+def test_a_stale_socket(directory: str) -> None:
+    path = os.path.join(directory, "s")
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(path)
+    left.close()
+    result = daemon.examine(path)
+    assert result.state == "warn"
+    assert "left from one that is gone" in result.finding
+
+
+def test_a_daemon_that_hangs(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "PATIENCE_S", 0.05)
+    path = os.path.join(directory, "s")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        result = daemon.examine(path)
+    assert result.state == "fail"
+    assert "nobody answers" in result.finding
+
+
+def test_something_else_that_answers(directory: str) -> None:
+    path = os.path.join(directory, "s")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        other.listen()
+        import threading
+
+        def greet() -> None:
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"SSH-2.0-OpenSSH\r\n")
+                sock.recv(100)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        result = daemon.examine(path)
+        thread.join()
+    assert result.state == "fail"
+    assert "not djinnd's protocol" in result.finding
+
+
+# --- arena ----------------------------------------------------------------------------------------------------------
+
+
+def arena_object(root: Path, name: str, pid: int, ticks: int) -> Path:
+    path = root / name
+    path.write_bytes(b"DJARENA1" + struct.pack("<QQ", pid, ticks) + bytes(1000))
+    return path
+
+
+def own_ticks() -> int:
+    ticks = arena.started(os.getpid())
+    assert ticks is not None
+    return ticks
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_started_agrees_with_the_kernel_s_own_account() -> None:
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    assert own_ticks() == int(fields[22 - 3])  # fields count from 1; the first two are cut off
+
+
+def test_a_process_that_is_gone_or_only_a_corpse_never_started() -> None:
+    assert arena.started(dead_process()) is None
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert arena.started(child.pid) is None
+    child.wait()
+
+
+def test_an_object_of_a_running_daemon_stays(tmp_path: Path) -> None:
+    path = arena_object(tmp_path, "djinnd-weights", os.getpid(), own_ticks())
+    (result,) = arena.check(tmp_path, fix=True)
+    assert result.state == "ok"
+    assert path.exists()
+
+
+@pytest.mark.parametrize("why", ["dead", "recycled"])
+def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
+    pid, ticks = (dead_process(), 1) if why == "dead" else (os.getpid(), own_ticks() + 1)
+    path = arena_object(tmp_path, "djinnd-weights", pid, ticks)
+    (result,) = arena.check(tmp_path)
+    assert result.state == "warn"
+    assert f"left from process {pid}, which is gone" in result.finding
+    assert path.exists()
+    (result,) = arena.check(tmp_path, fix=True)
+    assert (result.state, result.finding) == (
+        "ok",
+        f"removed djinnd-weights (1.0 KiB) of process {pid}, which is gone",
+    )
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"DJARENA1", b"\0" * 4096, b"DJARENA2" + bytes(100)])
+def test_an_object_without_our_header_is_named_and_never_removed(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "djinnd-unknown"
+    path.write_bytes(content)
+    (result,) = arena.check(tmp_path, fix=True)
+    assert result.state == "warn"
+    assert path.exists()
+
+
+def test_objects_of_others_are_not_looked_at(tmp_path: Path) -> None:
+    arena_object(tmp_path, "psm_1234", dead_process(), 1)
+    (result,) = arena.check(tmp_path, fix=True)
+    assert "nothing of djinnd's" in result.finding
+    assert (tmp_path / "psm_1234").exists()
+
+
+def test_an_object_whose_owner_lives_where_its_number_is_not_known(tmp_path: Path) -> None:
+    """In another container, say: the lock tells."""
+    path = arena_object(tmp_path, "djinnd-weights", dead_process(), 1)
+    with path.open("rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        (result,) = arena.check(tmp_path, fix=True)
+        assert result.state == "ok"
+        assert path.exists()
+    (result,) = arena.check(tmp_path)
+    assert result.state == "warn"
+
+
+def test_a_look_leaves_no_lock(tmp_path: Path) -> None:
+    path = arena_object(tmp_path, "djinnd-weights", dead_process(), 1)
+    list(arena.check(tmp_path))
+    with path.open("rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_an_object_that_this_user_may_not_read(tmp_path: Path) -> None:
+    (tmp_path / "djinnd-link").symlink_to("/etc/passwd")  # not followed, which is as good
+    (result,) = arena.check(tmp_path, fix=True)
+    assert (result.state, result.finding) == ("warn", "djinnd-link is not yours to read")
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Result]:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(doctor, "checks", lambda address, fix: [("odd", broken), ("Python", software.check_python)])
+    first, second = doctor.examine()
+    assert (first.state, first.finding) == ("fail", "the check broke: ZeroDivisionError: by zero")
+    assert second.state == "ok"
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_the_exit_code_follows_the_worst(monkeypatch: pytest.MonkeyPatch, state: str, code: int) -> None:
+    result = Result(state, "subject", "finding", "" if state == "ok" else "remedy")  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "checks", lambda address, fix: [("subject", lambda: [result])])
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == code
+    assert ("→ remedy" in done.stdout) == (state != "ok")
+    shown = CliRunner().invoke(main, ["doctor", "--json"])
+    assert json.loads(shown.stdout) == [
+        {"state": state, "subject": "subject", "finding": "finding", "remedy": result.remedy}
+    ]
+
+
+def test_a_result_that_is_not_ok_needs_a_remedy() -> None:
+    with pytest.raises(AssertionError):
+        Result("fail", "x", "y")
+
+
+def test_the_whole_examination_runs_here() -> None:
+    results = doctor.examine(address="/nowhere/s")
+    assert {"Python", "torch", "CUDA", "memlock", "/dev/shm", "socket", "arena"} <= {r.subject for r in results}
+    assert not any("the check broke" in result.finding for result in results)

@@ -1,0 +1,175 @@
+"""What is shipped around the code: the wheel, the units, the example configuration, the Makefile's first words."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+import msgspec
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from djinn_client import __version__
+from djinnd.config import Config, Model, load
+from djinnd.config.places import SYSTEM_SOCKET, SYSTEM_STATE
+from djinnd.config.sources import scalar_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SHIPPED = ("djinnd", "djinn_client", "tools/djinnctl")
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+class TestWheel:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+        builder = WheelBuilder(str(ROOT))
+        with zipfile.ZipFile(next(builder.build(directory=str(tmp_path_factory.mktemp("wheel"))))) as wheel:
+            yield wheel
+
+    def test_has_the_three_packages_and_nothing_else(self, wheel: zipfile.ZipFile) -> None:
+        tops = {name.split("/")[0] for name in wheel.namelist()}
+        assert tops == {"djinnd", "djinn_client", "djinnctl", f"djinnd-{__version__}.dist-info"}
+
+    def test_has_every_module(self, wheel: zipfile.ZipFile) -> None:
+        modules = {file.relative_to(ROOT) for package in SHIPPED for file in (ROOT / package).rglob("*.py")}
+        assert {str(module).removeprefix("tools/") for module in modules} <= set(wheel.namelist())
+
+    def test_has_the_small_model_in_at_most_8_mb(self, wheel: zipfile.ZipFile) -> None:
+        sizes = {file.filename: file.file_size for file in wheel.infolist() if "/models/djinn-tiny/" in file.filename}
+        names = {name.rsplit("/", 1)[1] for name in sizes}
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+        assert sum(sizes.values()) <= 8_000_000
+
+    def test_has_the_commands_and_the_version_of_the_code(self, wheel: zipfile.ZipFile) -> None:
+        about = f"djinnd-{__version__}.dist-info"
+        commands = wheel.read(f"{about}/entry_points.txt").decode()
+        assert {"djinnd = djinnd.__main__:main", "djinnctl = djinnctl.cli:main"} <= set(commands.splitlines())
+        metadata = Parser().parsestr(wheel.read(f"{about}/METADATA").decode())
+        assert (metadata["Name"], metadata["Version"]) == ("djinnd", __version__)
+
+    def test_types_are_for_callers_too(self, wheel: zipfile.ZipFile) -> None:
+        assert "djinn_client/py.typed" in wheel.namelist()
+
+
+class TestDependencies:
+    def test_what_is_imported_is_declared(self) -> None:
+        """triton comes with every torch for CUDA, and only the kernels need it."""
+        modules = {"yaml": "pyyaml"}
+        declared = {re.split(r"[^\w-]", line)[0] for line in PYPROJECT["project"]["dependencies"]} | {"triton"}
+        ours = {Path(package).name for package in SHIPPED}
+        imported = {name for package in SHIPPED for name in _imports(ROOT / package)}
+        foreign = imported - ours - sys.stdlib_module_names
+        assert {modules.get(name, name) for name in foreign} <= declared
+
+
+class TestLayers:
+    def test_every_part_of_djinnd_has_its_layer(self) -> None:
+        """A new package that nobody put into the contract would be free to import what it likes."""
+        contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+        layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+        named = {name.strip() for layer in layers for name in layer.split("|")}
+        files = {file.stem for file in (ROOT / "djinnd").glob("*.py") if file.stem != "__init__"}
+        packages = {folder.parent.name for folder in (ROOT / "djinnd").glob("*/__init__.py")}
+        assert {f"djinnd.{part}" for part in files | packages} == {name for name in named if name.startswith("djinnd.")}
+
+
+@needs_systemd
+class TestUnits:
+    @pytest.fixture
+    @staticmethod
+    def folder(tmp_path: Path) -> Path:
+        """The units as they would stand when installed: systemd wants the program to be there."""
+        program = tmp_path / "djinnd"
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        for name in ("djinnd.service", "djinnd.socket"):
+            unit = (ROOT / "systemd" / name).read_text()
+            (tmp_path / name).write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={program}", unit, flags=re.MULTILINE))
+        return tmp_path
+
+    def test_systemd_finds_nothing_to_complain_of(self, folder: Path) -> None:
+        units = ["./djinnd.service", "./djinnd.socket"]
+        verified = subprocess.run(["systemd-analyze", "verify", *units], cwd=folder, capture_output=True, text=True)
+        assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
+
+    def test_exposure_is_at_most_3(self, folder: Path) -> None:
+        command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", "./djinnd.service"]
+        judged = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert judged.returncode == 0, judged.stdout
+
+
+class TestExampleConfiguration:
+    EXAMPLE = ROOT / "systemd" / "djinnd.yaml"
+
+    @pytest.fixture
+    @staticmethod
+    def defaults(tmp_path: Path) -> Config:
+        empty = tmp_path / "empty.yaml"
+        empty.write_text("")
+        return load(empty, {}, {}).config
+
+    def test_is_accepted_and_changes_nothing(self, defaults: Config) -> None:
+        assert load(self.EXAMPLE, {}, {}).config == defaults
+
+    def test_has_every_key_with_its_default(self, tmp_path: Path, defaults: Config) -> None:
+        """A line of text begins with `# `, one that can be switched on with `#` alone or deeper in."""
+        uncommented = tmp_path / "djinnd.yaml"
+        uncommented.write_text(re.sub(r"^#(?! \S|$)", "", self.EXAMPLE.read_text(), flags=re.MULTILINE))
+        effective = load(uncommented, {}, {})
+        assert set(effective.origins) >= {*scalar_keys(), ("admins",)}
+        model = effective.config.models["llama"]
+        assert {name for *_, name in effective.origins} >= {*Model.__struct_fields__}
+        assert model == Model(path=model.path)
+        shown = {"socket": str(SYSTEM_SOCKET), "state_dir": str(SYSTEM_STATE), "models": {"llama": model}}
+        assert effective.config == msgspec.structs.replace(defaults, **shown)
+
+
+@needs_make
+class TestFirstWords:
+    """What `make` says on a machine that lacks something: one line with the remedy, and no environment is made."""
+
+    def make(self, folder: Path, python: str) -> str:
+        target = folder / "venv" / "bin" / "python"
+        command = ["make", "--silent", f"VENV={folder / 'venv'}", f"PYTHONS={python}", str(target)]
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert made.returncode != 0
+        assert not (folder / "venv").exists()
+        return next(line for line in made.stderr.splitlines() if not line.startswith("make"))
+
+    def test_no_python(self, tmp_path: Path) -> None:
+        assert "needs Python 3.11 or newer" in self.make(tmp_path, "no-such-python")
+
+    def test_an_old_python(self, tmp_path: Path) -> None:
+        assert "needs Python 3.11 or newer" in self.make(tmp_path, self.python(tmp_path, "exit 1"))
+
+    def test_no_venv_module(self, tmp_path: Path) -> None:
+        python = self.python(tmp_path, 'case "$2" in *ensurepip*) exit 1;; esac')
+        assert "has no venv module: install it" in self.make(tmp_path, python)
+
+    def python(self, folder: Path, body: str) -> str:
+        program = folder / "python3"
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        return str(program)
+
+
+def _imports(folder: Path) -> Iterator[str]:
+    """The top-level names that the modules import, at any depth of their code."""
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module.split(".")[0]

@@ -1,0 +1,122 @@
+"""An engine process without its server: what it does alone is what the daemon is compared with."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from typing import Self, TypeVar
+
+import posix_ipc
+
+from djinn_client.protocol import FrameDecoder, Sampling
+from djinnd.messages import (
+    MAX_FRAME,
+    ArenaReady,
+    Close,
+    Failed,
+    Finished,
+    FromEngine,
+    Load,
+    Loaded,
+    NeedArena,
+    Open,
+    Ready,
+    Run,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+
+M = TypeVar("M")
+
+STOP_LIMIT_S = 60.0
+
+
+class DirectEngine:
+    """Speaks djinnd.messages with `python -m djinnd.engine` as the server does, one thing at a time."""
+
+    def __init__(self, device: str, memory: int) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            options = [f"--fd={theirs.fileno()}", f"--parent={os.getpid()}", f"--device={device}", f"--memory={memory}"]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "djinnd.engine", *options, "--log-level=error"], pass_fds=[theirs.fileno()]
+            )
+        self._decoder = FrameDecoder(MAX_FRAME)
+        self._incoming = self._messages()
+        self._arena: posix_ipc.SharedMemory | None = None
+        self._requests = count(1)
+        self._wait_for(Ready)
+
+    def load(self, model: str, path: str) -> None:
+        self._send(Load(request=next(self._requests), model=model, path=path))
+        self._wait_for(Loaded)
+        self._drop_arena()
+
+    def rate(self, model: str, prompt: list[int], sessions: int, tokens: int) -> float:
+        """Greedy tokens a second of so many sessions, all together; the sessions are closed afterwards."""
+        names = [f"direct-{index}" for index in range(sessions)]
+        for name in names:
+            self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
+        began = time.perf_counter()
+        for name in names:
+            run = Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0))
+            self._send(run)
+        generated = sum(self._wait_for(Finished).generated for _ in names)
+        seconds = time.perf_counter() - began
+        for name in names:
+            self._send(Close(session=name))
+        assert generated == sessions * tokens, (generated, sessions, tokens)
+        return generated / seconds
+
+    def _send(self, message: ToEngine) -> None:
+        self._socket.sendall(encode(message))
+
+    def _wait_for(self, kind: type[M]) -> M:
+        """The next message of this kind. Those before it are dropped, but for an arena or a failure."""
+        for message in self._incoming:
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, NeedArena):
+                self._give_arena(message)
+            elif isinstance(message, Failed):
+                raise RuntimeError(f"the engine failed: {message.message}")
+        raise RuntimeError("the engine has ended")
+
+    def _messages(self) -> Iterator[FromEngine]:
+        while data := self._socket.recv(1 << 18):
+            for frame in self._decoder.feed(data):
+                yield decode_from_engine(frame.payload)
+
+    def _give_arena(self, need: NeedArena) -> None:
+        self._arena = posix_ipc.SharedMemory(
+            f"/djinn-bench-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=mmap.PAGESIZE + need.nbytes
+        )
+        os.posix_fallocate(self._arena.fd, 0, mmap.PAGESIZE + need.nbytes)
+        self._send(ArenaReady(need.request, self._arena.name, offset=mmap.PAGESIZE, complete=False))
+
+    def _drop_arena(self) -> None:
+        """Takes the name away; the memory lives while the engine maps it."""
+        if self._arena is not None:
+            self._arena.close_fd()
+            self._arena.unlink()
+            self._arena = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._drop_arena()
+        with suppress(BrokenPipeError):
+            self._send(Shutdown())
+        self._socket.close()
+        self._process.wait(STOP_LIMIT_S)

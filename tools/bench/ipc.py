@@ -1,0 +1,165 @@
+"""What the daemon costs: the round trip of an empty call, and tokens a second beside the engine driven directly.
+
+    python -m tools.bench.ipc [--model NAME] [--device DEVICE] [--record]
+
+Daemon and engine run side by side and are measured in turns, so that what else the machine does strikes both alike.
+Greedy tokens; sessions are opened before the clock starts and all generate at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import djinn_client as djinn
+from tools.bench.direct_engine import DirectEngine
+from tools.bench.report import record, report, save
+from tools.private_daemon import PrivateDaemon
+
+PROMPT = list(range(100, 132))  # token ids, below any model's vocabulary
+
+
+class Workload(NamedTuple):
+    sessions: int
+    tokens: int  # that each of them generates
+
+
+class Throughput(NamedTuple):
+    """Median tokens a second, of all sessions together."""
+
+    direct: float
+    daemon: float
+    streamed: float  # through the daemon, a Piece for each step
+
+    def added(self, rate: float) -> float:
+        """The part of the direct rate that is lost."""
+        return 1 - rate / self.direct
+
+
+def round_trips(address: str, calls: int) -> dict[str, float]:
+    """Microseconds of an empty call on a connection that is there."""
+    with djinn.Client(address) as client:
+        for _ in range(calls // 10):
+            client.ping()
+        times = [_seconds_of_ping(client) for _ in range(calls)]
+    percentiles = statistics.quantiles(times, n=100, method="inclusive")
+    return {"p50_us": percentiles[49] * 1e6, "p99_us": percentiles[98] * 1e6}
+
+
+def _seconds_of_ping(client: djinn.Client) -> float:
+    began = time.perf_counter()
+    client.ping()
+    return time.perf_counter() - began
+
+
+async def daemon_rate(address: str, model: str, work: Workload, *, stream: bool) -> float:
+    """Tokens a second through the daemon; this process is the client of all its sessions."""
+    sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
+    try:
+        began = time.perf_counter()
+        await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
+        return work.sessions * work.tokens / (time.perf_counter() - began)
+    finally:
+        for session in sessions:
+            await session.close()
+
+
+async def _generate(session: djinn.AsyncSession, tokens: int, *, stream: bool) -> None:
+    if stream:
+        async for _ in session.stream(PROMPT, max_tokens=tokens, ignore_eos=True):
+            pass
+    else:
+        await session.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
+
+
+def throughput(address: str, model: str, engine: DirectEngine, work: Workload, rounds: int) -> Throughput:
+    """The first round warms up and does not count."""
+    rates = [
+        (
+            engine.rate(model, PROMPT, work.sessions, work.tokens),
+            asyncio.run(daemon_rate(address, model, work, stream=False)),
+            asyncio.run(daemon_rate(address, model, work, stream=True)),
+        )
+        for _ in range(rounds + 1)
+    ]
+    return Throughput(*(statistics.median(column) for column in zip(*rates[1:], strict=True)))
+
+
+@contextmanager
+def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngine]]:
+    """A daemon's address and an engine, each with the model loaded and the same budget."""
+    config = f"{{device: '{device}', memory: {memory}}}\n"
+    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
+        daemon.wait_until_ready()
+        info = djinn.load(model, address=daemon.address)
+        budget = djinn.status(address=daemon.address).devices[0].budget_bytes
+        with DirectEngine(device, budget) as engine:
+            engine.load(model, info.path)
+            yield daemon.address, engine
+
+
+def table(calls: dict[str, float], found: dict[int, Throughput]) -> Table:
+    title = f"empty call: p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs"
+    shown = Table("sessions", "engine directly", "through djinnd", "streamed", title=title, caption="tokens a second")
+    for sessions, rates in found.items():
+        through = (f"{rate:,.0f} ({-rates.added(rate):+.1%})" for rate in (rates.daemon, rates.streamed))
+        shown.add_row(str(sessions), f"{rates.direct:,.0f}", *through)
+    return shown
+
+
+def summary(calls: dict[str, float], found: dict[int, Throughput]) -> str:
+    rates = (
+        f"{sessions} session{'s' * (sessions > 1)}: {r.daemon:,.0f} tokens/s, streamed {r.streamed:,.0f}, "
+        f"engine directly {r.direct:,.0f} ({-r.added(r.daemon):+.1%}, {-r.added(r.streamed):+.1%})"
+        for sessions, r in found.items()
+    )
+    return "; ".join([f"empty call p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs", *rates])
+
+
+@click.command(help=__doc__.split("\n\n", 1)[0])
+@click.option("--model", default="djinn-tiny", show_default=True)
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="2GiB", show_default=True, help="Budget of the daemon, and as much for the engine.")
+@click.option("--calls", default=5000, show_default=True, help="Empty calls.")
+@click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
+@click.option("--tokens", default=256, show_default=True, help="A session generates.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    model: str,
+    device: str,
+    memory: str,
+    calls: int,
+    sessions: tuple[int, ...],
+    tokens: int,
+    rounds: int,
+    path: Path | None,
+    recorded: bool,
+) -> None:
+    with both(model, device, memory) as (address, engine):
+        trips = round_trips(address, calls)
+        found = {n: throughput(address, model, engine, Workload(n, tokens), rounds) for n in sessions}
+        on = djinn.status(address=address).devices[0].description
+    Console().print(table(trips, found))
+    parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}
+    results: dict[str, Any] = {"empty_call": trips, "sessions": {n: rates._asdict() for n, rates in found.items()}}
+    result = report("ipc", parameters, results, summary(trips, found))
+    if path:
+        save(result, path)
+    if recorded:
+        record(result)
+
+
+if __name__ == "__main__":
+    main()

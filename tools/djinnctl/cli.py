@@ -1,0 +1,220 @@
+"""The commands. Each reads through djinn_client, shows what it read, and ends with the exit code of EXIT_CODES."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from djinn_client import Client, ConnectionLost, DjinnError, SessionNotFound, __version__
+from djinn_client.protocol import VERSION
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DONE, FAILED, UNREACHABLE = 0, 1, 2
+
+EXIT_CODES = """\b
+Exit codes:
+  0  done
+  1  the daemon answered with an error, or a check failed
+  2  wrong usage, or no daemon to be reached
+"""
+
+
+@dataclass
+class Settings:
+    """The options that every command takes, before its name or after it."""
+
+    address: str | None = None
+    json: bool = False
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+
+pass_settings = click.make_pass_decorator(Settings, ensure=True)
+
+
+class Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DjinnError as error:
+            click.echo(f"djinnctl: {error.message}", err=True)
+            ctx.exit(UNREACHABLE if isinstance(error, ConnectionLost) else FAILED)
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    if value:
+        setattr(ctx.ensure_object(Settings), str(param.name), value)
+
+
+def everywhere(command: F) -> F:
+    for option in (
+        click.option("--json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON, for programs."),
+        click.option(
+            "--address",
+            metavar="PATH",
+            expose_value=False,
+            callback=_remember,
+            help="The daemon's socket. Default: $DJINND_ADDRESS, the system's, then yours.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+watch = click.option(
+    "--watch",
+    metavar="[SECONDS]",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=2.0,
+    default=None,
+    help="Show it again every so many seconds (2), until Ctrl-C.",
+)
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+    from djinnctl.units import parse_size
+
+    try:
+        return 0 if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@everywhere
+def main() -> None:
+    """Look after djinnd: its models, its sessions, its health, and the machine it runs on."""
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@watch
+@click.option("--check", is_flag=True, help="Audit the daemon's pools too; exit 1 with what was found.")
+@pass_settings
+def status(settings: Settings, watch: float | None, check: bool) -> None:
+    """Show the daemon, its devices and its models."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        reply = screen.show(lambda: client.status(check=check), render.status, as_json=settings.json, every_s=watch)
+    if reply.integrity:
+        sys.exit(FAILED)
+    if check and not settings.json:
+        click.echo("check: consistent")
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@watch
+@pass_settings
+def ps(settings: Settings, watch: float | None) -> None:
+    """List the sessions: yours, or everybody's for an administrator."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        screen.show(client.sessions, render.sessions, as_json=settings.json, every_s=watch)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@watch
+@pass_settings
+def models(settings: Settings, watch: float | None) -> None:
+    """List the models, loaded or available."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        screen.show(client.models, render.models, as_json=settings.json, every_s=watch)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.option("--kv", callback=_size, metavar="SIZE", help="Memory for KV pages, as 4GiB. Default: what fits.")
+@pass_settings
+def load(settings: Settings, model: str, kv: int) -> None:
+    """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id."""
+    from djinnctl import render, screen
+
+    with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
+        info = client.load(model, kv_bytes=kv, on_progress=on_progress)
+    screen.show(lambda: info, render.loaded, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.option("--force", is_flag=True, help="Close the sessions that use it.")
+@pass_settings
+def unload(settings: Settings, model: str, force: bool) -> None:
+    """Unload MODEL and free its memory."""
+    from djinnctl import screen
+
+    with settings.client() as client:
+        client.unload(model, force=force)
+    screen.show(lambda: {"unloaded": model}, lambda done: f"unloaded {model}", as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("sessions", nargs=-1, required=True, metavar="SESSION...")
+@pass_settings
+def close(settings: Settings, sessions: tuple[str, ...]) -> None:
+    """Close sessions by their ids; exit 1 where one does not exist."""
+    from djinnctl import screen
+
+    closed, missing = [], []
+    with settings.client() as client:
+        for session in sessions:
+            try:
+                client.close_session(session)
+                closed.append(session)
+            except SessionNotFound:
+                missing.append(session)
+    lines = [f"closed {session}" for session in closed] + [f"no session {session}" for session in missing]
+    screen.show(lambda: {"closed": closed, "missing": missing}, lambda _: "\n".join(lines), as_json=settings.json)
+    if missing:
+        sys.exit(FAILED)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@pass_settings
+def version(settings: Settings) -> None:
+    """Show the versions of djinnctl, the protocol and the daemon, if one runs."""
+    from djinnctl import screen
+
+    daemon, why = None, ""
+    try:
+        with settings.client() as client:
+            daemon = client.welcome().version
+    except DjinnError as error:
+        why = error.message
+    versions = {"djinnctl": __version__, "protocol": VERSION, "djinnd": daemon}
+    text = f"djinnctl {__version__}, protocol {VERSION}\ndjinnd {daemon or f'unknown: {why}'}"
+    screen.show(lambda: versions, lambda _: text, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.option("--fix", is_flag=True, help="Remove shared memory that a daemon which is gone has left.")
+@pass_settings
+def doctor(settings: Settings, fix: bool) -> None:
+    """Examine this machine: software, GPU, memory, socket, what a dead daemon left. Needs no daemon.
+
+    Run it as the user and in the container that djinnd runs in.
+    """
+    from djinnctl import doctor as examination
+    from djinnctl import screen
+
+    results = examination.examine(address=settings.address, fix=fix)
+    shown = screen.show(lambda: results, examination.render, as_json=settings.json)
+    if any(result.state == "fail" for result in shown):
+        sys.exit(FAILED)

@@ -1,0 +1,54 @@
+"""`djinnctl doctor`: one list of checks. Each gathers facts at the edge and judges them in a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from djinnctl.doctor import arena, daemon, gpu, memory, software
+from djinnctl.doctor.result import Result, fail
+from djinnctl.render import state
+
+Check = Callable[[], Iterable[Result]]
+
+
+def checks(address: str | None, fix: bool) -> list[tuple[str, Check]]:
+    """In the order in which a person would look: each stands on those before it."""
+    return [
+        ("Python", software.check_python),
+        ("packages", software.check_packages),
+        ("GPU", gpu.check),
+        ("memlock", memory.check_memlock),
+        ("/dev/shm", memory.check_shm),
+        ("socket", partial(daemon.check, address)),
+        ("arena", partial(arena.check, fix=fix)),
+    ]
+
+
+def examine(*, address: str | None = None, fix: bool = False) -> list[Result]:
+    return [result for subject, check in checks(address, fix) for result in _sheltered(subject, check)]
+
+
+def _sheltered(subject: str, check: Check) -> Iterator[Result]:
+    """A check that breaks is a finding, and no reason to keep the others from the reader."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield fail(subject, f"the check broke: {type(error).__name__}: {error}", "please report it with this line")
+
+
+def render(results: list[Result]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for result in results:
+        finding = Text(result.finding)
+        if result.remedy:
+            finding.append(f"\n→ {result.remedy}", "bold")
+        table.add_row(state(result.state), result.subject, finding)
+    return table

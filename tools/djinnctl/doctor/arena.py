@@ -1,0 +1,112 @@
+"""Shared memory that a dead daemon left behind.
+
+Every object of djinnd's arena begins with this header (little-endian); `ticks` is when the owner's process started
+(field 22 of /proc/PID/stat), so that another process that has got the same number is not taken for it:
+
+    byte 0            8          16          24
+         ┌────────────┬──────────┬───────────┬──────────
+         │ "DJARENA1" │ pid: u64 │ ticks: u64│ …
+         └────────────┴──────────┴───────────┴──────────
+
+The owner also holds a lock (flock) on the object as long as it lives, which is true across containers too. An object is
+stale when neither the lock nor the process is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from djinnctl.doctor.result import Result, ok, warn
+from djinnctl.units import size
+
+MAGIC = b"DJARENA1"
+HEADER = struct.Struct("<8sQQ")
+SHM = Path("/dev/shm")
+PREFIX = "djinnd-"
+
+
+class Object(NamedTuple):
+    name: str
+    nbytes: int
+    state: Literal["live", "stale", "foreign", "unreadable"]
+    pid: int = 0
+
+
+def check(root: Path = SHM, *, fix: bool = False) -> Iterator[Result]:
+    paths = sorted(root.glob(f"{PREFIX}*"))
+    for path in paths:
+        with _examined(path) as found:
+            if fix and found.state == "stale":
+                path.unlink()
+                yield ok("arena", f"removed {found.name} ({size(found.nbytes)}) of process {found.pid}, which is gone")
+            else:
+                yield judge(found)
+    if not paths:
+        yield ok("arena", f"nothing of djinnd's in {root}")
+
+
+def judge(found: Object) -> Result:
+    match found.state:
+        case "live":
+            return ok("arena", f"{found.name} ({size(found.nbytes)}) belongs to process {found.pid}, which runs")
+        case "stale":
+            return warn(
+                "arena",
+                f"{found.name} ({size(found.nbytes)}) is left from process {found.pid}, which is gone",
+                "the next start of djinnd deals with it, or `djinnctl doctor --fix` removes it",
+            )
+        case "unreadable":
+            return warn("arena", f"{found.name} is not yours to read", "run doctor as the user of that djinnd")
+        case "foreign":
+            return warn(
+                "arena",
+                f"{found.name} ({size(found.nbytes)}) has no header of djinnd's",
+                f"unless a djinnd is starting just now: rm {SHM / found.name}",
+            )
+
+
+def started(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None where there is no such process, or only its corpse."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@contextmanager
+def _examined(path: Path) -> Iterator[Object]:
+    """A stale object is locked meanwhile, so that nobody adopts what is about to be removed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        yield Object(path.name, 0, "unreadable")
+        return
+    try:
+        yield _inspect(path.name, fd)
+    finally:
+        os.close(fd)
+
+
+def _inspect(name: str, fd: int) -> Object:
+    nbytes, header = os.fstat(fd).st_size, os.pread(fd, HEADER.size, 0)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        return Object(name, nbytes, "foreign")  # and not locked: a daemon that has just made it is about to do that
+    _, pid, ticks = HEADER.unpack(header)
+    lives = _is_locked(fd) or started(pid) == ticks
+    return Object(name, nbytes, "live" if lives else "stale", pid)
+
+
+def _is_locked(fd: int) -> bool:
+    """By somebody else; otherwise it is locked by this descriptor now."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

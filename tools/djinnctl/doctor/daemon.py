@@ -1,0 +1,38 @@
+"""Whether a daemon answers where this user would look for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from djinn_client.address import candidates
+from djinn_client.connection import connect
+from djinn_client.errors import ConnectionLost, DjinnError
+from djinn_client.steps import run
+from djinnctl.doctor.result import Result, fail, ok, warn
+
+PATIENCE_S = 5.0
+
+
+def check(address: str | None) -> Iterator[Result]:
+    for path in candidates(address):
+        yield examine(path)
+
+
+def examine(path: str) -> Result:
+    try:
+        connection = run(connect(path), PATIENCE_S)
+    except TimeoutError:
+        return fail(
+            "socket",
+            f"{path} takes connections, but nobody answers within {PATIENCE_S:g} s",
+            "see its log: journalctl -u djinnd",
+        )
+    except ConnectionLost as error:
+        judge = fail if os.path.exists(path) and not os.access(path, os.W_OK) else warn
+        finding = error.data.get("finding", error.message)
+        return judge("socket", finding, error.data.get("remedy") or "see its log: journalctl -u djinnd")
+    except DjinnError as error:
+        return fail("socket", f"{path}: {error.message}", "update djinnd and djinn_client to the same version")
+    connection.close()
+    return ok("socket", f"djinnd {connection.welcome.version} answers at {path}")

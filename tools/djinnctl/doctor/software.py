@@ -1,0 +1,65 @@
+"""Python and the packages that djinnd needs, by their metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from djinnctl.doctor.result import Result, fail, ok
+
+Version = tuple[int, ...]
+
+PYTHON: Version = (3, 11)
+PACKAGES: dict[str, Version] = {  # the oldest that will do; () is any
+    "torch": (2, 11),
+    "transformers": (5, 17),
+    "safetensors": (),
+    "tokenizers": (),
+    "numpy": (),
+    "msgspec": (),
+    "uvloop": (),
+    "posix_ipc": (),
+    "cloudpickle": (),
+    "PyYAML": (),
+    "click": (),
+    "rich": (),
+}
+
+
+def check_python() -> Iterator[Result]:
+    yield judge_python(tuple(sys.version_info[:3]))
+
+
+def check_packages() -> Iterator[Result]:
+    for name, oldest in PACKAGES.items():
+        try:
+            yield judge_package(name, version(name), oldest)
+        except PackageNotFoundError:
+            yield judge_package(name, None, oldest)
+
+
+def judge_python(found: Version) -> Result:
+    if found < PYTHON:
+        return fail("Python", dotted(found), f"install Python {dotted(PYTHON)} or newer and djinnd into it")
+    return ok("Python", dotted(found))
+
+
+def judge_package(name: str, found: str | None, oldest: Version) -> Result:
+    wanted = f"'{name}>={dotted(oldest)}'" if oldest else name
+    if found is None:
+        return fail(name, "not installed", f"pip install {wanted}")
+    if parsed(found) < oldest:
+        return fail(name, f"{found}, but {dotted(oldest)} or newer is needed", f"pip install --upgrade {wanted}")
+    return ok(name, found)
+
+
+def parsed(text: str) -> Version:
+    """The numbers that a version begins with: `2.13.0+cpu` is (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def dotted(numbers: Version) -> str:
+    return ".".join(map(str, numbers))
