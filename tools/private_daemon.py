@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,12 @@ STOP_LIMIT_S = 60.0
 
 class DaemonFailed(Exception):
     """It did not start, or did not stop as it should."""
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel sends it SIGTERM when the parent is gone, however that ended."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 class PrivateDaemon:
@@ -43,10 +51,12 @@ class PrivateDaemon:
                 env=environment | {"NOTIFY_SOCKET": str(folder / "notify")},
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the parent, which then stops the daemon
+                preexec_fn=_end_with_parent,
             )
 
     def wait_until_ready(self, on_status: Callable[[str], None] = lambda status: None) -> None:
-        """`on_status` is told what the daemon says of itself meanwhile. Raises DaemonFailed."""
+        """`on_status` is told what the daemon says of itself, when that is something new. Raises DaemonFailed."""
+        said = ""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -56,7 +66,8 @@ class PrivateDaemon:
             except TimeoutError:
                 continue
             for status in re.findall(r"^STATUS=(.*)$", message, re.MULTILINE):
-                on_status(status)
+                if status != said:
+                    on_status(said := status)
             if re.search(r"^READY=1$", message, re.MULTILINE):
                 return
         raise DaemonFailed(f"djinnd was not ready after {START_LIMIT_S:.0f} s")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from djinnd.core.request import Request
 from djinnd.core.session import Session
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens [start, start + count) of a session, through blocks [first_block, last_block)."""
+    """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had
+    when the batch was composed. The request may end, and the session get another, before the step has run."""
 
     session: Session
+    request: Request
     start: int
     count: int
     first_block: int

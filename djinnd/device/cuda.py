@@ -74,7 +74,16 @@ class CudaDevice(Device):
 
     def pin(self, pieces: Sequence[Tensor]) -> None:
         with ThreadPoolExecutor(_PIN_THREADS, "djinn-pin") as pool:
-            list(pool.map(self._pin_piece, pieces))
+            jobs = [pool.submit(self._pin_piece, piece) for piece in pieces]
+        errors = [job.exception() for job in jobs]
+        failed = next((error for error in errors if error is not None), None)
+        if failed is not None:
+            self.unpin([piece for piece, error in zip(pieces, errors, strict=True) if error is None])
+            nbytes = sum(piece.numel() for piece in pieces)
+            raise OutOfMemory(
+                f"{gib(nbytes)} of host memory cannot be pinned: {failed}; `djinnctl doctor` looks at the memlock limit",
+                needed=nbytes,
+            ) from failed
 
     def _pin_piece(self, piece: Tensor) -> None:
         with torch.cuda.device(self.torch_device):

@@ -39,8 +39,11 @@ class Device(ABC):
         """Device memory under the budget, until `release(label)`. Raises OutOfMemory with the figures."""
         self.budget.reserve(label, torch.Size(shape).numel() * dtype.itemsize)
         try:
-            make = torch.zeros if zero else torch.empty
-            return make(shape, dtype=dtype, device=self.torch_device)
+            if not zero:
+                return torch.empty(shape, dtype=dtype, device=self.torch_device)
+            zeros = torch.zeros(shape, dtype=dtype, device=self.torch_device)
+            self.synchronize()  # whichever stream reads them first
+            return zeros
         except BaseException:
             self.budget.release(label)
             raise
@@ -56,7 +59,9 @@ class Device(ABC):
     @abstractmethod
     def pin(self, pieces: Sequence[Tensor]) -> None:
         """Registers mapped host memory so that copies run at the speed of the bus. A piece is uint8, starts on a host
-        page, and no copy reaches from one into another: the driver refuses that."""
+        page, and no copy reaches from one into another: the driver refuses that.
+
+        Raises OutOfMemory where the host lets no more be pinned, and then none of the pieces is."""
 
     @abstractmethod
     def unpin(self, pieces: Sequence[Tensor]) -> None: ...

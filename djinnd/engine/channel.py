@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from djinn_client.protocol import FrameDecoder
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine, decode_to_engine, encode
@@ -17,6 +18,14 @@ _READ = 1 << 18
 
 class ServerGone(Exception):
     """The server closed its end: there is nobody left to serve."""
+
+
+@contextmanager
+def _gone_where_broken() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise ServerGone from error
 
 
 class Channel:
@@ -37,16 +46,21 @@ class Channel:
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 continue
-            data = self._socket.recv(_READ)
-            if not data:
-                raise ServerGone
-            messages += [decode_to_engine(frame.payload) for frame in self._decoder.feed(data)]
+            messages += [decode_to_engine(frame.payload) for frame in self._decoder.feed(self._read())]
         return messages
 
+    def _read(self) -> bytes:
+        with _gone_where_broken():
+            data = self._socket.recv(_READ)
+        if not data:
+            raise ServerGone
+        return data
+
     def send(self, message: FromEngine, fds: Sequence[int] = ()) -> None:
-        """Blocks while the server's buffer is full. Descriptors are duplicated; the caller keeps its own."""
+        """Blocks while the server's buffer is full. Descriptors are duplicated; the caller keeps its own. Raises
+        ServerGone."""
         frame = memoryview(encode(message, len(fds)))
-        with self._sending:
+        with self._sending, _gone_where_broken():
             if fds:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
                 frame = frame[self._socket.sendmsg([frame], rights) :]

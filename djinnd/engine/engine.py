@@ -63,9 +63,9 @@ class Engine:
     def serve(self) -> None:
         """Until the server says so, or is gone."""
         device = self._device
-        self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
         busy = False
         try:
+            self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
                 for message in self._channel.receive(0.0 if busy else ALIVE_EVERY):
                     self._handlers[type(message)](message)
@@ -74,7 +74,8 @@ class Engine:
                 self._beat()
         except ServerGone:
             log.warning("server_gone")
-        self._loads.close()
+        finally:
+            self._loads.close()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -84,36 +85,38 @@ class Engine:
         if batch is None:
             return False
         started = self._note_started(batch)
-        requests = [_request(row.session) for row in batch.rows if row.samples]
         try:
             sampled = self._runners[batch.model].run(batch)
         except Exception as error:
             self._fail_batch(batch, error)
             return True
-        finished = self._scheduler.complete(batch, sampled.tokens)
         self._steps += 1
-        self._generated += len(sampled.tokens)
+        requests = [row.request for row in batch.rows if row.samples]
         self._tell(requests, sampled, started)
         for index in sampled.unsound:
-            error = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
-            self._fail(requests[index], error)
-        for request in finished:
+            told = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
+            self._fail(requests[index], told)
+        for request in self._scheduler.complete(batch, sampled.tokens):
             self._finish(request)
         return True
 
     def _note_started(self, batch: Batch) -> list[messages.Started]:
         if not self._waiting:
             return []
-        ids = [_request(row.session).id for row in batch.rows]
-        first = [i for i in ids if i in self._waiting]
+        first = [row.request.id for row in batch.rows if row.request.id in self._waiting]
         self._waiting.difference_update(first)
-        return [messages.Started(i, time.monotonic()) for i in first]
+        return [messages.Started(request, time.monotonic()) for request in first]
 
     def _tell(self, requests: Sequence[Request], sampled: Sampled, started: list[messages.Started]) -> None:
+        """What the step gave each request; those that are unsound get no token."""
+        given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
+        unsound = set(sampled.unsound)
         tokens = [
             messages.Token(request.id, token, logprobs)
-            for request, token, logprobs in zip(requests, sampled.tokens, sampled.logprobs, strict=True)
+            for index, (request, token, logprobs) in enumerate(given)
+            if index not in unsound
         ]
+        self._generated += len(tokens)
         if tokens or started:
             self._channel.send(messages.Stepped(tokens, started))
 
@@ -126,7 +129,7 @@ class Engine:
             torch.cuda.empty_cache()
             told = OutOfMemory(f"the step ran out of device memory: {error}")
         for row in batch.rows:
-            self._fail(_request(row.session), told)
+            self._fail(row.request, told)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -141,9 +144,8 @@ class Engine:
     def _run(self, message: messages.Run) -> None:
         try:
             self._submit(message)
-        except (DjinnError, OSError) as error:
-            told = error if isinstance(error, DjinnError) else OutOfMemory(f"no host memory for the logits: {error}")
-            self._channel.send(messages.Failed(message.request, told.code, told.message, told.data))
+        except DjinnError as error:
+            self._refuse(message.request, error)
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
@@ -158,14 +160,14 @@ class Engine:
             logprobs=message.logprobs,
             logits_from=first if message.logits else None,
         )
-        runner = self._runners[session.model]
+        assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
+        self._scheduler.submit(session.id, request, message.tokens)
         if message.logits:
-            runner.open_window(request)
-        try:
-            self._scheduler.submit(session.id, request, message.tokens)
-        except DjinnError:
-            self._close_window(runner, request)
-            raise
+            try:
+                self._runners[session.model].open_window(request)
+            except OSError as error:
+                self._scheduler.rollback(request.id)
+                raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
         self._under_way[request.id] = session
         self._waiting.add(request.id)
 
@@ -192,21 +194,19 @@ class Engine:
 
     def _fail(self, request: Request, error: DjinnError) -> None:
         """Answers with the error; the session is as it was before the request."""
-        session = self._under_way[request.id]
         self._scheduler.rollback(request.id)
-        self._forget(request)
-        self._close_window(self._runners[session.model], request)
-        self._channel.send(messages.Failed(request.id, error.code, error.message, error.data))
+        session = self._forget(request)
+        window = self._runners[session.model].forget(request)
+        if window is not None:
+            window.close()
+        self._refuse(request.id, error)
+
+    def _refuse(self, request: int, error: DjinnError) -> None:
+        self._channel.send(messages.Failed(request, error.code, error.message, error.data))
 
     def _forget(self, request: Request) -> Session:
         self._waiting.discard(request.id)
         return self._under_way.pop(request.id)
-
-    @staticmethod
-    def _close_window(runner: ModelRunner, request: Request) -> None:
-        window = runner.forget(request)
-        if window is not None:
-            window.close()
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,8 @@ class Engine:
                 self._adopt(result)
             except DjinnError as error:
                 log.warning("model_refused model=%s error=%s", result.load.model, error.message)
-                self._channel.send(messages.Failed(result.load.request, error.code, error.message, error.data))
+                self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
+                self._refuse(result.load.request, error)
 
     def _adopt(self, result: LoadResult) -> None:
         if result.error is not None:
@@ -229,6 +230,11 @@ class Engine:
             runner = make_runner(load, result.weights, result.shape, self._device, *self._limits)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"preparing {load.model}: {error}") from error
+        except DjinnError:
+            raise
+        except Exception as error:
+            log.exception("preparing_failed model=%s", load.model)
+            raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
         self._runners[load.model] = runner
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks)
         self._channel.send(messages.Loaded(load.request, runner.info()))
@@ -264,9 +270,9 @@ class Engine:
 
     def _audit(self) -> list[str]:
         findings = []
-        for name, check in (("scheduler", self._scheduler.check_integrity), ("budget", self._device.budget.check_integrity)):
+        for name, audited in (("scheduler", self._scheduler), ("budget", self._device.budget)):
             try:
-                check()
+                audited.check_integrity()
             except AssertionError as error:
                 findings.append(f"{name}: {error}")
         windows = {request for runner in self._runners.values() for request in runner.windows}
@@ -282,11 +288,6 @@ class Engine:
 
     def _shutdown(self, _: messages.Shutdown) -> None:
         self._stopping = True
-
-
-def _request(session: Session) -> Request:
-    assert session.request is not None
-    return session.request
 
 
 def _state(session: Session) -> str:

@@ -4,6 +4,8 @@
     loader thread:     read ─ NeedArena ─ wait ─ fill ─ pin ─ upload ─┘
                                      ▲
     engine thread:          arena_ready / arena_refused (from the server)
+
+A load that is under way when the engine ends is broken off at the next buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory
 from djinnd.device import Device
-from djinnd.engine.channel import Channel
+from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.memory import ModelShape, least_bytes
 from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Load, Loading, NeedArena
 from djinnd.model.loader import Loader, Weights
@@ -37,15 +39,20 @@ class LoadResult:
     error: DjinnError | None
 
 
+class _Closing(Exception):
+    """The engine ends: nobody wants this model any more."""
+
+
 class LoadQueue:
-    """Owns the loader thread. `results` are for the engine's thread; `wake` is called when there is one."""
+    """Owns the loader thread. `results` are for the engine's thread, which is woken when there is one."""
 
     def __init__(self, channel: Channel, device: Device, max_batch_tokens: int) -> None:
         self._channel = channel
         self._device = device
         self._max_batch_tokens = max_batch_tokens
-        self._jobs: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._arenas: queue.SimpleQueue[ArenaReady | ArenaRefused] = queue.SimpleQueue()
+        self._closing = False
+        self._jobs: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: there will be no more
+        self._arenas: queue.SimpleQueue[ArenaReady | ArenaRefused | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="djinn-load", daemon=True)
         self._thread.start()
@@ -60,6 +67,8 @@ class LoadQueue:
         while (load := self._jobs.get()) is not None:
             try:
                 result = self._load(load)
+            except (_Closing, ServerGone):
+                return
             except DjinnError as error:
                 result = LoadResult(load, None, None, error)
             except torch.OutOfMemoryError as error:
@@ -72,6 +81,8 @@ class LoadQueue:
 
     def _load(self, load: Load) -> LoadResult:
         def progress(stage: str, done: int, total: int) -> None:
+            if self._closing:
+                raise _Closing
             self._channel.send(Loading(load.model, stage, done, total))
 
         progress("opening", 0, 0)
@@ -85,14 +96,19 @@ class LoadQueue:
     def _open_arena(self, load: Load, nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
         self._channel.send(NeedArena(load.request, load.model, nbytes, fingerprint))
         answer = self._arenas.get()
-        while answer.request != load.request:  # of a load that failed meanwhile
-            answer = self._arenas.get()
+        if answer is None:
+            raise _Closing
+        assert answer.request == load.request, (answer, load.request)
         if isinstance(answer, ArenaRefused):
             raise OutOfMemory(answer.message, **answer.data)
         return map_arena(answer, nbytes), answer.complete
 
     def close(self) -> None:
+        """Returns when the thread has ended; a load that was under way is broken off."""
+        self._closing = True
+        self._arenas.put(None)
         self._jobs.put(None)
+        self._thread.join()
 
 
 def map_arena(answer: ArenaReady, nbytes: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.kvcache.manager import page_size_for
+from djinnd.model.sampler import TEMPORARY_BYTES
 
 MIN_TOKENS = 512  # a model is not worth loading for shorter sessions
 FULL_SESSIONS = 64  # automatic KV: never more than so many sessions of full length could use
@@ -40,9 +41,9 @@ class KvPlan:
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """Activations of the largest step and the logits of its rows, with the copies that sampling makes."""
+    """Activations of the largest step, the logits of its rows, and what the sampler makes of them."""
     activations = max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
-    return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 3 * 4)
+    return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 
 def least_bytes(shape: ModelShape, max_batch_tokens: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,7 +38,8 @@ class ModelRunner:
         self.plan = plan
         self.device = device
         self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
-        self.sampler = Sampler(model.vocab, device.torch_device)
+        with device.computing():
+            self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
         self.graphs: DecodeGraphs | None = None
         if isinstance(device, CudaDevice):
@@ -54,8 +58,9 @@ class ModelRunner:
                 logits = self._decode(self.graphs, batch.rows)
             else:
                 logits = self._mixed(batch.rows)
-            sampling = [row.session for row in batch.rows if row.samples]
-            return self.sampler.sample(logits, sampling) if sampling else Sampled([], [], [])
+            if logits is None:
+                return Sampled([], [], [])
+            return self.sampler.sample(logits, [row.session for row in batch.rows if row.samples])
 
     def _decode(self, graphs: DecodeGraphs, rows: tuple[Row, ...]) -> Tensor:
         inputs = graphs.inputs(len(rows))
@@ -64,41 +69,36 @@ class ModelRunner:
         inputs.send()
         return graphs.replay(len(rows))
 
-    def _mixed(self, rows: tuple[Row, ...]) -> Tensor:
-        """→ logits of the rows that sample."""
-        table = self.kv.page_table([row.session.id for row in rows])
-        inputs = StepInputs(self.device, sum(row.count for row in rows), len(rows), table.shape[1])
+    def _mixed(self, rows: tuple[Row, ...]) -> Tensor | None:
+        """→ logits of the rows that sample, if any does."""
+        counts = [row.count for row in rows]
+        inputs = StepInputs(self.device, sum(counts), len(rows), max(self.kv.pages_held(r.session.id) for r in rows))
         self._compose(inputs, rows)
-        ends = np.cumsum([row.count for row in rows])
+        ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        told = [(row, range(end - row.end + _logits_from(row), end)) for row, end in zip(rows, ends, strict=True)]
-        picks = [*sampling, *(token for _, tokens in told for token in tokens)]
-        inputs.host["picks"][: len(picks)] = picks
+        told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - _told(row), end)]
+        inputs.host["picks"][: len(sampling) + len(told)] = sampling + told
         inputs.send()
         hidden = self.model.forward(
             inputs,
-            max_query=max(row.count for row in rows),
+            max_query=max(counts),
             max_kv=max(row.end for row in rows),
             fresh=all(row.start == 0 for row in rows),
         )
-        picked = inputs.picks(len(picks))
-        self._tell_logits(hidden, picked[len(sampling) :], told)
-        return self.model.logits(hidden, picked[: len(sampling)]) if sampling else hidden
+        picked = inputs.picks(len(sampling) + len(told))
+        self._tell_logits(hidden, picked[len(sampling) :], rows)
+        return self.model.logits(hidden, picked[: len(sampling)]) if sampling else None
 
-    def _tell_logits(self, hidden: Tensor, picks: Tensor, told: list[tuple[Row, range]]) -> None:
+    def _tell_logits(self, hidden: Tensor, picks: Tensor, rows: Sequence[Row]) -> None:
         """Writes each forward pass's logits to its window, a bounded number of rows at a time."""
-        offset = 0
-        for row, tokens in told:
-            for start in range(0, len(tokens), LOGIT_ROWS):
-                count = min(LOGIT_ROWS, len(tokens) - start)
-                logits = self.model.logits(hidden, picks[offset : offset + count])
-                self._window(row).write(row.end - len(tokens) + start - _logits_start(row), logits)
-                offset += count
-
-    def _window(self, row: Row) -> LogitsWindow:
-        request = row.session.request
-        assert request is not None
-        return self.windows[request.id]
+        for row, own in zip(rows, picks.split([_told(row) for row in rows]), strict=True):
+            first = row.request.logits_from
+            if first is None or not len(own):
+                continue
+            window, position = self.windows[row.request.id], row.end - len(own)
+            for some in own.split(LOGIT_ROWS):
+                window.write(position - first, self.model.logits(hidden, some))
+                position += len(some)
 
     def _compose(self, inputs: StepInputs, rows: tuple[Row, ...]) -> None:
         """Fills the host side of `inputs` for `rows`, which may have fewer than it has room for."""
@@ -171,17 +171,10 @@ def workspace_label(name: str) -> str:
     return f"workspace of {name}"
 
 
-def _logits_start(row: Row) -> int:
-    request = row.session.request
-    assert request is not None and request.logits_from is not None
-    return request.logits_from
-
-
-def _logits_from(row: Row) -> int:
-    """First position of the row whose logits are told; its end where none are."""
-    request = row.session.request
-    assert request is not None
-    return row.end if request.logits_from is None else max(row.start, min(row.end, request.logits_from))
+def _told(row: Row) -> int:
+    """How many of the row's tokens have their logits told: its last ones, or none."""
+    first = row.request.logits_from
+    return 0 if first is None else max(0, row.end - max(row.start, first))
 
 
 def _slots(

@@ -14,7 +14,8 @@ from djinnd.model.paged_model import PagedModel
 def make_runner(
     load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
 ) -> ModelRunner:
-    """Runs on the engine's thread, between steps. Raises OutOfMemory or ModelRejected; the weights are given back then."""
+    """Runs on the engine's thread, between steps. Raises OutOfMemory or ModelRejected, and has then given back the
+    weights, too."""
     labels: list[str] = []
     try:
         device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))

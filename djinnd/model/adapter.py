@@ -12,7 +12,9 @@ epilogue (final norm, head, and whatever scale or cap the family puts there):
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +35,8 @@ class _StandIn(nn.Module):
         super().__init__()
         self.index = index
         self.last = index == len(adapter.blocks) - 1
-        # Past nn.Module's bookkeeping: neither is a child of ours.
-        object.__setattr__(self, "adapter", adapter)
-        object.__setattr__(self, "block", block)
+        self.adapter = weakref.proxy(adapter)  # it owns the model and so us: a cycle would keep unloaded weights
+        object.__setattr__(self, "block", block)  # past nn.Module's bookkeeping: it is no child of ours
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
@@ -68,9 +69,10 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and type(m[0]).__name__ in names]
     if len(found) != 1:
+        kinds = ", ".join(sorted(names)) or "unnamed"
         raise ModelRejected(
-            f"{type(model).__name__} has {len(found)} lists of decoder layers ({', '.join(sorted(names)) or 'unnamed'}); "
-            "djinnd runs models with exactly one",
+            f"{type(model).__name__} has {len(found)} lists of decoder layers ({kinds}); djinnd runs models with exactly "
+            "one",
             family=type(model).__name__,
         )
     return found[0]
@@ -98,10 +100,8 @@ class Adapter:
 
     def prologue(self, ids: Tensor, positions: Tensor) -> Prologue:
         """ids, positions: int64 [1, tokens]."""
-        try:
+        with suppress(_PrologueDone):
             self.model(input_ids=ids, position_ids=positions, past_key_values=None, use_cache=False)
-        except _PrologueDone:
-            pass
         assert self._hidden is not None
         return Prologue(self._hidden, list(self._recorded))
 

@@ -2,12 +2,13 @@
 
 A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Two things must
 hold, on the weights that will serve: our attention ran exactly once in each block, and a prompt that is run at once
-gives the logits of the same prompt run in a chunk and single steps.
+gives the logits of the same prompt run in chunks and single steps. (It also compiles every kernel before the first user.)
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,14 +17,17 @@ from djinnd.device import Device
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 
-TOKENS = 12
-CHUNK = 8
-# ‖a - b‖ / ‖b‖ of logits that two roundings of the same arithmetic may show; a wrong path shows 0.1 to 1.
+CHUNKS = (13, 16)  # a fresh one, and one with history
+SINGLES = 11
+TOKENS = sum(CHUNKS) + SINGLES
+# ‖a - b‖ / ‖b‖ of logits that two roundings of the same arithmetic may show; a wrong path shows 0.1 to 1. Of all single
+# steps the median counts: a router of experts may choose differently at a near tie, for a token here and there.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 def check_paging(model: PagedModel, device: Device, page_size: int) -> None:
     """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed."""
+    family = model.skeleton.family
     pages = np.arange(1, 2 + TOKENS // page_size, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, model.vocab, TOKENS)
     for paged in model.paged:
@@ -32,27 +36,34 @@ def check_paging(model: PagedModel, device: Device, page_size: int) -> None:
     calls = {paged.calls for paged in model.paged}
     if calls != {1}:
         raise ModelRejected(
-            f"{model.skeleton.family} fails the check at load: attention ran {sorted(calls)} times in its blocks, not once",
-            family=model.skeleton.family,
+            f"{family} fails the check at load: attention ran {sorted(calls)} times in its blocks, not once",
+            family=family,
         )
-    _run(model, device, tokens[:CHUNK], 0, pages, page_size)
-    for position in range(CHUNK, TOKENS):
-        single = _run(model, device, tokens[position : position + 1], position, pages, page_size)
+    start = 0
+    for count in CHUNKS:
+        _run(model, device, tokens[start : start + count], start, pages, page_size)
+        start += count
+    singles = torch.cat([_run(model, device, tokens[i : i + 1], i, pages, page_size) for i in range(start, TOKENS)])
     model.zero_pages(pages.tolist())
-    error = ((single - whole).norm() / whole.norm()).item()
+    error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
     if not error < _TOLERANCE[model.dtype]:
         raise ModelRejected(
-            f"{model.skeleton.family} fails the check at load: prompt at once and token by token differ by {error:.2g} "
-            f"of the logits' norm, {_TOLERANCE[model.dtype]:.2g} is allowed",
-            family=model.skeleton.family,
+            f"{family} fails the check at load: a prompt at once and the same token by token differ by {error:.2g} of "
+            f"the logits' norm, {_TOLERANCE[model.dtype]:.2g} is allowed",
+            family=family,
             error=error,
         )
 
 
 def _run(
-    model: PagedModel, device: Device, tokens: np.ndarray, start: int, pages: np.ndarray, page_size: int
+    model: PagedModel,
+    device: Device,
+    tokens: npt.NDArray[np.int64],
+    start: int,
+    pages: npt.NDArray[np.int32],
+    page_size: int,
 ) -> Tensor:
-    """Logits [vocab], float32, of the last of `tokens`, which stand at positions from `start`."""
+    """Logits [tokens, vocab], float32, of `tokens`, which stand at positions from `start`."""
     count = len(tokens)
     inputs = StepInputs(device, count, 1, len(pages))
     positions = np.arange(start, start + count)
@@ -60,13 +71,13 @@ def _run(
     host["ids"][:] = tokens
     host["positions"][:] = positions
     host["slots"][:] = pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
-    host["picks"][:] = count - 1
+    host["picks"][:] = np.arange(count)
     host["starts"][:] = (0, count)
     host["lengths"][:] = start + count
     host["table"][:] = pages
-    with device.computing():
+    with device.computing(), torch.inference_mode():
         inputs.send()
         hidden = model.forward(inputs, max_query=count, max_kv=start + count, fresh=start == 0)
-        logits = model.logits(hidden, inputs.picks(1))[0].float()
+        logits = model.logits(hidden, inputs.picks(count)).float()
         device.synchronize()
     return logits

@@ -49,7 +49,7 @@ class SharedLinear(nn.Module):
 
 
 def fuse(block: nn.Module, layout: Layout, buffer: Tensor) -> None:
-    """Replaces, in a block that is bound to `buffer`, every group of plain Linear modules that the layout has joined."""
+    """Replaces, in a block that is bound to `buffer`, each group of plain Linear modules that the layout has joined."""
     for run in layout.runs:
         if not all(name.endswith(".weight") for name in run):
             continue
@@ -62,7 +62,7 @@ def fuse(block: nn.Module, layout: Layout, buffer: Tensor) -> None:
         if any(has_bias) and biases not in layout.runs:
             continue
         bias = layout.joined(buffer, biases) if all(has_bias) else None
-        sizes = [member.out_features for member in members]
+        sizes = [layout.entries[name].shape[0] for name in run]
         product = SharedProduct(sizes, layout.joined(buffer, run), bias)
         for index, path in enumerate(paths):
             parent, _, leaf = path.rpartition(".")

@@ -24,7 +24,7 @@ EAGER_LOAD = 64  # buckets up to this are captured at load, the others when firs
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The captured step for up to so many sessions that decode. Holds every tensor that one graph leaves for another."""
+    """The captured step for up to so many sessions that decode. Holds all tensors that one graph leaves for another."""
 
     inputs: StepInputs
     graphs: list[torch.cuda.CUDAGraph]

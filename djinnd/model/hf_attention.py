@@ -17,6 +17,8 @@ from djinnd.model.attention import PagedAttention, PagedBatch
 
 NAME = "djinn"
 
+_KNOWN_TENSORS = {"position_ids", "cache_position"}  # what the page table says already
+
 
 @dataclass(slots=True)
 class AttentionContext:
@@ -37,12 +39,13 @@ class BlockKV:
 
 
 class ShapesSeen(Exception):
-    """Raised by an attention module that has no pages yet: carries what shape of q, k and v it asks for."""
+    """Raised by an attention module that has no pages yet: carries what shape of k and v it asks for, and what else of
+    its arguments our attention would pass over in silence ("": nothing)."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def __init__(self, key: Tensor, value: Tensor, unserved: str) -> None:
         super().__init__("attention shapes")
-        self.heads, self.head_dim = query.shape[1], query.shape[3]
         self.kv_heads, self.key_dim, self.value_dim = key.shape[1], key.shape[3], value.shape[3]
+        self.unserved = unserved
 
 
 def paged_attention(
@@ -64,7 +67,7 @@ def paged_attention(
     """
     paged: BlockKV | None = getattr(module, "paged", None)
     if paged is None:
-        raise ShapesSeen(query, key, value)
+        raise ShapesSeen(key, value, _unserved(module, attention_mask, kwargs))
     assert attention_mask is None and dropout == 0.0
     batch = paged.context.batch
     assert batch is not None
@@ -85,6 +88,16 @@ def paged_attention(
         sinks=s_aux,
     )
     return out.unsqueeze(0), None
+
+
+def _unserved(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> str:
+    """What a family wants of attention beyond a causal window over all earlier tokens."""
+    unknown = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    if mask is not None:
+        unknown.append("a mask of its own")
+    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.append("attention to later tokens")
+    return ", ".join(unknown)
 
 
 def install() -> None:

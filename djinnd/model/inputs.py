@@ -2,7 +2,8 @@
 
     staging (host, pinned) and device, the same layout, each array aligned to 8 bytes:
 
-    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [T] │ starts i32 [R+1] │ lengths i32 [R] │ table i32 [R, W] │
+    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [T] │ starts i32 [R+1] │ lengths i32 [R] │ …
+    … │ table i32 [R, W] │
 
 T tokens, R rows, W pages of the widest row. A captured graph keeps the device addresses, so its inputs are allocated
 once and padded: rows that nobody wants stand at position 0 of the scratch page.

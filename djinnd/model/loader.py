@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinnd.device import Device
 from djinnd.device.budget import gib
-from djinnd.model.fast_norm import replace_norms
 from djinnd.model.fused import fuse
 from djinnd.model.recipes import RecipeBook
 from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, read_config
@@ -41,10 +40,10 @@ class Weights:
     skeleton: Skeleton
     store: WeightStore
     host: Tensor
-    buffers: list[Tensor]
     dtype: torch.dtype
     parameters: int
-    labels: list[str]
+    buffers: list[Tensor] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +60,10 @@ class Weights:
 
 
 class Loader:
-    """Loads one model. `check` and `run` raise ModelNotFound, ModelRejected or OutOfMemory, and leave nothing behind."""
+    """Loads one model: `Loader(…)`, `admit`, `run`. What fails leaves nothing behind on the device."""
 
     def __init__(self, name: str, folder: Path, device: Device, dtype: str) -> None:
+        """Raises ModelNotFound, ModelRejected, or InvalidRequest for a `dtype` that is none."""
         self.name = name
         self.device = device
         self.checkpoint = Checkpoint(folder)
@@ -90,41 +90,43 @@ class Loader:
         return hashlib.sha256(f"{self.checkpoint.fingerprint()} {layout}".encode()).hexdigest()
 
     def admit(self, more: int) -> None:
-        """`more`: bytes that the model needs on the device beside its weights, at the least."""
+        """Raises OutOfMemory. `more`: bytes that the model needs on the device beside its weights, at the least."""
         need, free = self.device_bytes + more, self.device.budget.free
         if need > free:
             raise OutOfMemory(
                 f"{self.name} needs {gib(need)} of device memory ({gib(self.device_bytes)} of weights as "
-                f"{str(self.dtype).removeprefix('torch.')}, {gib(more)} for KV and workspace); {gib(free)} of the budget "
-                f"of {gib(self.device.budget.total)} is free",
+                f"{str(self.dtype).removeprefix('torch.')}, {gib(more)} for KV and workspace); {gib(free)} of the "
+                f"budget of {gib(self.device.budget.total)} is free: unload a model or raise --memory",
                 needed=need,
                 free=free,
                 budget=self.device.budget.total,
             )
 
     def run(self, arena: Arena, progress: Progress) -> Weights:
+        """Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
         host, filled = arena(self.store.nbytes, self.fingerprint)
         self.store.attach(host)
         if not filled:
             self.store.fill(lambda done, total: progress("reading", done, total))
-        labels: list[str] = []
-        buffers: list[Tensor] = []
+        for buffer in self.store.buffers:
+            buffer.recipes.clear()  # they hold the checkpoint's files open
+        parameters = sum(e.numel for b in self.store.buffers for e in b.layout.entries.values())
+        weights = Weights(self.skeleton, self.store, host, self.dtype, parameters)
         self.device.pin(self.store.pieces())
         try:
-            for index, buffer in enumerate(self.store.buffers):
-                label = f"weights of {self.name}, {buffer.name or 'rest'}"
-                buffers.append(self.device.allocate(label, (buffer.layout.numel,), self.dtype))
-                labels.append(label)
-            self._upload(buffers, progress)
-            self._bind(buffers)
+            self._allocate(weights)
+            self._upload(weights.buffers, progress)
+            self._bind(weights.buffers)
         except BaseException:
-            self.device.synchronize()
-            self.device.unpin(self.store.pieces())
-            for label in labels:
-                self.device.release(label)
+            weights.release(self.device)
             raise
-        parameters = sum(e.numel for b in self.store.buffers for e in b.layout.entries.values())
-        return Weights(self.skeleton, self.store, host, buffers, self.dtype, parameters, labels)
+        return weights
+
+    def _allocate(self, weights: Weights) -> None:
+        for buffer in self.store.buffers:
+            label = f"weights of {self.name}, {buffer.name or 'rest'}"
+            weights.buffers.append(self.device.allocate(label, (buffer.layout.numel,), self.dtype))
+            weights.labels.append(label)
 
     def _upload(self, buffers: list[Tensor], progress: Progress) -> None:
         events = [self.device.copy(buffer, self.store.host(index)) for index, buffer in enumerate(buffers)]
@@ -139,14 +141,16 @@ class Loader:
         blocks = skeleton.adapter.blocks
         materialise_buffers(skeleton.model, blocks, self.device.torch_device)
         *block_buffers, rest = buffers
-        for block, buffer, memory in zip(blocks, self.store.buffers, block_buffers, strict=False):
+        for block, buffer, memory in zip(blocks, self.store.buffers[:-1], block_buffers, strict=True):
             bind(block, buffer.layout.views(memory))
             fuse(block, buffer.layout, memory)
         views = self.store.buffers[-1].layout.views(rest)
         for first, others in skeleton.tied.items():
-            views |= {other: views[first] for other in others}
+            views |= dict.fromkeys(others, views[first])
         bind(skeleton.model, views)
         if self.device.torch_device.type == "cuda":
+            from djinnd.model.fast_norm import replace_norms  # needs Triton, which comes with CUDA builds of torch
+
             for module in (skeleton.model, *blocks):
                 replace_norms(module)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from djinnd.model.attention import attention_for
 from djinnd.model.hf_attention import AttentionContext, BlockKV
 from djinnd.model.inputs import StepInputs
-from djinnd.model.attention import attention_for
 from djinnd.model.skeleton import Skeleton
 
 
@@ -33,7 +33,7 @@ class PagedModel:
 
     @property
     def vocab(self) -> int:
-        return int(self.adapter.model.config.vocab_size)
+        return int(self.skeleton.config.vocab_size)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -38,11 +40,15 @@ class RecipeBook:
         self._sources = _match(model, checkpoint)
 
     def require(self, names: Iterable[str], tied: dict[str, list[str]]) -> None:
-        """Raises ModelRejected when a parameter has no source. A tied one may have been saved under any of its names."""
+        """Raises ModelRejected when a parameter has no source, or one that cannot be read.
+
+        A tied parameter may have been saved under any of its names; under several, with the same values.
+        """
         for first, others in tied.items():
             for other in others:
                 if other in self._sources:
-                    self._sources.setdefault(first, self._sources[other])
+                    self._adopt(first, other)
+        names = list(names)
         missing = [name for name in names if name not in self._sources]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -50,18 +56,33 @@ class RecipeBook:
                 f"{self._checkpoint.folder} lacks tensor {missing[0]}{more}", tensor=missing[0], missing=len(missing)
             )
 
+        for name in names:
+            for source, _ in self._sources[name].tensors:
+                self._checkpoint.check_readable(source)
+
+    def _adopt(self, first: str, other: str) -> None:
+        """What was saved as `other` is `first`, too."""
+        if first not in self._sources:
+            self._sources[first] = self._sources[other]
+        elif not torch.equal(self.recipe(first)(), self.recipe(other)()):
+            raise ModelRejected(
+                f"{self._checkpoint.folder / 'config.json'} says that {first} and {other} are one tensor, but the "
+                "checkpoint has two different ones: set tie_word_embeddings to false",
+                tensor=other,
+            )
+
     def recipe(self, name: str) -> Recipe:
         sources = self._sources[name]
         if sources.converter is None:
             source = sources.tensors[0][0]
-            return lambda: self._checkpoint.read(source)
-        return lambda: self._convert(name, sources)
+            return partial(self._checkpoint.read, source)
+        return partial(self._convert, name, sources)
 
     def _convert(self, name: str, sources: _Sources) -> Tensor:
         converter = deepcopy(sources.converter)
         assert converter is not None
         for source, pattern in sources.tensors:
-            converter.add_tensor(name, source, pattern, lambda source=source: self._checkpoint.read(source))
+            converter.add_tensor(name, source, pattern, partial(self._checkpoint.read, source))  # type: ignore[arg-type]
         try:
             made = converter.convert(name, model=self._model, config=self._model.config)[name]
         except Exception as error:  # transformers' own converters, on the checkpoint's tensors

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
-from djinnd.model.adapter import Adapter, find_blocks
+from djinnd.model.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.families import PATCHED
 from djinnd.weights.layout import Layout
 
@@ -40,12 +40,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
     rope = _rope_types(getattr(config, "rope_parameters", None)) & _LEAKY_ROPE
     if rope:
         raise ModelRejected(
-            f"{config.model_type} with {', '.join(sorted(rope))} RoPE is refused: its frequencies depend on the longest "
-            "row of a batch, so sessions would change each other's output",
+            f"{config.model_type} with {', '.join(sorted(rope))} RoPE is refused: its frequencies depend on the "
+            "longest row of a batch, so sessions would change each other's output",
             family=config.model_type,
         )
     if getattr(config, "quantization_config", None):
-        raise ModelRejected("quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type)
+        raise ModelRejected(
+            f"{folder}: quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type
+        )
     return config
 
 
@@ -72,7 +74,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         )
     model.eval()
     model.tie_weights()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Skeleton:
@@ -82,9 +84,11 @@ class Skeleton:
         self.model = model
         self.config = model.config
         self.family: str = model.config.model_type
-        self.tied = _tied(model)
         self.names = _parameter_shapes(model)
         self.prefixes = _block_prefixes(model)
+        self.tied = _tied(model)
+        if any(name.startswith(tuple(self.prefixes)) for names in self.tied.items() for name in (names[0], *names[1])):
+            raise ModelRejected(f"{self.family} shares parameters between its blocks: not served yet", family=self.family)
         self.adapter = Adapter(model)
         self.kv_shape = self._learn_kv_shape()
 
@@ -112,15 +116,16 @@ class Skeleton:
     def _learn_kv_shape(self) -> KVShape:
         """Runs each block on the meta device until its attention asks for pages."""
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        prologue = self.adapter.prologue(ids, ids)
-        shapes = set()
-        for index, arguments in enumerate(prologue.arguments):
-            try:
-                self.adapter.run_block(index, prologue.hidden, arguments)
-            except hf_attention.ShapesSeen as seen:
-                shapes.add((seen.kv_heads, seen.key_dim, seen.value_dim))
-            else:
-                raise ModelRejected(f"block {index} of {self.family} never called the attention interface", block=index)
+        try:
+            prologue = self.adapter.prologue(ids, ids)
+            seen = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
+        except ModelRejected:
+            raise
+        except Exception as error:  # whatever a family's forward stumbles over
+            raise ModelRejected(
+                f"{self.family} cannot be driven block by block: {error!r}", family=self.family
+            ) from error
+        shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in seen}
         if len(shapes) != 1 or any(key != value for _, key, value in shapes):
             raise ModelRejected(
                 f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not served yet",
@@ -128,6 +133,17 @@ class Skeleton:
             )
         kv_heads, head_dim, _ = shapes.pop()
         return KVShape(kv_heads, head_dim)
+
+    def _attention_of(self, index: int, prologue: Prologue) -> hf_attention.ShapesSeen:
+        try:
+            self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
+        except hf_attention.ShapesSeen as seen:
+            if seen.unserved:
+                raise ModelRejected(
+                    f"the attention of {self.family} wants what djinnd cannot give: {seen.unserved}", family=self.family
+                ) from None
+            return seen
+        raise ModelRejected(f"block {index} of {self.family} never called the attention interface", family=self.family)
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
@@ -171,13 +187,11 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
     on meta there, so that initialising them costs nothing.
     """
     for module in [m for root in (model, *blocks) for m in root.modules()]:
-        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        derived = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        missing = {name: buffer for name, buffer in derived.items() if buffer is not None and buffer.is_meta}
         if not missing:
             continue
-        for name in missing:
-            module._buffers[name] = torch.full_like(module._buffers[name], float("nan"), device="cpu") if (
-                module._buffers[name].is_floating_point()  # type: ignore[union-attr]
-            ) else torch.zeros_like(module._buffers[name], device="cpu")
+        module._buffers |= {name: _without_values(buffer) for name, buffer in missing.items()}
         model._init_weights(module)  # type: ignore[operator]
         for name in missing:
             buffer = module._buffers[name]
@@ -185,3 +199,8 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
             if buffer.is_floating_point() and buffer.isnan().any():
                 raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
             module._buffers[name] = buffer.to(device)
+
+
+def _without_values(buffer: Tensor) -> Tensor:
+    """On the host; NaN where the dtype has one, so that a buffer which nobody computes is found."""
+    return torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu")

@@ -109,7 +109,7 @@ class ModelQueue:
             request.move("start")
         session.touched = step
         samples = request.max_tokens > 0 and count == session.remaining
-        return Row(session, session.computed, count, 0, self.num_blocks, samples)
+        return Row(session, request, session.computed, count, 0, self.num_blocks, samples)
 
     def _secure_pages(self, order: list[Session], session: Session) -> bool:
         """Pages for all tokens that the session has, so that no prompt stops half-way for want of them; where they

@@ -42,7 +42,7 @@ class Scheduler:
         self._sessions: dict[str, Session] = {}
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
         self._step = 0
-        self._in_step: tuple[Request | None, ...] = ()  # of the last batch, row by row, until it completes
+        self._completed = 0  # the last step that did
 
     # --- models and sessions ----------------------------------------------------------------------------------------
 
@@ -170,7 +170,6 @@ class Scheduler:
         queue = self._queues[name] = self._queues.pop(name)
         self._step += 1
         rows = queue.compose(self._step, self.max_batch_tokens, self.max_rows)
-        self._in_step = tuple([row.session.request for row in rows])
         return Batch(name, rows, self._step)
 
     def complete(self, batch: Batch, next_tokens: Sequence[int]) -> list[Request]:
@@ -179,14 +178,14 @@ class Scheduler:
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
-        requests, self._in_step = self._in_step, ()
-        assert len(requests) == len(batch.rows), f"step {batch.step} completes twice"
+        assert batch.step > self._completed, f"step {batch.step} completes twice"
+        self._completed = batch.step
         tokens = iter(next_tokens)
         finished = []
-        for row, request in zip(batch.rows, requests, strict=True):
+        for row in batch.rows:
             token = next(tokens) if row.samples else None
-            session = row.session
-            if request is None or session.request is not request:
+            session, request = row.session, row.request
+            if session.request is not request:
                 continue  # it has ended while the step ran
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count

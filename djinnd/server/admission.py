@@ -37,7 +37,6 @@ def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, r
     """`room`: tokens that must fit behind the prompt. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not prompt and not session_tokens:
         raise InvalidRequest("the session is empty: the first call needs a prompt")
-    check_tokens(prompt, model)
     length = session_tokens + len(prompt)
     if length + room > model.max_context:
         raise PromptTooLong(
@@ -48,6 +47,7 @@ def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, r
             prompt_tokens=len(prompt),
             max_context=model.max_context,
         )
+    check_tokens(prompt, model)
 
 
 def check_tokens(tokens: Sequence[int], model: ModelInfo) -> None:

@@ -243,4 +243,5 @@ class Client:
         """The last word to a client that does not keep to the protocol. Its requests under way are cancelled."""
         log.info("client_refused fd=%d pid=%d user=%d reason=%s", self.fd, *self.peer, error)
         self._fail(0, error)
+        self.cancel_calls()
         self._connection.close_when_sent()

@@ -38,11 +38,10 @@ class Generation:
         self._stop_tokens = stop_tokens
         self._text = text
         self._matcher = StopMatcher(request.stop)
-        self._eager = request.stream or bool(request.stop)  # otherwise the text can wait for the end
         self._received = received
         self._started = self._first_token = 0.0
         self._told = self._prompt_end  # tokens before this have been in a piece
-        self._untold = ""
+        self._untold: list[str] = []
         self._logprobs: list[Logprobs] = []
 
     def started(self, at: float) -> None:
@@ -57,9 +56,9 @@ class Generation:
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        if not self._eager:
-            return None
-        self._untold += self._matcher.feed(self._text_of(token))
+        text = self._matcher.feed(self._text_of(token))
+        if text:
+            self._untold.append(text)
         if self._matcher.matched is not None:
             self.keep = len(self._tokens) - self._prompt_end
         if self._request.stream and (self._untold or self._text is None):
@@ -68,7 +67,7 @@ class Generation:
 
     def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
         """The final reply. `computed` counts the prompt's tokens that the model ran."""
-        self._untold += self._rest_of_text()
+        self._untold.append(self._matcher.finish("" if self._text is None else self._text.finish()))
         stopped = self._matcher.matched is not None
         return Generated(
             id=self._request.id,
@@ -92,18 +91,12 @@ class Generation:
         """Tokens in the session, as this side counts."""
         return len(self._tokens)
 
-    def _rest_of_text(self) -> str:
-        if self._text is None or self._matcher.matched is not None:
-            return ""
-        late = "" if self._eager else "".join(map(self._text_of, self._tokens[self._prompt_end :]))
-        return self._matcher.finish(late + self._text.finish())
-
     def _text_of(self, token: int) -> str:
         """A stop token is the session's, but says nothing."""
         return "" if self._text is None or token in self._stop_tokens else self._text.feed(token)
 
     def _take(self) -> dict[str, Any]:
         """What no piece has brought yet; from now on it has been."""
-        taken = {"text": self._untold, "token_ids": self._tokens[self._told :], "logprobs": self._logprobs}
-        self._untold, self._told, self._logprobs = "", len(self._tokens), []
+        taken = {"text": "".join(self._untold), "token_ids": self._tokens[self._told :], "logprobs": self._logprobs}
+        self._untold, self._told, self._logprobs = [], len(self._tokens), []
         return taken

@@ -22,7 +22,7 @@ from djinnd.server.sessions import SessionTable
 from djinnd.server.status import Status
 from djinnd.server.vocabulary import Vocabulary
 
-LONG_TEXT = 16 << 10  # characters; such a prompt is tokenised in a thread
+LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
 
 _NEW_WORK = (protocol.OpenSession, protocol.Generate, protocol.Forward, protocol.LoadModel)
 

@@ -46,6 +46,7 @@ class Status:
     async def reply(self, request: int, check: bool) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
         report = await self._report(check)
+        classes = Counter(session.priority for session in self._sessions)
         states = Counter(self.session_state(session) for session in self._sessions)
         return StatusReply(
             id=request,
@@ -56,7 +57,7 @@ class Status:
             state=self.state,
             devices=[self._device_info(report)],
             models=self._model_infos(report),
-            sessions=Counter(dict.fromkeys(CLASSES, 0)) + Counter(session.priority for session in self._sessions),
+            sessions={name: classes[name] for name in CLASSES},
             requests_running=states["running"] + states["held"],
             requests_queued=states["queued"],
             connections=len(self._clients),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from djinn_client.errors import ModelNotFound, ModelRejected
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class TensorInfo:
     name: str
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    stored: str  # the dtype, as safetensors calls it; one of DTYPES, or the tensor is not read
 
 
 class Checkpoint:
@@ -40,39 +42,35 @@ class Checkpoint:
             raise ModelNotFound(f"{folder} is not a checkpoint: it has no config.json", path=str(folder))
         self.config = read_json(config)
         self._open: dict[Path, Any] = {}
-        self.tensors = {info.name: info for file in self._files() for info in self._scan(file)}
-        self._check_index()
-
-    def _files(self) -> list[Path]:
-        files = sorted(self.folder.glob("model*.safetensors"))
-        if not files:
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        if single.is_file():  # transformers, too, then looks no further
+            self.tensors = self._scan([single])
+        elif index.is_file():
+            promised = _weight_map(index)
+            self.tensors = self._scan([folder / file for file in sorted(set(promised.values()))])
+            self._check_promises(index, promised)
+        else:
             raise ModelNotFound(
-                f"{self.folder} has no model*.safetensors; checkpoints in other formats (.bin, GGUF) must be converted",
-                path=str(self.folder),
+                f"{folder} has neither {single.name} nor {index.name}; checkpoints in other formats (.bin, GGUF) must be "
+                "converted",
+                path=str(folder),
             )
-        return files
+        self.dtype = self._commonest_dtype()
 
-    def _scan(self, file: Path) -> Iterator[TensorInfo]:
+    def _scan(self, files: list[Path]) -> dict[str, TensorInfo]:
+        return {info.name: info for file in files for info in self._tensors_of(file)}
+
+    def _tensors_of(self, file: Path) -> Iterator[TensorInfo]:
         try:
             handle = self._open[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelRejected(f"{file.name} is damaged or cut short: {error}", file=str(file)) from error
-        for name in handle.keys():
+        for name in handle.keys():  # noqa: SIM118: the handle is no dict
             piece = handle.get_slice(name)
-            dtype = _DTYPES.get(piece.get_dtype())
-            if dtype is None:
-                raise ModelRejected(
-                    f"{file.name}: tensor {name} is {piece.get_dtype()}; djinnd takes F32, F16 and BF16 weights",
-                    file=str(file),
-                    tensor=name,
-                )
-            yield TensorInfo(name, file, tuple(piece.get_shape()), dtype)
+            yield TensorInfo(name, file, tuple(piece.get_shape()), piece.get_dtype())
 
-    def _check_index(self) -> None:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            return
-        for name, file in read_json(index).get("weight_map", {}).items():
+    def _check_promises(self, index: Path, promised: dict[str, str]) -> None:
+        for name, file in promised.items():
             if name not in self.tensors:
                 raise ModelRejected(
                     f"{index.name} promises tensor {name} in {file}, which does not have it",
@@ -80,27 +78,51 @@ class Checkpoint:
                     tensor=name,
                 )
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def _commonest_dtype(self) -> torch.dtype:
         """The dtype of most of the weights."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[str] = Counter()
         for info in self.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
-        return max(sizes, key=sizes.__getitem__)
+            if info.stored in DTYPES:
+                sizes[info.stored] += math.prod(info.shape)
+        if not sizes:
+            raise ModelRejected(f"{self.folder} has no F32, F16 or BF16 weights", path=str(self.folder))
+        return DTYPES[sizes.most_common(1)[0][0]]
+
+    def check_readable(self, name: str) -> None:
+        """Raises ModelRejected for a tensor of a dtype that djinnd does not compute with."""
+        info = self.tensors[name]
+        if info.stored not in DTYPES:
+            raise ModelRejected(
+                f"{info.file.name}: tensor {name} is {info.stored}; djinnd takes F32, F16 and BF16 weights",
+                file=str(info.file),
+                tensor=name,
+            )
 
     def read(self, name: str) -> Tensor:
         """The tensor, mapped from its file where the library does so. Safe to call from several threads."""
-        return self._open[self.tensors[name].file].get_tensor(name)
+        file = self.tensors[name].file
+        try:
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelRejected(f"{file.name}: tensor {name}: {error}", file=str(file), tensor=name) from error
 
     def fingerprint(self) -> str:
         """Changes when the checkpoint does: of the configuration, the tensors and the files' sizes and times."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
-            digest.update(f"{name} {info.file.name} {info.shape} {info.dtype}\n".encode())
+            digest.update(f"{name} {info.file.name} {info.shape} {info.stored}\n".encode())
         for file in sorted(self._open):
             stat = file.stat()
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file, as the index of a checkpoint in several files has it."""
+    promised = read_json(index).get("weight_map")
+    if not isinstance(promised, dict) or not all(isinstance(file, str) for file in promised.values()):
+        raise ModelRejected(f"{index.name} has no weight_map that names a file for each tensor", file=str(index))
+    return promised
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,12 +42,9 @@ class WeightStore:
     def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype) -> None:
         self.buffers = list(buffers)
         self.dtype = dtype
-        self.offsets: list[int] = []
-        offset = 0
-        for buffer in self.buffers:
-            self.offsets.append(offset)
-            offset += -(-buffer.layout.nbytes(dtype) // PAGE) * PAGE
-        self.nbytes = offset
+        self._extents = [-(-buffer.layout.nbytes(dtype) // PAGE) * PAGE for buffer in self.buffers]  # bytes
+        self.offsets = [0, *accumulate(self._extents)][:-1]
+        self.nbytes = sum(self._extents)
         self._memory: Tensor | None = None
 
     def attach(self, memory: Tensor) -> None:
@@ -63,18 +61,18 @@ class WeightStore:
     def pieces(self) -> list[Tensor]:
         """The host memory, a piece a buffer, each of whole pages: uint8."""
         assert self._memory is not None
-        ends = [*self.offsets[1:], self.nbytes]
-        return [self._memory[start:end] for start, end in zip(self.offsets, ends, strict=True)]
+        return list(self._memory.split(self._extents))
 
     def fill(self, progress: Progress) -> None:
-        """Reads every buffer. Raises ModelRejected with the tensor at fault; other readers are stopped."""
+        """Reads every buffer. Raises ModelRejected with the tensor at fault, or what `progress` raises; then no other
+        buffer is begun, and those that were have been finished."""
         done = 0
         with ThreadPoolExecutor(READERS, "djinn-read") as readers:
             jobs = {readers.submit(self._fill_one, i): i for i in range(len(self.buffers))}
             try:
                 for job in as_completed(jobs):
                     job.result()
-                    done += self.buffers[jobs[job]].layout.nbytes(self.dtype)
+                    done += self._extents[jobs[job]]
                     progress(done, self.nbytes)
             except BaseException:
                 for job in jobs:

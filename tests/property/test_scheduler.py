@@ -252,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_row(self, row: Row) -> None:
         shadow = self.shadows[row.session.id]
-        assert shadow.call and shadow.call.request.state is RequestState.RUNNING
+        assert shadow.call and row.request is shadow.call.request and row.request.state is RequestState.RUNNING
         assert row.count >= 1 and row.start == row.session.computed and row.end <= len(shadow.tokens)
         assert (row.first_block, row.last_block) == (0, NUM_BLOCKS)
         assert row.samples == (row.end == len(shadow.tokens) and shadow.call.max_tokens > 0)

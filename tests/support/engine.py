@@ -1,9 +1,9 @@
-"""A scripted engine for tests of the server: a real process that speaks djinnd.messages over its end of the socket pair.
+"""A scripted engine for tests of the server: a real process that speaks djinnd.messages over its end of a socket pair.
 
 It computes nothing. The token at position p of any session is `story[p % len(story)]`, so that every test knows what a
-session must hold. What it is to do otherwise is in a JSON file (`Script`), keyed by the first token of a prompt, so that
-one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each byte that a test
-writes into it, and otherwise as fast as it can.
+session must hold. What it is to do otherwise is in a JSON file (`Script`), keyed by the first token of a prompt, so
+that one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each byte that
+a test writes into it, and otherwise as fast as it can.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
 
 ROOT = Path(__file__).parents[2]
-ENGINE = Path(__file__).parent / "engine.py"
 PATIENCE = 30.0  # seconds; no test waits for it, it ends one that hangs
 
 
@@ -187,7 +186,7 @@ def wait_for(condition: Any) -> None:
 def main(config: Path, script: Path) -> None:
     effective = load(config, {}, {})
     configure_logging(effective.config.log.level, "text")
-    command = [sys.executable, str(ENGINE), "--script", str(script), "--device", "cpu"]
+    command = [sys.executable, "-m", "tests.support.engine", "--script", str(script), "--device", "cpu"]
 
     async def serve() -> None:
         await Server(effective.config, command).serve()

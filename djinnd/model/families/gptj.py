@@ -9,7 +9,9 @@ from djinnd.model.hf_attention import NAME, paged_attention
 
 
 class PagedGPTJAttention(modeling_gptj.GPTJAttention):
-    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def _attn(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """query, key, value: [1, heads, tokens, head_dim], the rotation applied → [1, heads, tokens, head_dim]."""
         out, _ = paged_attention(self, query, key, value, attention_mask, scaling=1.0 / self.scale_attn)
         return out.transpose(1, 2), None

@@ -190,6 +190,7 @@ def decode(
 
     `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
     """
+    assert q.stride(2) == 1
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
     rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, triton.next_power_of_2(head_dim)

@@ -119,6 +119,7 @@ def prefill(
 
     `tiles` are chosen from the shapes unless a measurement gives them.
     """
+    assert q.stride(2) == 1
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
     group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)

@@ -102,17 +102,18 @@ def attend_tiles(
         v = load_rows(value_rows[:, None] + dims[None, :], there, dim_mask, MASKED, HEAD_DIM != DIM)
 
         score = dot(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
-        score *= score_scale
+        factor = score_scale
         if CAP:  # cap * tanh(score / cap), with tanh x = 1 - 2 / (exp 2x + 1)
-            score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+            score = 1.0 - 2.0 / (tl.exp2(score * score_scale) + 1.0)
+            factor = cap
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & there[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
             score = tl.where(seen, score, UNSEEN)
 
-        higher = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
+        higher = tl.maximum(peak, tl.max(score, 1) * factor)
+        weight = tl.exp2(score * factor - higher[:, None])
         shrink = tl.exp2(peak - higher)
         peak = higher
         total = total * shrink + tl.sum(weight, 1)
@@ -121,7 +122,7 @@ def attend_tiles(
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
-    """→ (score_scale, cap) as `attend_tiles` wants them, with log2(e) folded in."""
+    """→ (score_scale, cap) as `attend_tiles` wants them, with log2(e) folded in. Both positive where they are used."""
     if softcap:
         return 2.0 * LOG2_E.value * scale / softcap, LOG2_E.value * softcap
     return LOG2_E.value * scale, 0.0

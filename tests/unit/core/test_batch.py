@@ -5,13 +5,15 @@ import dataclasses
 import pytest
 
 from djinnd.core.batch import Batch, Row
+from djinnd.core.request import Request
 from djinnd.core.session import Session
 
 SESSION = Session("s", "m", tenant=1000, klass="agent", tokens=list(range(10)))
+REQUEST = Request(id=1, first=0, prompt_end=10, max_tokens=1)
 
 
 def row(start: int, count: int) -> Row:
-    return Row(SESSION, start, count, first_block=0, last_block=4, samples=False)
+    return Row(SESSION, REQUEST, start, count, first_block=0, last_block=4, samples=False)
 
 
 def test_a_row_ends_after_its_last_token() -> None:

@@ -180,6 +180,15 @@ def test_impossible_tokens_are_never_drawn():
     assert set(sample(logits, sessions).tokens) == {17, 31}
 
 
+def test_top_p_is_of_what_top_k_leaves_whatever_the_neighbours_look_at():
+    logits = (torch.arange(20) * -0.001).expand(200, 20)
+    narrow = [wanting(Sampling(temperature=1.0, top_k=2, top_p=0.4, seed=seed)) for seed in range(100)]
+    wide = [wanting(Sampling(temperature=1.0, top_p=0.99, seed=seed)) for seed in range(100)]
+    tokens = sample(logits, [*narrow, *wide]).tokens
+    assert set(tokens[:100]) == {0}
+    assert len(set(tokens[100:])) > 10
+
+
 # --- random numbers -------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +299,8 @@ def test_a_request_forgotten_and_named_again_is_marked_anew():
     logits = torch.tensor([[0.0, 5.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     assert sampler.sample(logits, [session]).tokens == [2]
     assert session.request is not None
+    sampler.forget(session.request)
+    assert sampler.sample(logits, [session]).tokens == [2]
     sampler.forget(session.request)
     other = wanting(Sampling(repetition_penalty=10.0), prompt=[2])  # takes the slot
     assert sampler.sample(logits, [other]).tokens == [1]

@@ -47,9 +47,9 @@ def test_a_row_says_what_the_step_has_to_do() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 10, computed=4)
     (row,) = queue.compose(step=3, max_tokens=64, max_rows=4)
-    assert row == Row(session, start=4, count=6, first_block=0, last_block=6, samples=True)
-    assert session.touched == 3
     assert session.request and session.request.state is RequestState.RUNNING
+    assert row == Row(session, session.request, start=4, count=6, first_block=0, last_block=6, samples=True)
+    assert session.touched == 3
 
 
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:

@@ -1,0 +1,65 @@
+"""Daemons for the tests that need a real one. Each is stopped, and has then left nothing, whatever a test did to it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemon import Daemon
+
+MODEL = "djinn-tiny"
+
+StartDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture(scope="session")
+def daemon() -> Iterator[Daemon]:
+    """For tests that leave it as it was. It serves djinn-tiny, in float32 as every CPU does."""
+    with DaemonStarter() as start:
+        running = start()
+        with running.client() as client:
+            client.load(MODEL)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def daemon_address(daemon: Daemon) -> str:
+    return daemon.address
+
+
+@pytest.fixture
+def start_daemon() -> Iterator[StartDaemon]:
+    """`start_daemon(config, flags=…)`: a daemon of the test's own, ready. See Daemon for the arguments."""
+    with DaemonStarter() as start:
+        yield start
+
+
+class DaemonStarter:
+    """Daemons in folders of their own. The paths are short: a socket's may have 107 bytes, and pytest's have more."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __call__(self, config: dict[str, Any] | None = None, **options: Any) -> Daemon:
+        return self._stack.enter_context(self.prepare(config, **options))
+
+    def prepare(self, config: dict[str, Any] | None = None, **options: Any) -> Daemon:
+        """One that is not started yet."""
+        return Daemon(self.folder(), config, **options)
+
+    def folder(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
+        self._stack.callback(shutil.rmtree, folder)
+        return folder
+
+    def __enter__(self) -> DaemonStarter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

@@ -1,0 +1,138 @@
+"""The daemon computes what transformers computes, whoever else is in the batch.
+
+Sixteen sessions at once join each other in mid-generation and leave when they are done; what each of them gets is what
+`generate` gives for its prompt alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import DaemonStarter
+from tests.support import reference
+from tests.support.daemon import Daemon
+from tests.support.models import FAMILIES, reduced_model
+
+NEW_TOKENS = 64
+FIRST_PART = 20  # tokens, of the sessions that make two calls
+PROMPT_LENGTHS = (600, 1, 256, 2, 17, 512, 64, 255, 33, 599, 128, 257, 16, 301, 511, 5)  # pages have 256 tokens
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A session joins when its predecessor has `after` new tokens."""
+
+    prompt: list[int]
+    after: int
+    calls: tuple[int, ...]  # new tokens of each
+    is_cancelled: bool = False  # in the first call, when half of its tokens are there
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.calls)
+
+
+def plans() -> list[Plan]:
+    draw = random.Random(2)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
+    two_calls = (FIRST_PART, NEW_TOKENS - FIRST_PART)
+    return [
+        Plan(prompt, after=(0, 1, 3, 6)[n % 4], calls=two_calls if n % 3 == 0 else (NEW_TOKENS,), is_cancelled=n == 7)
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+class Progress:
+    """How many new tokens each session has, for those that wait for it."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[int] = Counter()
+        self._changed = asyncio.Condition()
+
+    async def add(self, session: int, tokens: int) -> None:
+        async with self._changed:
+            self._tokens[session] += tokens
+            self._changed.notify_all()
+
+    async def reached(self, session: int, tokens: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._tokens[session] >= tokens)
+
+
+async def all_at_once(address: str, model: str, sessions: list[Plan]) -> list[list[int]]:
+    """Each session's tokens behind its prompt. Those of two calls go on when everybody has joined."""
+    progress = Progress()
+    last = len(sessions) - 1
+
+    async def live(number: int, plan: Plan) -> list[int]:
+        if number > 0:
+            await progress.reached(number - 1, plan.after)
+        async with djinn.AsyncSession(model, address=address) as s:
+            prompt: list[int] | None = plan.prompt
+            for call, count in enumerate(plan.calls):
+                if call > 0:
+                    await progress.reached(last, 1)
+                await read(s, number, prompt, count, plan.is_cancelled)
+                prompt = None
+            tokens = await s.token_ids
+        assert tokens[: len(plan.prompt)] == plan.prompt
+        return tokens[len(plan.prompt) :]
+
+    async def read(s: djinn.AsyncSession, number: int, prompt: list[int] | None, count: int, is_cancelled: bool) -> None:
+        got = 0
+        async for piece in s.stream(prompt, max_tokens=count, ignore_eos=True):
+            got += len(piece.token_ids)
+            await progress.add(number, len(piece.token_ids))
+            if is_cancelled and got >= count // 2:
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(live(number, plan)) for number, plan in enumerate(sessions)]
+    return [task.result() for task in running]
+
+
+@pytest.fixture(scope="module")
+def roomy_daemon() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        yield start()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
+    """The folder of the family's reduced model, which the daemon has loaded."""
+    folder = reduced_model(request.param)
+    with roomy_daemon.client() as client:
+        client.load(str(folder))
+        yield folder
+        client.unload(str(folder))
+
+
+def test_greedy_tokens(family: Path, roomy_daemon: Daemon) -> None:
+    sessions = plans()
+    answers = asyncio.run(all_at_once(roomy_daemon.address, str(family), sessions))
+    for plan, answer in zip(sessions, answers, strict=True):
+        expected = reference.greedy(family, plan.prompt, plan.new_tokens)
+        if plan.is_cancelled:
+            assert plan.new_tokens // 2 <= len(answer)
+            expected = expected[: len(answer)]
+        assert answer == expected, f"prompt of {len(plan.prompt)} tokens"
+
+
+def test_logits_of_forward(family: Path, roomy_daemon: Daemon) -> None:
+    """A prompt in parts, of which one ends a page and one goes over the next."""
+    draw = random.Random(3)
+    prompt = [draw.randrange(VOCABULARY) for _ in range(600)]
+    with djinn.Session(str(family), address=roomy_daemon.address) as s:
+        parts = [s.forward(prompt[first:end]) for first, end in ((0, 1), (1, 256), (256, 590), (590, 600))]
+        assert s.token_ids == prompt
+    np.testing.assert_allclose(np.concatenate(parts), reference.logits(family, prompt), rtol=0, atol=1e-4)

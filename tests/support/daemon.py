@@ -1,0 +1,225 @@
+"""A real daemon for tests: server and engine as processes on the CPU, told about itself as systemd would tell it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from djinn_client import Client, DeviceInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+SHM = Path("/dev/shm")
+PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
+THREADS = "2"  # of torch, in the daemon and in the tests
+
+
+class Daemon:
+    """`djinnd` in a folder of its own.
+
+    `config` goes into its configuration file, `flags` and `environ` beside it; `wrapper` is a command that ends by
+    executing what follows it. Leaving the context stops the daemon and asserts that it has left nothing behind and has
+    logged no error but the events in `errors`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+        errors: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.address = str(folder / "djinnd.sock")
+        self.log_path = folder / "log"
+        self.notifications: list[dict[str, str]] = []
+        self.process: subprocess.Popen[bytes]
+        self._errors = set(errors)
+        self._engines: set[int] = set()  # that were seen
+        self._command = [*wrapper, sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
+        self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
+        settings = {
+            "device": "cpu",
+            "memory": "1GiB",
+            "socket": self.address,
+            "state_dir": str(folder / "state"),
+        }
+        (folder / "djinnd.yaml").write_text(yaml.safe_dump(settings | dict(config or {})))
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notify.bind(str(folder / "notify"))
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_until_ready()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        status = self._end()
+        self._notify.close()
+        if error is not None:
+            sys.stderr.write(self.log)
+            return
+        assert status is None or status == 0, f"djinnd ended with status {status}\n{self.log}"
+        assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
+        assert not self.unexpected_errors(), "\n".join(self.unexpected_errors())
+
+    def start(self, pass_fds: Sequence[int] = ()) -> None:
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+
+    def wait_until_ready(self) -> None:
+        self.wait_for_notification(lambda told: told.get("READY") == "1")
+        self._engines.update(children_of(self.pid))
+
+    def wait_for_notification(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        """The first that is wanted, of what the daemon tells systemd from now on."""
+        deadline = time.monotonic() + PATIENCE
+        ended = os.pidfd_open(self.pid)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                readable, _, _ = select.select([self._notify, ended], [], [], max(0.0, left))
+                assert readable, f"djinnd did not say it within {PATIENCE:g} s\n{self.log}"
+                assert self._notify in readable, f"djinnd ended\n{self.log}"
+                told = dict(line.split("=", 1) for line in self._notify.recv(4096).decode().splitlines())
+                self.notifications.append(told)
+                if wanted(told):
+                    return told
+        finally:
+            os.close(ended)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when its engine is gone too."""
+        self._engines.update(children_of(self.pid))
+        self.signal(signal.SIGKILL)
+        self.wait()
+        wait_for(lambda: not any(map(is_alive, self._engines)))
+
+    def _end(self) -> int | None:
+        """The exit status after SIGTERM; None where a test has ended it. Nothing survives this."""
+        if self.process.poll() is not None:
+            return None
+        self._engines.update(children_of(self.pid))
+        self.signal(signal.SIGTERM)
+        try:
+            return self.wait()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -signal.SIGKILL
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def device(self) -> DeviceInfo:
+        with self.client() as client:
+            (device,) = client.status().devices
+        if device.pid:
+            self._engines.add(device.pid)
+        return device
+
+    def kill_engine(self) -> int:
+        """SIGKILL to the engine that is there; its pid."""
+        pid = self.device().pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def unexpected_errors(self) -> list[str]:
+        lines = [line for line in self.log.splitlines() if " ERROR " in line or " CRITICAL " in line]
+        return [line for line in lines if line.split()[3] not in self._errors] + [
+            line for line in self.log.splitlines() if line.startswith("Traceback")
+        ]
+
+    def shared_memory(self) -> list[str]:
+        return sorted(path.name for path in SHM.glob(f"djinnd-{self.pid}-*"))
+
+    def left_behind(self) -> list[str]:
+        files = [name for name in (self.address, f"{self.address}.lock") if os.path.lexists(name)]
+        return files + self.shared_memory() + [f"process {pid}" for pid in sorted(self._engines) if is_alive(pid)]
+
+
+def clean_environ() -> dict[str, str]:
+    """This process's, without what would configure a daemon or lead a client to another one."""
+    ours = ("DJINND_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_", "STATE_DIRECTORY")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    return environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1"}
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[stat.rindex(")") + 2] != "Z"
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """What each of the process's descriptors is."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(link).split(":")[0])
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return sorted(found)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """For what no event tells of: another process's files and state."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from djinnd.config import Model, load, show
+
+ROOT = Path(__file__).parents[3]
+ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere"}
+TEXT = """
+memory: 20GiB
+limits: {session_grace: 90s, handshake: 250ms}
+log: {level: warning}
+models:
+  'odd: name': {path: "/models/a b", kv: 1MiB}
+  plain: {path: org/name}
+admins: [0, 7]
+"""
+
+
+def test_what_is_shown_can_be_given_back(tmp_path):
+    first = tmp_path / "first.yaml"
+    first.write_text(TEXT)
+    effective = load(first, ENVIRON, {})
+    second = tmp_path / "second.yaml"
+    second.write_text(show(effective))
+    assert load(second, ENVIRON, {}).config == effective.config
+
+
+def test_each_value_has_its_origin(tmp_path):
+    path = tmp_path / "first.yaml"
+    path.write_text(TEXT)
+    lines = show(load(path, ENVIRON | {"DJINND_DEVICE": "cpu"}, {("log", "format"): "json"})).splitlines()
+    origins = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in lines if "#" in line}
+    assert origins["memory: 20GiB"] == f"{path}:2"
+    assert origins["device: cpu"] == "DJINND_DEVICE"
+    assert origins["format: json"] == "--log-format"
+    assert origins["requests: 4096"] == "default"
+
+
+def test_the_example_file_shows_every_key_with_its_default(tmp_path):
+    """Its lines of keys begin with # and no space, or with two and more; prose has one."""
+    text = (ROOT / "systemd" / "djinnd.yaml").read_text()
+    keys = "\n".join(re.findall(r"^#((?:  +)?[a-z].*)$", text, re.MULTILINE))
+    example, empty = tmp_path / "djinnd.yaml", tmp_path / "empty.yaml"
+    example.write_text(keys)
+    empty.write_text("")
+    written, plain = load(example, ENVIRON, {}).config, load(empty, ENVIRON, {}).config
+    for name in ("device", "memory", "log", "limits", "admins"):
+        assert getattr(written, name) == getattr(plain, name)
+    shown = yaml.safe_load(show(load(empty, ENVIRON, {})))
+    assert set(yaml.safe_load(keys)) == set(shown)
+    assert set(yaml.safe_load(keys)["limits"]) == set(shown["limits"])
+    assert set(yaml.safe_load(keys)["models"]["llama"]) == set(Model.__struct_fields__)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnd.config import Config, ConfigError, Size, load
+from djinnd.config.sources import scalar_keys
+
+ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere", "HOME": "/home/me"}
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """load(), with a file of this text."""
+
+    def load_text(text, environ=None, flags=None):
+        path = tmp_path / "djinnd.yaml"
+        path.write_text(text)
+        return load(path, ENVIRON | (environ or {}), flags or {})
+
+    return load_text
+
+
+@pytest.fixture
+def problems(configured, tmp_path):
+    """What is wrong, as (place in the file or source, account)."""
+
+    def read(text, **sources):
+        with pytest.raises(ConfigError) as caught:
+            configured(text, **sources)
+        lines = str(caught.value).splitlines()
+        return [tuple(line.removeprefix(f"{tmp_path}/").split(": ", 1)) for line in lines]
+
+    return read
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "limits:\nlog:\n"])
+def test_without_values_all_is_default(configured, text):
+    effective = configured(text)
+    assert effective.config.limits == Config().limits
+    assert effective.config.memory == 0 and effective.config.models == {}
+    assert effective.origins == {}
+
+
+def test_values_of_the_file(configured):
+    effective = configured(
+        """
+memory: 20GiB
+log: {level: debug}
+limits:
+  session_grace: 5min
+models:
+  big: {path: /models/big, kv: 1GiB, preload: true}
+admins: [0, 1001]
+"""
+    )
+    config = effective.config
+    assert config.memory == 20 << 30
+    assert config.log.level == "debug" and config.log.format == "text"
+    assert config.limits.session_grace == 300
+    assert config.models["big"].kv == 1 << 30 and config.models["big"].preload
+    assert config.admins == (0, 1001)
+    assert effective.origins["memory",].endswith("djinnd.yaml:2")
+    assert effective.origins["models", "big", "kv"].endswith("djinnd.yaml:7")
+
+
+def test_variables_replace_single_values_and_flags_replace_variables(configured):
+    effective = configured(
+        "memory: 1GiB\nlimits: {sessions: 1, requests: 2}",
+        environ={"DJINND_MEMORY": "2GiB", "DJINND_LIMITS_SESSIONS": "7"},
+        flags={("memory",): "3GiB", ("device",): None},
+    )
+    assert effective.config.memory == 3 << 30
+    assert (effective.config.limits.sessions, effective.config.limits.requests) == (7, 2)
+    assert effective.origins["memory",] == "--memory"
+    assert effective.origins["limits", "sessions"] == "DJINND_LIMITS_SESSIONS"
+
+
+def test_every_single_value_can_be_a_variable(configured):
+    names = {"DJINND_" + "_".join(key).upper() for key in scalar_keys()}
+    assert {"DJINND_DEVICE", "DJINND_LOG_LEVEL", "DJINND_LIMITS_ENGINE_WAIT", "DJINND_STATE_DIR"} <= names
+    assert len(names) == len(list(scalar_keys())), "two keys have one variable"
+
+
+def test_variables_that_mean_nothing_are_told_and_no_error(configured):
+    """A cluster may set such for a service of this name."""
+    environ = {"DJINND_PORT": "tcp://10.0.0.1", "DJINND_ADDRESS": "/x", "OTHER": "1"}
+    assert configured("", environ=environ).unknown == ["DJINND_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("devcie: cpu", 1, "unknown key devcie; did you mean device?"),
+        ("\n\nlimits:\n  sesions: 4", 4, "unknown key limits.sesions; did you mean sessions?"),
+        ("xyz: 1", 1, "the keys here are device, memory"),
+        ("models:\n  big:\n    path: /m\n    dytpe: 1", 4, "unknown key models.big.dytpe; did you mean dtype?"),
+        ("memory: 20GB", 1, "the units are B, KiB, MiB, GiB, TiB"),
+        ("limits:\n  handshake: 3 days", 2, "limits.handshake: '3 days' is no time"),
+        ("limits:\n  sessions: 0", 2, ">= 1"),
+        ("limits:\n  sessions: many", 2, "Expected `int`"),
+        ("device: gpu", 1, "cuda:N"),
+        ("log:\n  level: loud", 2, "debug, info, warning, error"),
+        ("log: loud", 1, "log must have keys and values"),
+        ("memory: 1\n\nmemory: 2", 3, "memory is there twice"),
+        ("models:\n  a: {path: /x}\n  a: {path: /y}", 3, "models.a is there twice"),
+        ("models:\n  a: {dtype: auto}", 2, "models.a has no path"),
+        ("models:\n  a: {path: /x, dtype: int8}", 2, "'int8' is not one of auto, float32"),
+        ("admins: [0, nobody-of-this-name]", 1, "no user 'nobody-of-this-name'"),
+        ("- a\n- b", 1, "the file must have keys and values"),
+        ("device: [cpu", 1, "expected ',' or ']'"),
+        ("device: !!python/object:os.system x", 1, "could not determine a constructor"),
+        ("socket:\n", 1, "Expected `str`, got `null`"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(problems, text, line, words):
+    ((place, account),) = problems(text)
+    assert place == f"djinnd.yaml:{line}"
+    assert words in account
+
+
+def test_all_that_is_wrong_is_told_at_once(problems):
+    found = problems(
+        "device: gpu\nmemory: 1GB\nxyz: 1",
+        environ={"DJINND_LIMITS_SESSIONS": "x"},
+        flags={("log", "level"): "loud"},
+    )
+    assert {place for place, _ in found} == {
+        "djinnd.yaml:1",
+        "djinnd.yaml:2",
+        "djinnd.yaml:3",
+        "DJINND_LIMITS_SESSIONS",
+        "--log-level",
+    }
+
+
+def test_a_file_that_is_asked_for_must_be_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: .*No such file"):
+        load(tmp_path / "nowhere.yaml", ENVIRON, {})
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "djinnd.yaml"
+    path.write_bytes(b"\xff\xfe\x00device")
+    with pytest.raises(ConfigError, match=r"djinnd\.yaml"):
+        load(path, ENVIRON, {})
+
+
+def test_types_survive(configured):
+    config = configured("memory: 1KiB").config
+    assert isinstance(config.memory, Size)
+    with pytest.raises(AttributeError):
+        config.memory = 5  # type: ignore[misc]

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import pwd
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djinnd.config import Device, Seconds, Size, User
+
+
+@pytest.mark.parametrize(
+    ("written", "bytes_"),
+    [(0, 0), (4096, 4096), ("4096", 4096), ("1KiB", 1 << 10), ("20 GiB", 20 << 30), ("0.5MiB", 1 << 19), ("7B", 7)],
+)
+def test_sizes(written, bytes_):
+    assert Size.parse(written) == bytes_
+
+
+@pytest.mark.parametrize(
+    "written", ["20GB", "20G", "20gib", "GiB", "-1GiB", -1, "1.5B", "", None, True, [1], "1 2KiB", "nan"]
+)
+def test_what_is_no_size_is_an_error_that_says_how_to_write_one(written):
+    with pytest.raises(ValueError, match=r"GiB|whole number"):
+        Size.parse(written)
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_a_size_reads_what_it_writes(count):
+    assert Size.parse(str(Size(count))) == count
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [(5, 5), (0.5, 0.5), ("250ms", 0.25), ("30s", 30), ("10min", 600), ("2 h", 7200)]
+)
+def test_times(written, seconds):
+    assert Seconds.parse(written) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("written", ["3 days", "1m", "-5s", "soon", None, True])
+def test_what_is_no_time_is_an_error(written):
+    with pytest.raises(ValueError, match="time"):
+        Seconds.parse(written)
+
+
+@given(st.integers(min_value=0, max_value=10**9))
+def test_a_time_reads_what_it_writes(milliseconds):
+    assert Seconds.parse(str(Seconds(milliseconds / 1000))) == pytest.approx(milliseconds / 1000)
+
+
+def test_users_by_name_and_number():
+    name = pwd.getpwuid(os.getuid()).pw_name
+    assert User.parse(name) == os.getuid()
+    assert User.parse(4711) == 4711
+
+
+@pytest.mark.parametrize("written", ["nobody-of-this-name", -1, 1.5, None, True])
+def test_who_is_no_user(written):
+    with pytest.raises(ValueError, match="no user"):
+        User.parse(written)
+
+
+@pytest.mark.parametrize("written", ["auto", "cpu", "cuda:0", "cuda:12"])
+def test_devices(written):
+    assert Device.parse(written) == written
+
+
+@pytest.mark.parametrize("written", ["gpu", "cuda", "cuda:", "cuda:x", "CPU", "", 0, None])
+def test_what_is_no_device(written):
+    with pytest.raises(ValueError, match="cuda:N"):
+        Device.parse(written)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
+from djinn_client.protocol import Forward, Generate, ModelInfo, Sampling
+from djinnd.server import admission
+
+MODEL = ModelInfo(name="m", path="/m", vocab=100, max_context=50)
+
+
+def generate(**fields):
+    return Generate(id=1, session="s", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"text": "x", "stop": ["y"] * admission.MAX_STOPS},
+        {"token_ids": [1], "stop_token_ids": [99]},
+        {"max_tokens": 1, "logprobs": 20},
+        {"max_tokens": admission.MAX_NEW_TOKENS, "logprobs": 0},
+    ],
+)
+def test_what_may_be_asked(fields):
+    admission.check_generate(generate(**fields), MODEL, has_text=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text": "x", "token_ids": [1]}, "not as both"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
+        ({"max_tokens": 1 << 40}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"stop": [""]}, "empty"),
+        ({"stop": ["a"] * 17}, "17 stop strings are too many"),
+        ({"stop": ["a" * 257]}, "257 characters"),
+        ({"stop_token_ids": [1] * 257}, "257 stop tokens"),
+        ({"stop_token_ids": [100]}, "token 100"),
+        ({"sampling": Sampling(temperature=float("nan"))}, "temperature is nan"),
+        ({"sampling": Sampling(top_p=0.0)}, "top_p is 0"),
+    ],
+)
+def test_what_may_not_be_asked(fields, words):
+    with pytest.raises(InvalidRequest, match=words):
+        admission.check_generate(generate(**fields), MODEL, has_text=True)
+
+
+@pytest.mark.parametrize("fields", [{"text": "x"}, {"token_ids": [1], "stop": ["y"]}])
+def test_text_needs_a_tokenizer(fields):
+    with pytest.raises(NoTokenizer, match="m has no tokenizer"):
+        admission.check_generate(generate(**fields), MODEL, has_text=False)
+
+
+def test_an_empty_session_needs_a_prompt():
+    with pytest.raises(InvalidRequest, match="empty"):
+        admission.check_prompt([], 0, MODEL, room=1)
+    admission.check_prompt([], 1, MODEL, room=1)
+
+
+@pytest.mark.parametrize(("session", "prompt", "room"), [(0, 49, 1), (40, 9, 1), (0, 50, 0), (49, 1, 0), (49, 0, 1)])
+def test_what_just_fits(session, prompt, room):
+    admission.check_prompt([1] * prompt, session, MODEL, room)
+
+
+@pytest.mark.parametrize(("session", "prompt", "room"), [(0, 50, 1), (40, 10, 1), (0, 51, 0), (50, 1, 0), (50, 0, 1)])
+def test_what_just_does_not_fit_is_told_with_figures(session, prompt, room):
+    with pytest.raises(PromptTooLong) as caught:
+        admission.check_prompt([1] * prompt, session, MODEL, room)
+    assert caught.value.data == {"session_tokens": session, "prompt_tokens": prompt, "max_context": 50}
+
+
+def test_tokens_that_the_model_does_not_have():
+    admission.check_prompt([0, 99], 0, MODEL, room=1)
+    with pytest.raises(
+        TokenOutOfRange, match="token 100 at position 1 is out of range: m has 100 tokens, 0 to 99"
+    ) as caught:
+        admission.check_prompt([5, 100, 3], 0, MODEL, room=1)
+    assert caught.value.data == {"token": 100, "vocab": 100}
+
+
+def test_forward():
+    admission.check_forward(Forward(id=1, session="s", token_ids=[1] * 50), 0, MODEL)
+    with pytest.raises(InvalidRequest, match="at least one token"):
+        admission.check_forward(Forward(id=1, session="s", token_ids=[]), 5, MODEL)
+    with pytest.raises(PromptTooLong):
+        admission.check_forward(Forward(id=1, session="s", token_ids=[1] * 51), 0, MODEL)
+
+
+def test_logits_are_bounded():
+    wide = ModelInfo(name="w", path="/w", vocab=128_256, max_context=1 << 20)
+    most = (1 << 30) // (128_256 * 4)
+    admission.check_forward(Forward(id=1, session="s", token_ids=[1] * most), 0, wide)
+    with pytest.raises(InvalidRequest, match=f"at most {most:,} tokens a call"):
+        admission.check_forward(Forward(id=1, session="s", token_ids=[1] * (most + 1)), 0, wide)
+
+
+def test_truncate():
+    admission.check_truncate(0, 5)
+    admission.check_truncate(5, 5)
+    for length in (-1, 6):
+        with pytest.raises(InvalidRequest, match="5 tokens"):
+            admission.check_truncate(length, 5)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import posix_ipc
+import pytest
+
+from djinn_client.errors import OutOfMemory
+from djinnd.server import arena as arena_module
+from djinnd.server.arena import HEADER_BYTES, Arena, Header, State, start_ticks, sweep
+
+ROOT = Path(__file__).parents[3]
+FINGERPRINT = "ab" * 32
+
+
+@pytest.fixture
+def arena():
+    arena = Arena()
+    yield arena
+    arena.close()
+
+
+def content(name):
+    return Path("/dev/shm", name.removeprefix("/"))
+
+
+def header(name):
+    return Header.unpack(content(name).read_bytes())
+
+
+def test_an_object_is_reserved_private_and_says_whose_it_is(arena):
+    grant = arena.grant("llama", 100_000, FINGERPRINT)
+    stat = content(grant.name).stat()
+    assert stat.st_size == grant.offset + 100_000
+    assert stat.st_blocks * 512 >= stat.st_size, "pages are not reserved"
+    assert stat.st_mode & 0o777 == 0o600
+    assert grant.offset % 4096 == 0 and not grant.complete
+    found = header(grant.name)
+    assert (found.pid, found.start_ticks) == (os.getpid(), start_ticks(os.getpid()))
+    assert (found.state, found.payload, found.model, found.fingerprint) == (
+        State.FILLING,
+        100_000,
+        "llama",
+        FINGERPRINT,
+    )
+    assert arena.nbytes == stat.st_size and arena.findings() == []
+
+
+def test_what_is_complete_is_handed_out_again(arena):
+    first = arena.grant("llama", 4096, FINGERPRINT)
+    assert not arena.grant("llama", 4096, FINGERPRINT).complete, "an engine died while it filled"
+    arena.complete("llama")
+    again = arena.grant("llama", 4096, FINGERPRINT)
+    assert again.complete and again.name == first.name
+    assert header(first.name).generation == 3
+
+
+@pytest.mark.parametrize(("nbytes", "fingerprint"), [(8192, FINGERPRINT), (4096, "cd" * 32)])
+def test_another_layout_gets_another_object(arena, nbytes, fingerprint):
+    first = arena.grant("llama", 4096, FINGERPRINT)
+    arena.complete("llama")
+    second = arena.grant("llama", nbytes, fingerprint)
+    assert not second.complete and second.name != first.name
+    assert not content(first.name).exists()
+
+
+def test_removing_one_model_leaves_the_other(arena):
+    first, second = arena.grant("a", 4096, FINGERPRINT), arena.grant("b", 4096, FINGERPRINT)
+    arena.remove("a")
+    arena.remove("a")
+    assert not content(first.name).exists() and content(second.name).exists()
+    assert arena.models == {"b"}
+    arena.close()
+    assert not content(second.name).exists()
+
+
+def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_made(arena):
+    room = os.statvfs("/dev/shm")
+    size = room.f_blocks * room.f_frsize + (10 << 30)
+    with pytest.raises(OutOfMemory, match=r"mount -o remount,size=\d+G") as caught:
+        arena.grant("llama", size, FINGERPRINT)
+    assert caught.value.data["needed"] == size + HEADER_BYTES
+    assert caught.value.data["free"] <= room.f_blocks * room.f_frsize
+    assert arena.models == set() and arena.findings() == []
+
+
+def test_memory_that_others_take_in_between_is_the_same_error(arena, monkeypatch):
+    """Two that see room for both: the second reservation fails, and leaves nothing."""
+    room = os.statvfs("/dev/shm")
+    monkeypatch.setattr(arena_module, "_check_room", lambda model, nbytes: None)
+    with pytest.raises(OutOfMemory, match="shared memory"):
+        arena.grant("llama", room.f_blocks * room.f_frsize + (1 << 30), FINGERPRINT)
+    assert arena.models == set() and arena.findings() == []
+
+
+def test_names_of_models_may_be_long_and_of_any_alphabet(arena):
+    grant = arena.grant("größe/" + "x" * 9000, 4096, FINGERPRINT)
+    assert header(grant.name).model.startswith("größe/xxx")
+
+
+def test_findings_name_what_is_missing_and_what_is_too_much(arena):
+    grant = arena.grant("llama", 4096, FINGERPRINT)
+    stray = f"/djinnd-{os.getpid()}-stray-1"
+    posix_ipc.SharedMemory(stray, posix_ipc.O_CREX, size=4096).close_fd()
+    try:
+        posix_ipc.unlink_shared_memory(grant.name)
+        findings = arena.findings()
+    finally:
+        posix_ipc.unlink_shared_memory(stray)
+    assert [finding.split()[-2:] for finding in findings] == [["is", "gone"], ["no", "model"]]
+
+
+def test_a_daemon_that_was_killed_is_swept_up_after_and_a_living_one_is_not(arena):
+    mine = arena.grant("mine", 4096, FINGERPRINT)
+    code = (
+        "import time; from djinnd.server.arena import Arena; a = Arena(); "
+        f"print(a.grant('theirs', 4096, '{FINGERPRINT}').name, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as other:
+        theirs = other.stdout.readline().strip()
+        sweep()
+        assert content(theirs).exists(), "its owner lives"
+        other.send_signal(signal.SIGKILL)
+    sweep()
+    assert not content(theirs).exists()
+    assert content(mine.name).exists()
+
+
+def test_sweeping_leaves_what_is_no_arena(tmp_path):
+    name = "/djinnd-1-of-somebody-else"
+    memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
+    try:
+        sweep()
+        assert content(name).exists()
+    finally:
+        memory.close_fd()
+        posix_ipc.unlink_shared_memory(name)
+
+
+@pytest.mark.parametrize("data", [b"", b"DJARENA1", b"X" * 4096, b"DJARENA1" + b"\xff" * 4088])
+def test_what_is_no_header(data):
+    with pytest.raises(ValueError, match=r"arena|State"):
+        Header.unpack(data)
+
+
+def test_a_header_reads_what_it_writes():
+    written = Header(7, 9, 1, State.COMPLETE, 1 << 40, 3, FINGERPRINT, "org/name")
+    assert len(written.pack()) == HEADER_BYTES
+    assert Header.unpack(written.pack()) == written
+
+
+def test_the_lock_is_not_inherited_by_other_processes(arena):
+    """An engine that outlives its daemon for a moment must not look like the owner."""
+    grant = arena.grant("llama", 4096, FINGERPRINT)
+    code = (
+        f"import fcntl, os; fcntl.flock(os.open('{content(grant.name)}', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    )
+    locked = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert "BlockingIOError" in locked.stderr
+    for there in arena._objects.values():
+        assert fcntl.fcntl(there.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from djinn_client.errors import ModelNotFound
+from djinnd.config import Model
+from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
+
+KNOWN = known_models({"llama": Model(path="/models/llama")})
+
+
+def test_the_shipped_model_is_known_and_whole():
+    folder = Path(KNOWN["djinn-tiny"].path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_configured_model_may_take_the_shipped_one_s_name():
+    assert known_models({"djinn-tiny": Model(path="/mine")})["djinn-tiny"].path == "/mine"
+
+
+@pytest.mark.parametrize("name", ["/models/x", "org/name", "meta-llama/Llama-3.1-8B"])
+def test_folders_and_hub_ids_name_themselves(name):
+    assert model_named(name, KNOWN).path == name
+
+
+def test_configured_names():
+    assert model_named("llama", KNOWN).path == "/models/llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lama", "did you mean llama"),
+        ("", "djinn-tiny, llama"),
+        ("what", "djinn-tiny, llama"),
+        ("../etc", "no model"),
+        ("a/b/c", "no model"),
+        ("./x", "no model"),
+        ("../x", "no model"),
+        ("a/..", "no model"),
+    ],
+)
+def test_names_that_mean_nothing(name, words):
+    with pytest.raises(ModelNotFound, match=words):
+        model_named(name, KNOWN)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    assert find_checkpoint("m", str(tmp_path)) == tmp_path
+    with pytest.raises(ModelNotFound, match="m: there is no folder"):
+        find_checkpoint("m", str(tmp_path / "not"))
+
+
+def test_a_hub_id_is_fetched_without_pickles(monkeypatch, tmp_path):
+    asked = {}
+
+    def fetch(hub_id, allow_patterns):
+        asked[hub_id] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert find_checkpoint("org/name", "org/name") == tmp_path
+    assert not any(Path("pytorch_model.bin").match(pattern) for pattern in asked["org/name"])
+    assert any(Path("model-00001-of-00002.safetensors").match(pattern) for pattern in asked["org/name"])
+
+
+@pytest.mark.parametrize(("offline", "words"), [("1", "HF_HUB_OFFLINE is set"), ("", "within reach")])
+def test_a_hub_that_does_not_answer(monkeypatch, offline, words):
+    def fetch(hub_id, allow_patterns):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    with pytest.raises(ModelNotFound, match=words):
+        find_checkpoint("org/name", "org/name")

@@ -1,0 +1,221 @@
+"""What one client may do to the daemon, and what comes of it: an error for that client, and nothing for the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from djinn_client.protocol import (
+    HEADER,
+    Cancel,
+    Done,
+    Failure,
+    Generate,
+    GetTokens,
+    Hello,
+    OpenSession,
+    Ping,
+    encode,
+)
+from tests.support.engine import Script
+from tests.support.served import ROOT, Wire, wait_for
+
+
+@pytest.fixture
+def wire(calm):
+    with Wire(calm.address) as wire:
+        yield wire
+        assert_alive(calm)
+
+
+def assert_alive(daemon):
+    with daemon.client() as client:
+        assert client.status(check=True).integrity == []
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "protocol_error"),
+        (b"\x00" * 100, "protocol_error"),
+        (HEADER.pack(b"DJ", 9, 0, 5) + b"hello", "version_mismatch"),
+        (HEADER.pack(b"DJ", 1, 200, 5) + b"hello", "protocol_error"),
+        (HEADER.pack(b"DJ", 1, 0, (16 << 20) + 1), "frame_too_large"),
+    ],
+)
+@pytest.mark.parametrize("hello", [True, False])
+def test_what_is_no_frame_gets_a_last_word_and_the_connection_is_closed(calm, data, code, hello):
+    with Wire(calm.address, hello) as wire:
+        wire.send_bytes(data)
+        reply = wire.reply()
+        assert isinstance(reply, Failure) and (reply.id, reply.code) == (0, code)
+        assert wire.reply() is None
+    assert_alive(calm)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        msgspec.msgpack.encode({"type": "ping", "id": 5, "extra": 1, "text": "\ud800".encode("utf-8", "surrogatepass")}),
+        msgspec.msgpack.encode({"type": "generate", "id": 5}),
+        msgspec.msgpack.encode({"type": "generate", "id": 5, "session": 7}),
+        msgspec.msgpack.encode({"type": "generate", "id": 5, "session": "x", "token_ids": [-1]}),
+        msgspec.msgpack.encode({"type": "generate", "id": 5, "session": "x", "token_ids": [1 << 40]}),
+        msgspec.msgpack.encode({"type": "open", "id": 5, "model": "m", "priority": "royal"}),
+        msgspec.msgpack.encode({"type": "unheard-of", "id": 5}),
+    ],
+)
+def test_a_message_that_is_no_request_fails_for_its_id_and_the_connection_stays(wire, payload):
+    wire.send_payload(payload)
+    reply = wire.reply()
+    assert reply.id == 5
+    assert isinstance(reply, Done) or reply.code == "invalid_request"
+    assert wire.ask(Ping(id=6)) == Done(id=6)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", msgspec.msgpack.encode({"type": "ping", "id": "five"})])
+def test_a_message_without_an_id_ends_the_connection(wire, payload):
+    wire.send_payload(payload)
+    reply = wire.reply()
+    assert isinstance(reply, Failure) and reply.id == 0
+    assert wire.reply() is None
+
+
+def test_hello_comes_first(calm):
+    with Wire(calm.address, hello=False) as wire:
+        reply = wire.ask(Ping(id=1))
+        assert isinstance(reply, Failure) and "Hello" in reply.message
+        assert wire.reply() is None
+
+
+def test_who_says_nothing_is_hung_up_on(serve):
+    daemon = serve(limits={"handshake": "50ms"})
+    with Wire(daemon.address, hello=False) as wire:
+        assert "0.05 s" in wire.reply().message
+        assert wire.reply() is None
+
+
+def test_an_id_that_is_in_use_ends_the_connection_and_its_work(serve):
+    daemon = serve(gated=True)
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        client.load("djinn-tiny")
+        session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        wire.send(Generate(id=2, session=session, token_ids=[5]), Ping(id=2))
+        replies = [wire.reply(), wire.reply()]
+        assert [type(reply) for reply in replies] == [Failure, type(None)]
+        assert (replies[0].id, replies[0].code) == (0, "protocol_error")
+        wait_for(lambda: client.sessions()[0].state == "detached")
+
+
+def test_a_frame_that_is_cut_off_by_the_end_is_logged_and_nothing_else(serve):
+    daemon = serve()
+    with Wire(daemon.address) as wire:
+        wire.send_bytes(encode(Ping(id=1))[:7])
+    wait_for(lambda: "frame_truncated" in daemon.log)
+    assert_alive(daemon)
+
+
+def test_too_many_unfinished_requests(serve):
+    daemon = serve(gated=True, limits={"requests_per_connection": 3, "requests": 4})
+    with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as other:
+        client.load("djinn-tiny")
+        sessions = [wire.ask(OpenSession(id=n, model="djinn-tiny")).session.id for n in range(5)]
+        wire.send(*(Generate(id=n, session=sessions[n], token_ids=[5], max_tokens=1) for n in range(4)))
+        reply = wire.reply()
+        assert (reply.id, reply.code) == (3, "retry") and "this connection" in reply.message
+        other.send(Generate(id=1, session=sessions[4], token_ids=[5], max_tokens=1))
+        reply = other.ask(Ping(id=2))
+        assert (reply.id, reply.code) == (2, "retry") and "the daemon" in reply.message
+        daemon.step(10)
+        assert {wire.reply().id for _ in range(3)} == {0, 1, 2}
+        assert other.reply().id == 1
+        assert other.ask(Ping(id=3)) == Done(id=3)
+
+
+def test_too_many_connections_of_one_user(serve):
+    daemon = serve(limits={"connections_per_user": 2})
+    with Wire(daemon.address) as first, Wire(daemon.address) as second:
+        with Wire(daemon.address, hello=False) as third:
+            assert third.reply() is None
+        assert first.ask(Ping(id=1)) == Done(id=1)
+        assert second.ask(Ping(id=1)) == Done(id=1)
+    wait_for(lambda: "too_many_connections" in daemon.log)
+
+
+def test_descriptors_that_a_client_sends_are_dropped(calm, wire):
+    before = len(os.listdir(f"/proc/{calm.process.pid}/fd"))
+    fd = os.memfd_create("unasked")
+    for number in range(20):
+        socket.send_fds(wire.socket, [encode(Ping(id=number), fds=4)], [fd] * 4)
+        assert wire.reply() == Done(id=number)
+    os.close(fd)
+    assert len(os.listdir(f"/proc/{calm.process.pid}/fd")) == before
+
+
+def test_a_client_that_does_not_read_is_held_and_others_go_on(serve):
+    """Its generation is one of many small pieces; it is held when they pile up, and goes on when it reads again."""
+    daemon = serve(Script(context=1 << 20))
+    with daemon.client() as client, Wire(daemon.address) as slow, Wire(daemon.address) as quick:
+        client.load("djinn-tiny")
+        lazy = slow.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        eager = quick.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        total = 50_000
+        slow.send(Generate(id=2, session=lazy, token_ids=[5], max_tokens=total, stream=True))
+        wait_for(lambda: {s.id: s.state for s in client.sessions()}[lazy] == "held")
+        assert len(quick.ask(Generate(id=2, session=eager, token_ids=[5], max_tokens=1000)).token_ids) == 1000
+        held = {s.id: s.tokens for s in client.sessions()}[lazy]
+        assert held < total
+        tokens = []
+        while not tokens or type(reply).__name__ == "Piece":
+            reply = slow.reply()
+            tokens += reply.token_ids
+        assert len(tokens) == total and reply.finish_reason == "length"
+
+
+def test_a_client_that_never_reads_is_hung_up_on(serve):
+    daemon = serve(limits={"output_bytes": "64KiB"})
+    with daemon.client() as client, Wire(daemon.address) as slow:
+        client.load("djinn-tiny")
+        session = slow.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        slow.ask(Generate(id=2, session=session, token_ids=[5] * 250, max_tokens=1))
+        slow.socket.settimeout(0.05)
+        try:
+            for number in range(3, 100_000):
+                slow.send(GetTokens(id=number, session=session))
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
+            pass
+        wait_for(lambda: "client_too_slow" in daemon.log)
+        wait_for(lambda: client.sessions()[0].attached == 0)
+
+
+def test_a_client_that_is_killed_in_mid_stream_leaves_a_session_for_the_grace_time(serve):
+    daemon = serve(Script(context=1 << 20), limits={"session_grace": "100ms"})
+    code = (
+        "import sys, djinn_client as djinn; s = djinn.Session('djinn-tiny', address=sys.argv[1])\n"
+        "for piece in s.stream([5], max_tokens=1 << 20): print(s.id, flush=True)"
+    )
+    with daemon.client() as client:
+        command = [sys.executable, "-c", code, daemon.address]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        wait_for(lambda: client.sessions() == [])
+        status = client.status(check=True)
+        assert status.integrity == [] and (status.requests_running, status.connections) == (0, 1)
+
+
+def test_cancelling_what_is_not_there_is_no_matter(wire):
+    wire.send(Cancel(target=-1), Cancel(target=1 << 60))
+    assert wire.ask(Ping(id=1)) == Done(id=1)
+
+
+def test_hello_and_requests_in_one_piece(calm):
+    with Wire(calm.address, hello=False) as wire:
+        wire.send(Hello(id=0), Ping(id=1), Ping(id=2))
+        assert [wire.reply().id for _ in range(3)] == [0, 1, 2]

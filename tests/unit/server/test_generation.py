@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from djinn_client.protocol import Generate, Logprobs
+from djinnd.server.detokenizer import Detokenizer
+from djinnd.server.generation import Generation
+
+STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
+PROMPT = [5, 6]
+EOS = 0
+
+
+class Play:
+    """A generation that is given the tokens of a text, one by one."""
+
+    def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), **request):
+        self.session = [*before, *PROMPT]
+        self.clock = itertools.count(101)
+        text = Detokenizer(tokenizer).stream(self.session) if has_text else None
+        message = Generate(id=9, session="s", token_ids=PROMPT, **request)
+        self.generation = Generation(message, self.session, len(PROMPT), frozenset(stop_tokens), text, received=100.0)
+        self.pieces = []
+
+    def feed(self, tokens, logprobs=None):
+        for token in tokens:
+            piece = self.generation.token(token, logprobs, float(next(self.clock)))
+            if piece is not None:
+                self.pieces.append(piece)
+
+    def finish(self, reason="length"):
+        return self.generation.finish(reason, computed=3, at=200.0)
+
+
+@pytest.fixture
+def story(tiny):
+    return tiny.encode(STORY).ids
+
+
+def test_collected_the_final_reply_has_everything(tiny, story):
+    play = Play(tiny)
+    play.generation.started(100.5)
+    play.feed(story)
+    reply = play.finish()
+    assert play.pieces == []
+    assert (reply.id, reply.text, reply.token_ids, reply.finish_reason) == (9, STORY, story, "length")
+    assert play.session == [7, *PROMPT, *story]
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.generated_tokens) == (2, len(story))
+    assert (usage.session_tokens, usage.computed_tokens) == (len(play.session), 3)
+    assert (reply.timings.queued, reply.timings.first_token, reply.timings.total) == (0.5, 1.0, 100.0)
+
+
+def test_streamed_each_text_and_each_token_comes_once(tiny, story):
+    play = Play(tiny, stream=True)
+    play.feed(story)
+    last = play.finish()
+    told = [*play.pieces, last]
+    assert len(play.pieces) > 3
+    assert "".join(piece.text for piece in told) == STORY
+    assert [token for piece in told for token in piece.token_ids] == story
+    assert all(piece.text and "�" not in piece.text for piece in play.pieces)
+
+
+def test_without_a_tokenizer_the_pieces_are_tokens(tiny):
+    play = Play(tiny, has_text=False, stream=True)
+    play.feed([3, 4])
+    assert [(piece.text, piece.token_ids) for piece in play.pieces] == [("", [3]), ("", [4])]
+    assert play.finish().token_ids == []
+
+
+def test_logprobs_come_with_their_tokens(tiny, story):
+    play = Play(tiny, stream=True, logprobs=0)
+    play.feed(story, Logprobs(-0.5))
+    told = [*play.pieces, play.finish()]
+    assert all(len(piece.logprobs) == len(piece.token_ids) for piece in told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_text_and_session(tiny, story, stream):
+    play = Play(tiny, stream=stream, stop=["nothing", "return"])
+    play.feed(story)
+    keep = play.generation.keep
+    reply = play.finish("cancelled")
+    told = [*play.pieces, reply]
+    assert "".join(piece.text for piece in told) == STORY[: STORY.index("return")]
+    assert [token for piece in told for token in piece.token_ids] == story[:keep]
+    assert play.session == [7, *PROMPT, *story[:keep]]
+    assert "return" in tiny.decode(story[:keep]) and "return" not in tiny.decode(story[: keep - 1])
+    assert reply.finish_reason == "stop"
+    assert play.generation.length == len(play.session)
+
+
+def test_tokens_that_come_after_a_stop_string_change_nothing(tiny, story):
+    play = Play(tiny, stop=["return"])
+    play.feed(story)
+    before = play.session[:]
+    play.feed([1, 2, 3])
+    assert play.session == before
+
+
+def test_a_stop_string_may_begin_in_one_token_and_end_in_another(tiny, story):
+    at = STORY.index("reet(na")
+    play = Play(tiny, stream=True, stop=["reet(na"])
+    play.feed(story)
+    told = [*play.pieces, play.finish()]
+    assert "".join(piece.text for piece in told) == STORY[:at]
+
+
+def test_a_stop_string_that_only_the_end_completes(tiny):
+    """The last bytes of a broken character are told when nothing follows."""
+    tokens = tiny.encode("a😀").ids[:-1]
+    play = Play(tiny, stop=["�"])
+    play.feed(tokens)
+    assert play.generation.keep is None
+    reply = play.finish()
+    assert (reply.text, reply.finish_reason) == ("a", "stop")
+    assert play.session == [7, *PROMPT, *tokens]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_is_the_session_s_but_says_nothing(tiny, stream):
+    line = tiny.encode("\n").ids[0]
+    words = tiny.encode("def greet").ids
+    play = Play(tiny, stop_tokens=[EOS, line], stream=stream)
+    play.feed([*words, line])
+    reply = play.finish("stop")
+    told = [*play.pieces, reply]
+    assert "".join(piece.text for piece in told) == "def greet"
+    assert [token for piece in told for token in piece.token_ids] == [*words, line]
+    assert reply.finish_reason == "stop"
+
+
+def test_cancelled_before_the_first_token(tiny):
+    reply = Play(tiny).finish("cancelled")
+    assert (reply.text, reply.token_ids, reply.finish_reason) == ("", [], "cancelled")
+    assert (reply.timings.queued, reply.timings.first_token) == (0.0, 0.0)
+    assert reply.usage.session_tokens == 3
+
+
+def test_an_unfinished_character_is_told_broken_when_nothing_follows(tiny):
+    tokens = tiny.encode("a😀").ids[:-1]
+    play = Play(tiny, stream=True)
+    play.feed(tokens)
+    assert play.finish("cancelled").text == "�"

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from djinnd.server.notify import Notifier
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_what_systemd_hears(folder, kind):
+    address = f"{folder}/notify" if kind == "path" else f"\0djinnd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(address)
+        Notifier({"NOTIFY_SOCKET": address.replace("\0", "@")}).tell(READY=1, STATUS="serving")
+        assert listener.recv(100) == b"READY=1\nSTATUS=serving"
+
+
+@pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": "/nowhere/notify"}])
+def test_where_nobody_listens_nothing_happens(environ):
+    Notifier(environ).tell(READY=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, 0.0),
+        ({"WATCHDOG_USEC": "30000000"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, 0.0),
+    ],
+)
+def test_the_watchdog_is_for_this_process_or_nobody(environ, seconds):
+    assert Notifier(environ).watchdog_s == seconds

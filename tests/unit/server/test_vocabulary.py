@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from djinn_client.errors import ModelRejected
+from djinnd.server.vocabulary import Vocabulary
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a tokenizer that puts <s> before a text, and with these files."""
+
+    def write(tokenizer=True, **files):
+        if tokenizer:
+            vocab = {"<s>": 0, "</s>": 1, "[UNK]": 2, "hello": 3, "world": 4}
+            made = Tokenizer(models.WordLevel(vocab, "[UNK]"))
+            made.pre_tokenizer = pre_tokenizers.Whitespace()
+            made.add_special_tokens(["<s>", "</s>"])
+            made.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 0)])
+            made.enable_truncation(2)
+            made.enable_padding(length=9)
+            made.save(str(tmp_path / "tokenizer.json"))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        return tmp_path
+
+    return write
+
+
+def test_only_the_first_text_of_a_session_gets_the_special_tokens(checkpoint):
+    vocabulary = Vocabulary.read("m", checkpoint())
+    assert vocabulary.encode("hello world", first=True) == [0, 3, 4]
+    assert vocabulary.encode("hello world", first=False) == [3, 4]
+
+
+def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
+    assert len(Vocabulary.read("m", checkpoint()).encode("hello " * 50, first=False)) == 50
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({}, set()),
+        ({"config": {"eos_token_id": 5}}, {5}),
+        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [6, 7]}}, {6, 7}),
+        ({"config": {"eos_token_id": 5}, "generation_config": {}}, {5}),
+        ({"config": {"eos_token_id": 0}, "generation_config": {"eos_token_id": None}}, {0}),
+        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": 0}}, {0}),
+    ],
+)
+def test_the_tokens_that_end_an_output(checkpoint, files, eos):
+    assert Vocabulary.read("m", checkpoint(**files)).eos == eos
+
+
+def test_a_checkpoint_without_a_tokenizer(checkpoint):
+    vocabulary = Vocabulary.read("m", checkpoint(tokenizer=False, config={}))
+    assert not vocabulary.has_text
+    assert vocabulary.text_after([1, 2]) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "config", "generation_config"])
+@pytest.mark.parametrize("content", ["{", "[1]", "", "\x00"])
+def test_a_damaged_file_is_named(checkpoint, name, content):
+    folder = checkpoint(tokenizer=False)
+    (folder / f"{name}.json").write_text(content)
+    with pytest.raises(ModelRejected, match=rf"m: .*{name}\.json"):
+        Vocabulary.read("m", folder)
+
+
+def test_the_shipped_model(tiny):
+    from djinnd.server.checkpoints import find_checkpoint, known_models
+
+    folder = find_checkpoint("djinn-tiny", known_models({})["djinn-tiny"].path)
+    vocabulary = Vocabulary.read("djinn-tiny", folder)
+    tokens = vocabulary.encode("def fibonacci(", first=True)
+    assert tokens == tiny.encode("def fibonacci(").ids
+    stream = vocabulary.text_after([])
+    assert "".join(map(stream.feed, tokens)) + stream.finish() == "def fibonacci("
+    assert vocabulary.eos == {0}
