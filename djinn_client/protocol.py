@@ -185,7 +185,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class GetStatus(Request, tag="status"):
-    check: bool = False  # audit the pools too; the final reply is a Failure where one is inconsistent
+    check: bool = False  # audit the pools too: what was found is in StatusReply.integrity
 
 
 class ListSessions(Request, tag="sessions"):
@@ -414,6 +414,13 @@ _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decode
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
 
 
+class _OnlyId(msgspec.Struct):
+    id: int
+
+
+_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
+
+
 def encode(message: ClientMessage | ServerMessage, fds: int = 0) -> bytes:
     """One frame, header and payload."""
     payload = _encoder.encode(message)
@@ -438,11 +445,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
 
 def request_id_of(payload: bytes) -> int | None:
     """The `id` of a request that did not decode, so that its sender can be told; None where there is none."""
-
-    class OnlyId(msgspec.Struct):
-        id: int
-
     try:
-        return msgspec.msgpack.decode(payload, type=OnlyId).id
+        return _id_decoder.decode(payload).id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

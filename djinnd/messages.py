@@ -1,10 +1,10 @@
-"""What server and engine say to each other over their socket pair. Typed structs in the frames of the wire protocol.
+"""What server and engine say to each other over their socket pair: typed structs in the frames of the wire protocol.
 
-The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Token`s inside
-`Stepped` and then exactly one `Finished` or `Failed`; for each other message with a `request`, exactly one final reply.
-A message without a `request` is one-way.
+The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Token`s in
+`Stepped` and then exactly one `Finished`, `LogitsReady` or `Failed`; for each other message with a `request`, exactly
+one final reply. A message without a `request` is one-way.
 
-Loading asks for shared memory in mid-way, because only the engine knows the layout and only the server creates the arena:
+Loading asks for shared memory in mid-way: only the engine knows the layout, and only the server creates the arena.
 
     server ──Load──► engine ──NeedArena──► server ──ArenaReady──► engine ──Loading…──► Loaded
                                                 └──ArenaRefused──► engine ──► Failed
@@ -68,7 +68,7 @@ class Close(msgspec.Struct, tag="close"):
 
 
 class Run(msgspec.Struct, tag="run"):
-    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answer with the new tokens' logits."""
+    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answers with their logits."""
 
     request: int
     session: str
@@ -278,11 +278,13 @@ def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    return _decode(_to_engine, payload)
+    message: ToEngine = _decode(_to_engine, payload)
+    return message
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    return _decode(_from_engine, payload)
+    message: FromEngine = _decode(_from_engine, payload)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:

@@ -22,27 +22,27 @@ class Limits(Struct, frozen=True):
     connections_per_user: Count = 1024
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
-    request_bytes: Size = Size(16 << 20)  # of one frame from a client
-    output_bytes: Size = Size(64 << 20)  # that wait for a slow client before its connection is closed
-    handshake: Seconds = Seconds(10)  # from connecting to Hello
-    session_grace: Seconds = Seconds(600)  # that a session outlives its last connection
-    shutdown_grace: Seconds = Seconds(30)  # that running requests have to finish
-    engine_start: Seconds = Seconds(300)  # from starting an engine to its first word
-    engine_silence: Seconds = Seconds(30)  # without a word, after which an engine is killed
-    engine_wait: Seconds = Seconds(120)  # that a call waits for an engine that is being started
+    request_bytes: Size = 16 << 20  # of one frame from a client
+    output_bytes: Size = 64 << 20  # that wait for a slow client before its connection is closed
+    handshake: Seconds = 10  # from connecting to Hello
+    session_grace: Seconds = 600  # that a session outlives its last connection
+    shutdown_grace: Seconds = 30  # that running requests have to finish
+    engine_start: Seconds = 300  # from starting an engine to its first word
+    engine_silence: Seconds = 30  # without a word, after which an engine is killed
+    engine_wait: Seconds = 120  # that a call waits for an engine that is being started
 
 
 class Model(Struct, frozen=True):
     path: str  # a checkpoint folder, or a hub id
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv: Size = Size(0)  # of device memory for pages; 0: the engine decides
+    kv: Size = 0  # of device memory for pages; 0: the engine decides
     max_context: Annotated[int, Meta(ge=0)] = 0  # tokens; 0: the model's own
     preload: bool = False
 
 
 class Config(Struct, frozen=True):
-    device: Device = Device("auto")
-    memory: Size = Size(0)  # hard budget of device memory; 0: the engine decides
+    device: Device = "auto"
+    memory: Size = 0  # hard budget of device memory; 0: the engine decides
     socket: str = ""  # "": see places.py
     state_dir: str = ""
     log: Log = Log()

@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from djinnd.config.sources import Effective, Key
-from djinnd.config.units import Seconds, Size
+from djinnd.config.units import Unit, unit_of
 
 _COLUMN = 44  # of the origins
 
@@ -19,21 +19,22 @@ def show(effective: Effective) -> str:
 
 
 def _lines(section: Any, key: Key, origins: dict[Key, str]) -> Iterator[str]:
-    names = section if isinstance(section, dict) else section.__struct_fields__
-    for name in names:
-        value = section[name] if isinstance(section, dict) else getattr(section, name)
+    for name, value, unit in _entries(section):
         inner = (*key, name)
-        head = f"{'  ' * len(key)}{_scalar(name)}:"
+        head = f"{'  ' * len(key)}{_yaml(name)}:"
         if isinstance(value, (dict, msgspec.Struct)) and value != {}:
             yield head
             yield from _lines(value, inner, origins)
         else:
-            yield f"{head + ' ' + _scalar(value):<{_COLUMN}}  # {origins.get(inner, 'default')}"
+            written = unit.write(value) if unit else list(value) if isinstance(value, tuple) else value
+            yield f"{head + ' ' + _yaml(written):<{_COLUMN}}  # {origins.get(inner, 'default')}"
 
 
-def _scalar(value: Any) -> str:
-    if isinstance(value, (Size, Seconds)):
-        return str(value)
-    plain = [int(entry) for entry in value] if isinstance(value, tuple) else value
-    plain = str(plain) if isinstance(plain, str) else plain
-    return yaml.safe_dump(plain, default_flow_style=True, width=1 << 20).removesuffix("\n...\n").strip()
+def _entries(section: Any) -> list[tuple[str, Any, Unit | None]]:
+    if isinstance(section, dict):
+        return [(name, value, None) for name, value in section.items()]
+    return [(f.name, getattr(section, f.name), unit_of(f.type)) for f in msgspec.structs.fields(section)]
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n...\n").strip()

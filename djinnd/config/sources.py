@@ -16,7 +16,7 @@ import yaml
 
 from djinnd.config.places import default_socket, default_state_dir
 from djinnd.config.schema import Config
-from djinnd.config.units import Device, Seconds, Size, User
+from djinnd.config.units import unit_of
 
 SYSTEM_FILE = Path("/etc/djinnd/djinnd.yaml")
 PREFIX = "DJINND_"
@@ -52,7 +52,7 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[Key, str 
     for key, setting in settings.items():
         try:
             values[key] = _convert(setting, _type_of(key))
-        except msgspec.ValidationError as error:
+        except ValueError as error:
             problems.append(f"{setting.origin}: {dotted(key)}: {error}")
     for key, origin in file.sections.items():
         missing = [f.name for f in _fields(_type_of(key)) if f.required and (*key, f.name) not in settings]
@@ -174,14 +174,14 @@ def _suggestion(name: str, type_: Any) -> str:
 
 
 def _convert(setting: Setting, type_: Any) -> Any:
+    """Raises ValueError."""
+    if (unit := unit_of(type_)) is not None:
+        return unit.read(setting.value)
     if get_origin(type_) is Literal and setting.value not in get_args(type_):
-        raise msgspec.ValidationError(f"{setting.value!r} is not one of {', '.join(get_args(type_))}")
-    return msgspec.convert(setting.value, type_, strict=not setting.is_text, dec_hook=_parse)
-
-
-def _parse(type_: type, value: Any) -> Any:
-    assert issubclass(type_, (Size, Seconds, User, Device))
-    return type_.parse(value)
+        raise ValueError(f"{setting.value!r} is not one of {', '.join(get_args(type_))}")
+    if get_origin(type_) is tuple and isinstance(setting.value, list):
+        return tuple(_convert(setting._replace(value=entry), get_args(type_)[0]) for entry in setting.value)
+    return msgspec.convert(setting.value, type_, strict=not setting.is_text)
 
 
 def _build(type_: Any, key: Key, values: Mapping[Key, Any]) -> Any:

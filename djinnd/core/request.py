@@ -1,10 +1,12 @@
-"""A request: what one call asks of one session. Its life is a table; nothing else moves it.
+"""A request: what one call asks of one session.
 
     QUEUED ──start──► RUNNING ──finish──► DONE
       │                │  ▲
       │               hold release
       │                ▼  │
       └──finish──►    HELD ──finish──► DONE
+
+That is its life; nothing else moves it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,6 @@ class _CopyEvent:
 
 
 class CpuDevice(Device):
-    captures_graphs = False
-
     def __init__(self, memory: int) -> None:
         self.torch_device = torch.device("cpu")
         self.description = f"CPU, {torch.get_num_threads()} threads"
@@ -45,6 +43,7 @@ class CpuDevice(Device):
         self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
         self._engine.start()
 
+    @torch.inference_mode()  # tensors that were made in it let nobody else write to them
     def _copy_loop(self) -> None:
         while (job := self._queue.get()) is not None:
             target, source, event = job

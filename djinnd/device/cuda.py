@@ -31,8 +31,6 @@ class _CopyEvent:
 
 
 class CudaDevice(Device):
-    captures_graphs = True
-
     def __init__(self, name: str, memory: int) -> None:
         if not self.available():
             raise InvalidRequest(f"device {name} is not there: torch sees no CUDA device; `djinnctl doctor` says why")
@@ -81,7 +79,7 @@ class CudaDevice(Device):
             self.unpin([piece for piece, error in zip(pieces, errors, strict=True) if error is None])
             nbytes = sum(piece.numel() for piece in pieces)
             raise OutOfMemory(
-                f"{gib(nbytes)} of host memory cannot be pinned: {failed}; `djinnctl doctor` looks at the memlock limit",
+                f"{gib(nbytes)} of host memory cannot be pinned: {failed}; see the memlock limit (`djinnctl doctor`)",
                 needed=nbytes,
             ) from failed
 

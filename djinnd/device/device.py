@@ -28,7 +28,6 @@ class Device(ABC):
 
     torch_device: torch.device
     description: str
-    captures_graphs: bool
     budget: MemoryBudget
 
     @property

@@ -41,8 +41,8 @@ class KvPlan:
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """Activations of the largest step, the logits of its rows, and what the sampler makes of them."""
-    activations = max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
+    """Activations of the largest step, captured and eager; logits of its rows, and what the sampler makes of them."""
+    activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
     return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 

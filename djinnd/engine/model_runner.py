@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -18,18 +19,28 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.engine.logits_window import LogitsWindow
 from djinnd.engine.memory import LOGIT_ROWS, KvPlan
 from djinnd.kvcache.manager import KvManager
-from djinnd.model.graphs import DecodeGraphs
+from djinnd.model.graphs import StepGraphs
 from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.sampler import Sampled, Sampler
+
+log = logging.getLogger("djinnd.engine")
 
 
 class ModelRunner:
     """Owns what one served model has on the device: weights, KV pool, graphs, sampler; and its page tables."""
 
     def __init__(
-        self, name: str, path: str, weights: Weights, model: PagedModel, plan: KvPlan, device: Device, max_rows: int
+        self,
+        name: str,
+        path: str,
+        weights: Weights,
+        model: PagedModel,
+        plan: KvPlan,
+        device: Device,
+        max_tokens: int,
+        max_rows: int,
     ) -> None:
         self.name = name
         self.path = path
@@ -41,10 +52,19 @@ class ModelRunner:
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
-        self.graphs: DecodeGraphs | None = None
-        if isinstance(device, CudaDevice):
-            width = self.kv.pages_for(plan.max_context)
-            self.graphs = DecodeGraphs(model, device, max_rows, width, plan.max_context)
+        self.graphs = self._capture(device, max_tokens, max_rows) if isinstance(device, CudaDevice) else None
+
+    def _capture(self, device: CudaDevice, max_tokens: int, max_rows: int) -> StepGraphs | None:
+        """None for a family whose forward cannot be captured: its steps run eagerly."""
+        width = self.kv.pages_for(self.plan.max_context)
+        try:
+            return StepGraphs(self.model, device, max_tokens, max_rows, width, self.plan.max_context)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            device.synchronize()  # raises again where the error sticks
+            log.warning("graphs_off model=%s error=%s", self.name, error)
+            return None
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
@@ -54,20 +74,28 @@ class ModelRunner:
             stale = self.kv.take_stale()
             if stale:
                 self.model.zero_pages(stale)
-            if self.graphs is not None and batch.decode_only and all(row.samples for row in batch.rows):
-                logits = self._decode(self.graphs, batch.rows)
-            else:
-                logits = self._mixed(batch.rows)
+            logits = self._replay(batch.rows) if self._replays(batch) else self._mixed(batch.rows)
             if logits is None:
                 return Sampled([], [], [])
             return self.sampler.sample(logits, [row.session for row in batch.rows if row.samples])
 
-    def _decode(self, graphs: DecodeGraphs, rows: tuple[Row, ...]) -> Tensor:
-        inputs = graphs.inputs(len(rows))
+    def _replays(self, batch: Batch) -> bool:
+        """Forward passes have logits of their own at many tokens: those steps run eagerly."""
+        return self.graphs is not None and all(row.request.logits_from is None for row in batch.rows)
+
+    def _replay(self, rows: tuple[Row, ...]) -> Tensor | None:
+        assert self.graphs is not None
+        counts = [row.count for row in rows]
+        shape = self.graphs.fitting(sum(counts), len(rows), max(counts))
+        if shape is None:
+            return self._mixed(rows)
+        inputs = self.graphs.inputs(shape)
         self._compose(inputs, rows)
-        inputs.fill_padding(len(rows), len(rows))
+        sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
+        inputs.host["picks"][: len(sampling)] = sampling
+        inputs.pad(sum(counts), len(rows), len(sampling))
         inputs.send()
-        return graphs.replay(len(rows))
+        return self.graphs.replay(shape, len(sampling))
 
     def _mixed(self, rows: tuple[Row, ...]) -> Tensor | None:
         """→ logits of the rows that sample, if any does."""
@@ -116,7 +144,6 @@ class ModelRunner:
         host["ids"][:tokens] = ids
         host["positions"][:tokens] = positions
         host["slots"][:tokens] = _slots(table, of_row, positions, self.plan.page_size)
-        host["picks"][:tokens] = np.arange(tokens)
         host["starts"][0] = 0
         host["starts"][1 : len(rows) + 1] = ends
         host["lengths"][: len(rows)] = starts + counts

@@ -30,7 +30,7 @@ def make_runner(
         labels.append(kv_label(load.model))
         model = PagedModel(weights.skeleton, weights.dtype, pool)
         check_paging(model, device, plan.page_size)
-        return ModelRunner(load.model, load.path, weights, model, plan, device, max_rows)
+        return ModelRunner(load.model, load.path, weights, model, plan, device, max_batch_tokens, max_rows)
     except BaseException:
         weights.release(device)
         for label in labels:

@@ -71,8 +71,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     if len(found) != 1:
         kinds = ", ".join(sorted(names)) or "unnamed"
         raise ModelRejected(
-            f"{type(model).__name__} has {len(found)} lists of decoder layers ({kinds}); djinnd runs models with exactly "
-            "one",
+            f"{type(model).__name__} has {len(found)} lists of decoder layers ({kinds}); djinnd runs models with "
+            "exactly one",
             family=type(model).__name__,
         )
     return found[0]

@@ -2,7 +2,8 @@
 
 A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Two things must
 hold, on the weights that will serve: our attention ran exactly once in each block, and a prompt that is run at once
-gives the logits of the same prompt run in chunks and single steps. (It also compiles every kernel before the first user.)
+gives the logits of the same prompt run in chunks and single steps. (It also compiles every kernel before the first
+user.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def check_paging(model: PagedModel, device: Device, page_size: int) -> None:
     tokens = np.random.default_rng(0).integers(0, model.vocab, TOKENS)
     for paged in model.paged:
         paged.calls = 0
-    whole = _run(model, device, tokens, 0, pages, page_size)
+    try:
+        whole = _run(model, device, tokens, 0, pages, page_size)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # whatever a family's forward stumbles over
+        raise ModelRejected(f"{family} fails the check at load: {fault!r}", family=family) from fault
     calls = {paged.calls for paged in model.paged}
     if calls != {1}:
         raise ModelRejected(

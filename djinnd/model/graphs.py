@@ -1,8 +1,15 @@
-"""CUDA graphs for decode: one for the prologue, one a block, one for the epilogue, for each bucket of rows.
+"""CUDA graphs of a step: one for the prologue, one a block, one for the epilogue, for each shape of batch.
 
-A graph a block and not one for the model, because streaming, breakpoints and steering live on block boundaries; all
-replays of a step together cost the host little more than one (2.8 µs each). Block i + 1 reads the tensor that block i's
-graph writes: outputs stay where they are for as long as the graphs live, so nothing is copied between blocks.
+Launching a block's kernels one by one takes the host longer than the device needs to run them, for one token and for a
+chunk of 512 alike. A graph a block and not one for the model, because streaming, breakpoints and steering live on block
+boundaries; all replays of a step together cost the host little more than one (2.8 µs each).
+
+    decode    1 token a row                   1, 2, 4 … 256 rows
+    chunk     any rows, with history or not   32 … 2,048 tokens, up to CHUNK_ROWS or all rows
+
+Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
+memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays all graphs of
+its shape in order, and only `logits` is read after it.
 """
 
 from __future__ import annotations
@@ -18,76 +25,98 @@ from djinnd.model.adapter import Prologue
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-EAGER_LOAD = 64  # buckets up to this are captured at load, the others when first needed
+DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+CHUNK_ROWS = 16
+ROWS_AT_LOAD = 64  # shapes of more rows are captured when they are first needed
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """The captured step for up to so many sessions that decode. Holds all tensors that one graph leaves for another."""
+class Shape:
+    tokens: int
+    rows: int
+    max_query: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """Holds the tensors that several graphs of a shape use, and what is read after the step."""
 
     inputs: StepInputs
     graphs: list[torch.cuda.CUDAGraph]
     prologue: Prologue
-    hidden: list[Tensor]
     logits: Tensor
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Owns the graphs of one model and the memory pool that they share."""
 
-    def __init__(self, model: PagedModel, device: CudaDevice, max_rows: int, width: int, max_kv: int) -> None:
+    def __init__(
+        self, model: PagedModel, device: CudaDevice, max_tokens: int, max_rows: int, width: int, max_kv: int
+    ) -> None:
         """`width` pages and `max_kv` tokens bound every row for as long as the graphs live."""
         self._model = model
         self._device = device
         self._width = width
         self._max_kv = max_kv
-        self._sizes = [size for size in BUCKETS if size < max_rows] + [max_rows]
-        self._buckets: dict[int, _Bucket] = {}
+        self._decode = [Shape(rows, rows, 1) for rows in _up_to(DECODE_ROWS, max_rows)]
+        self._chunks = [
+            [Shape(tokens, rows, tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
+            for rows in _up_to((CHUNK_ROWS,), max_rows)
+        ]
+        self._captured: dict[Shape, _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # large first: smaller ones reuse what the pool has
-            if size <= EAGER_LOAD:
-                self._capture(size)
+        shapes = [shape for shapes in (self._decode, *self._chunks) for shape in shapes if shape.rows <= ROWS_AT_LOAD]
+        for shape in sorted(shapes, key=lambda shape: -shape.tokens):  # smaller ones reuse what the pool has then
+            self._capture(shape)
 
-    def inputs(self, rows: int) -> StepInputs:
-        """Where to put a batch of so many rows; `replay` with the same count runs it."""
-        return self._bucket(rows).inputs
+    def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
+        """The smallest shape for a batch, whose longest row brings `longest` tokens; None where there is none."""
+        if longest == 1:
+            candidates = self._decode
+        else:
+            candidates = next((shapes for shapes in self._chunks if rows <= shapes[0].rows), [])
+        at = bisect_left(candidates, tokens, key=lambda shape: shape.tokens)
+        return candidates[at] if at < len(candidates) else None
 
-    def replay(self, rows: int) -> Tensor:
-        """→ logits [rows, vocab], valid until the next replay of any bucket."""
-        bucket = self._bucket(rows)
-        for graph in bucket.graphs:
+    def inputs(self, shape: Shape) -> StepInputs:
+        """Where to put the batch that `replay` then runs."""
+        if shape not in self._captured:
+            self._capture(shape)
+        return self._captured[shape].inputs
+
+    def replay(self, shape: Shape, picks: int) -> Tensor | None:
+        """Runs the step. → logits [picks, vocab], valid until the next replay; None where none are wanted."""
+        captured = self._captured[shape]
+        *body, epilogue = captured.graphs
+        for graph in body:
             graph.replay()
-        return bucket.logits[:rows]
-
-    def _bucket(self, rows: int) -> _Bucket:
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        if size not in self._buckets:
-            self._capture(size)
-        return self._buckets[size]
+        if not picks:
+            return None
+        epilogue.replay()
+        return captured.logits[:picks]
 
     @torch.inference_mode()
-    def _capture(self, rows: int) -> None:
+    def _capture(self, shape: Shape) -> None:
         model, adapter = self._model, self._model.adapter
-        inputs = StepInputs(self._device, rows, rows, self._width)
-        inputs.fill_padding(0, 0)
-        inputs.host["starts"][0] = 0
-        inputs.host["picks"][:] = range(rows)
+        inputs = StepInputs(self._device, shape.tokens, shape.rows, self._width)
+        inputs.pad(0, 0, 0)
+        picks = inputs.picks(shape.rows)
         with self._device.computing():
             inputs.send()
-            # Kernels are compiled and libraries set up outside of the capture.
-            model.logits(model.forward(inputs, max_query=1, max_kv=self._max_kv, fresh=False), inputs.picks(rows))
+            # Outside of the capture: kernels are compiled and libraries set up. It also tells attention the batch.
+            model.logits(model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False), picks)
         self._device.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
             prologue = adapter.prologue(inputs.ids, inputs.positions)
-        hidden = [prologue.hidden]
+        hidden = prologue.hidden
         for index, arguments in enumerate(prologue.arguments):
             with self._record(graphs):
-                hidden.append(adapter.run_block(index, hidden[-1], arguments))
+                hidden = adapter.run_block(index, hidden, arguments)
         with self._record(graphs):
-            logits = adapter.epilogue(hidden[-1])
-        self._buckets[rows] = _Bucket(inputs, graphs, prologue, hidden, logits)
+            logits = adapter.epilogue(hidden.index_select(1, picks))
+        self._captured[shape] = _Captured(inputs, graphs, prologue, logits)
 
     def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
         graphs.append(torch.cuda.CUDAGraph())
@@ -95,3 +124,7 @@ class DecodeGraphs:
         return torch.cuda.graph(
             graphs[-1], pool=self._memory, stream=self._device.compute_stream, capture_error_mode="thread_local"
         )
+
+
+def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:
+    return [size for size in sizes if size < largest] + [largest]

@@ -38,14 +38,23 @@ class BlockKV:
     calls: int = field(default=0)  # audited by the check at load: exactly one a step
 
 
-class ShapesSeen(Exception):
-    """Raised by an attention module that has no pages yet: carries what shape of k and v it asks for, and what else of
-    its arguments our attention would pass over in silence ("": nothing)."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a family's attention asks of ours."""
 
-    def __init__(self, key: Tensor, value: Tensor, unserved: str) -> None:
-        super().__init__("attention shapes")
-        self.kv_heads, self.key_dim, self.value_dim = key.shape[1], key.shape[3], value.shape[3]
-        self.unserved = unserved
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # 0: none
+    unserved: str  # what else of its arguments ours would pass over in silence; "": nothing
+
+
+class NoPages(Exception):
+    """Raised in the place of attention while there are no pages; `wanted` is what was asked of it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__("attention was called before there were pages")
+        self.wanted = wanted
 
 
 def paged_attention(
@@ -67,7 +76,8 @@ def paged_attention(
     """
     paged: BlockKV | None = getattr(module, "paged", None)
     if paged is None:
-        raise ShapesSeen(key, value, _unserved(module, attention_mask, kwargs))
+        unserved = _unserved(module, attention_mask, kwargs)
+        raise NoPages(Wanted(key.shape[1], key.shape[3], value.shape[3], sliding_window or 0, unserved))
     assert attention_mask is None and dropout == 0.0
     batch = paged.context.batch
     assert batch is not None

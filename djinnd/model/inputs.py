@@ -2,11 +2,11 @@
 
     staging (host, pinned) and device, the same layout, each array aligned to 8 bytes:
 
-    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [T] │ starts i32 [R+1] │ lengths i32 [R] │ …
+    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ lengths i32 [R] │ …
     … │ table i32 [R, W] │
 
 T tokens, R rows, W pages of the widest row. A captured graph keeps the device addresses, so its inputs are allocated
-once and padded: rows that nobody wants stand at position 0 of the scratch page.
+once and padded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepInputs:
             "ids": ((tokens,), np.int64),
             "positions": ((tokens,), np.int64),
             "slots": ((tokens,), np.int64),
-            "picks": ((tokens,), np.int64),
+            "picks": ((max(tokens, rows),), np.int64),
             "starts": ((rows + 1,), np.int32),
             "lengths": ((rows,), np.int32),
             "table": ((rows, width), np.int32),
@@ -77,13 +77,15 @@ class StepInputs:
             fresh=fresh,
         )
 
-    def fill_padding(self, tokens: int, rows: int) -> None:
-        """Makes the rows from `rows` on (one token each, from `tokens` on) harmless: they write to the scratch page."""
+    def pad(self, tokens: int, rows: int, picks: int) -> None:
+        """Makes what lies past the first `tokens`, `rows` and `picks` harmless: tokens that belong to no row and are
+        written to the scratch page, rows without tokens."""
         host = self.host
         for name in ("ids", "positions", "slots"):
             host[name][tokens:] = 0
-        host["starts"][rows + 1 :] = np.arange(tokens + 1, self.tokens + 1, dtype=np.int32)
-        host["lengths"][rows:] = 1
+        host["picks"][picks:] = 0
+        host["starts"][rows:] = tokens
+        host["lengths"][rows:] = 0
         host["table"][rows:] = 0
 
 

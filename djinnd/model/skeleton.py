@@ -17,6 +17,7 @@ from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
 from djinnd.model.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.families import PATCHED
+from djinnd.model.hf_attention import NoPages, Wanted
 from djinnd.weights.layout import Layout
 
 # Frequencies that depend on the longest row of the batch: one session would change another's output.
@@ -66,15 +67,21 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
     except Exception as error:  # KeyError, ValueError, ImportError …: by family
-        raise ModelRejected(f"{config.model_type} cannot be built: {error}", family=config.model_type) from error
+        if error.args == (hf_attention.NAME,):  # looked for in a table of its own
+            raise _past_the_interface(config) from error
+        raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
     if not (getattr(model, "_supports_attention_backend", False) or config.model_type in PATCHED):
-        raise ModelRejected(
-            f"{config.model_type} does not use transformers' attention interface, so djinnd cannot page its KV",
-            family=config.model_type,
-        )
+        raise _past_the_interface(config)
     model.eval()
     model.tie_weights()
     return model
+
+
+def _past_the_interface(config: PreTrainedConfig) -> ModelRejected:
+    return ModelRejected(
+        f"{config.model_type} does not use transformers' attention interface, so djinnd cannot page its KV",
+        family=config.model_type,
+    )
 
 
 class Skeleton:
@@ -87,8 +94,9 @@ class Skeleton:
         self.names = _parameter_shapes(model)
         self.prefixes = _block_prefixes(model)
         self.tied = _tied(model)
-        if any(name.startswith(tuple(self.prefixes)) for names in self.tied.items() for name in (names[0], *names[1])):
-            raise ModelRejected(f"{self.family} shares parameters between its blocks: not served yet", family=self.family)
+        tied = [name for first, others in self.tied.items() for name in (first, *others)]
+        if any(name.startswith(tuple(self.prefixes)) for name in tied):
+            raise ModelRejected(f"{self.family} ties parameters of its blocks: not served yet", family=self.family)
         self.adapter = Adapter(model)
         self.kv_shape = self._learn_kv_shape()
 
@@ -118,14 +126,14 @@ class Skeleton:
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
             prologue = self.adapter.prologue(ids, ids)
-            seen = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
+            wanted = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
         except ModelRejected:
             raise
         except Exception as error:  # whatever a family's forward stumbles over
             raise ModelRejected(
                 f"{self.family} cannot be driven block by block: {error!r}", family=self.family
             ) from error
-        shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in seen}
+        shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted}
         if len(shapes) != 1 or any(key != value for _, key, value in shapes):
             raise ModelRejected(
                 f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not served yet",
@@ -134,16 +142,26 @@ class Skeleton:
         kv_heads, head_dim, _ = shapes.pop()
         return KVShape(kv_heads, head_dim)
 
-    def _attention_of(self, index: int, prologue: Prologue) -> hf_attention.ShapesSeen:
+    def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
         try:
             self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
-        except hf_attention.ShapesSeen as seen:
-            if seen.unserved:
-                raise ModelRejected(
-                    f"the attention of {self.family} wants what djinnd cannot give: {seen.unserved}", family=self.family
-                ) from None
-            return seen
-        raise ModelRejected(f"block {index} of {self.family} never called the attention interface", family=self.family)
+        except NoPages as call:
+            wanted = call.wanted
+        else:
+            reason = f"block {index} of {self.family} never called the attention interface"
+            raise ModelRejected(reason, family=self.family)
+        unserved = wanted.unserved or self._hidden_in_mask(index, wanted)
+        if unserved:
+            reason = f"the attention of {self.family} wants what djinnd cannot give: {unserved}"
+            raise ModelRejected(reason, family=self.family)
+        return wanted
+
+    def _hidden_in_mask(self, index: int, wanted: Wanted) -> str:
+        """What the family's configuration says of a block and only its mask, which we do not have, would carry out."""
+        kinds = getattr(self.config, "layer_types", None)
+        kind = kinds[index] if kinds else "full_attention"
+        is_told = kind == "full_attention" or (kind == "sliding_attention" and wanted.window > 0)
+        return "" if is_told else f"{kind} by a mask"
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

@@ -94,7 +94,7 @@ class Connection:
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Queues the frame; does nothing on a connection that is closed or closing."""
         if not self.is_open or self._overflows():
-            _close_fds(fds)
+            close_fds(fds)
             return
         self._queue.append((memoryview(frame), list(fds)))
         self._queued += len(frame)
@@ -139,7 +139,7 @@ class Connection:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             count = self._socket.sendmsg([head], rights, socket.MSG_NOSIGNAL)
             self._queue[0] = (head, [])  # they went with the first byte
-            _close_fds(fds)
+            close_fds(fds)
             return count
         together, size = [], 0
         for frame, fds in self._queue:
@@ -219,10 +219,10 @@ class Connection:
             self._closing.cancel()
         self._socket.close()
         for _, fds in self._queue:
-            _close_fds(fds)
+            close_fds(fds)
         self._queue.clear()
         self._queued = 0
-        _close_fds(self._received_fds)
+        close_fds(self._received_fds)
         self._received_fds.clear()
         self._loop.call_soon(self._events.closed)  # later: whoever closes may be in the middle of something
 
@@ -237,6 +237,6 @@ class Connection:
             self._loop.call_soon(self._flush)
 
 
-def _close_fds(fds: Iterable[int]) -> None:
+def close_fds(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

@@ -18,7 +18,7 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
-from djinnd.server.connection import Connection
+from djinnd.server.connection import Connection, close_fds
 
 log = logging.getLogger("djinnd.server")
 
@@ -90,11 +90,10 @@ class EngineClient:
         return len(self._runs)
 
     def lose(self, error: DjinnError) -> None:
-        """The engine is not spoken to any more, and what waits for it fails. Does nothing the second time."""
+        """What waits for the engine fails, and what it still says is not heard. Does nothing the second time."""
         if self.lost.done():
             return
         self.lost.set_result(error)
-        self._connection.close()
         self._on_lost()
         runs, self._runs = self._runs, {}
         for run in runs.values():
@@ -102,9 +101,16 @@ class EngineClient:
         if not self.ready.done():
             self.ready.cancel()
 
+    def close(self) -> None:
+        """When the process is gone: before, it may have something to say and would fail to."""
+        self._connection.close()
+
     # --- events of the connection -----------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
+        if self.lost.done():
+            close_fds(fds)
+            return
         self.heard += 1
         message: FromEngine = messages.decode_from_engine(payload)
         match message:

@@ -12,11 +12,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from djinnd.config import Limits
-from djinnd.messages import Shutdown
 from djinnd.server.engine_client import Audience, EngineClient
 
 DEVICE_REFUSED = 3  # exit status of an engine that would not do better the next time
-STOPPING = 5.0  # seconds that an engine has to end its step when it is asked to stop
+STOPPING = 5.0  # seconds that an engine has to end when it is asked to
 _TICK = 1.0  # seconds, at most, between looks at a silent engine
 
 
@@ -82,10 +81,10 @@ class EngineProcess:
         return Death("the engine closed its connection", is_final=False)
 
     async def end(self, grace: float) -> None:
-        """Asks it to end, kills it after `grace` seconds, and returns when it is gone."""
-        if grace and not self._exited.done():
-            self.client.send(Shutdown())
+        """Gives it `grace` seconds to end, kills it then, and returns when it is gone."""
+        if grace:
             await asyncio.wait([self._exited], timeout=grace)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
         await self._exited
+        self.client.close()

@@ -19,8 +19,9 @@ class Notifier:
         self.watchdog_s = usec / 1e6  # 0: nobody watches
 
     def tell(self, **values: str | int) -> None:
-        """For example tell(READY=1, STATUS="serving")."""
+        """For example tell(READY=1, STATUS="serving"). Who does not read misses it: the loop must not wait for that."""
         if self._address:
             message = "\n".join(f"{name}={value}" for name, value in values.items())
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.setblocking(False)
                 sock.sendto(message.encode(), self._address)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from djinnd import __version__
@@ -30,6 +28,7 @@ from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.socket_path import SocketPath, StartError, inherited_listener
 from djinnd.server.status import Status
+from djinnd.server.stopping import Stopping
 from djinnd.server.supervisor import Supervisor
 
 log = logging.getLogger("djinnd.server")
@@ -41,10 +40,9 @@ _CANCELLING = 5.0  # seconds for cancelled requests to end
 class Server:
     """`engine_command` starts an engine: see EngineProcess.start. Raises StartError where it can get no socket."""
 
-    def __init__(self, config: Config, engine_command: Sequence[str]) -> None:
+    def __init__(self, config: Config, engine_command: Sequence[str], stopping: Stopping) -> None:
         self._limits = config.limits
-        self._stop = asyncio.Event()  # the first signal came
-        self._now = asyncio.Event()  # the second
+        self._stopping = stopping
         self._notifier = Notifier(os.environ)
         self._path, self._socket = _listen(config.socket)
         self.address: str = self._socket.getsockname()
@@ -61,19 +59,14 @@ class Server:
         self._listener = Listener(self._socket, self._clients.accept)
 
     async def serve(self) -> None:
-        """Until a signal ends it. Raises StartError where no engine comes up."""
+        """Until it is asked to stop. Raises StartError where no engine comes up."""
         beating = asyncio.create_task(self._beat())
-        with self._signals():
-            try:
-                self._startup()
-                await self._main_loop()
-            finally:
-                await self._shutdown()
-                beating.cancel()
-
-    def stop(self) -> None:
-        """What a signal does: the first time it drains, the second time it ends everything."""
-        (self._now if self._stop.is_set() else self._stop).set()
+        try:
+            self._startup()
+            await self._main_loop()
+        finally:
+            await self._shutdown()
+            beating.cancel()
 
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
@@ -83,12 +76,13 @@ class Server:
 
     async def _main_loop(self) -> None:
         """Clients, engine and timers have their own callbacks: here is only what the whole waits for."""
-        await _first(self._stop.wait(), self._supervisor.settled())
+        await _first(self._stopping.asked.wait(), self._supervisor.settled())
         if self._supervisor.failure:
             raise StartError(f"no engine, because {self._supervisor.failure}: the log has its own account")
-        self._notifier.tell(READY=1)
-        log.info("djinnd_ready socket=%s", self.address)
-        await self._stop.wait()
+        if self._supervisor.state == "ready":
+            self._notifier.tell(READY=1)
+            log.info("djinnd_ready socket=%s", self.address)
+        await self._stopping.asked.wait()
 
     async def _shutdown(self) -> None:
         self._status.is_draining = True
@@ -96,8 +90,8 @@ class Server:
         await self._drain()
         self._listener.close()
         self._models.stop()
-        await self._supervisor.stop(0.0 if self._now.is_set() else STOPPING)
-        await self._clients.close(at_once=self._now.is_set())
+        await self._supervisor.stop(0.0 if self._stopping.now.is_set() else STOPPING)
+        await self._clients.close(at_once=self._stopping.now.is_set())
         await self._models.close()
         self._sessions.clear()
         self._socket.close()
@@ -107,10 +101,10 @@ class Server:
 
     async def _drain(self) -> None:
         """What runs may finish, for a while; then it is cancelled, which takes a step."""
-        await _first(self._clients.idle.wait(), self._now.wait(), timeout=self._limits.shutdown_grace)
+        await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=self._limits.shutdown_grace)
         for client in self._clients:
             client.cancel_calls()
-        await _first(self._clients.idle.wait(), self._now.wait(), timeout=_CANCELLING)
+        await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=_CANCELLING)
 
     async def _beat(self) -> None:
         notifier = self._notifier
@@ -123,21 +117,11 @@ class Server:
         if engine is not None:
             engine.send(Close(session.id))
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        for number in signals:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
 
 async def run(config: Config) -> None:
-    await Server(config, engine_command(config)).serve()
+    stopping = Stopping()
+    with stopping.by_signals():  # before there is anything that would be left behind
+        await Server(config, engine_command(config), stopping).serve()
 
 
 def engine_command(config: Config) -> list[str]:

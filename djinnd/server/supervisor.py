@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from djinn_client.errors import DjinnError, EngineLost, ShuttingDown
 from djinnd.config import Limits
-from djinnd.messages import Ready
+from djinnd.messages import Ready, Shutdown
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.engine_process import Death, EngineProcess
 
@@ -75,8 +75,9 @@ class Supervisor:
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._process is not None:
+            self._process.client.send(Shutdown())
+            self._process.client.lose(ShuttingDown("the daemon is stopping: try again when it is back"))
             await self._process.end(grace)
-            self._process.client.lose(ShuttingDown("the daemon has stopped: try again when it is back"))
 
     async def engine(self) -> EngineClient:
         """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none

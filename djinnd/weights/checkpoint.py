@@ -51,8 +51,8 @@ class Checkpoint:
             self._check_promises(index, promised)
         else:
             raise ModelNotFound(
-                f"{folder} has neither {single.name} nor {index.name}; checkpoints in other formats (.bin, GGUF) must be "
-                "converted",
+                f"{folder} has neither {single.name} nor {index.name}; checkpoints in other formats (.bin, GGUF) must "
+                "be converted",
                 path=str(folder),
             )
         self.dtype = self._commonest_dtype()
@@ -65,7 +65,7 @@ class Checkpoint:
             handle = self._open[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelRejected(f"{file.name} is damaged or cut short: {error}", file=str(file)) from error
-        for name in handle.keys():  # noqa: SIM118: the handle is no dict
+        for name in handle.keys():  # noqa: SIM118  # a handle is no dict
             piece = handle.get_slice(name)
             yield TensorInfo(name, file, tuple(piece.get_shape()), piece.get_dtype())
 

@@ -31,7 +31,7 @@ READERS = 4  # threads; page cache and one NVMe disk are saturated by this many
 class Buffer:
     """One block (or the rest): its layout, and where each of its parameters comes from."""
 
-    name: str
+    name: str  # what all its parameters' names begin with: "model.layers.3.", or "" for the rest
     layout: Layout
     recipes: dict[str, Recipe]
 
@@ -85,8 +85,8 @@ class WeightStore:
             tensor = buffer.recipes[name]()
             if tensor.shape != view.shape:
                 raise ModelRejected(
-                    f"{buffer.name}.{name} has shape {list(tensor.shape)} in the checkpoint, the model wants "
+                    f"{buffer.name}{name} has shape {list(tensor.shape)} in the checkpoint, the model wants "
                     f"{list(view.shape)}",
-                    tensor=f"{buffer.name}.{name}",
+                    tensor=f"{buffer.name}{name}",
                 )
             view.copy_(tensor)

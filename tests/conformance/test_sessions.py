@@ -117,7 +117,7 @@ async def test_two_connections_share_a_session(api: Api, session: Opener) -> Non
 async def test_one_call_at_a_time(api: Api, session: Opener) -> None:
     async with session() as s:
         other = await api.attach(s.id)
-        stream = s.stream(PROMPT, max_tokens=1000, ignore_eos=True)
+        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
         await anext(stream)
         with pytest.raises(SessionBusy):
             await other.generate(max_tokens=1)
@@ -131,7 +131,7 @@ async def test_one_call_at_a_time(api: Api, session: Opener) -> None:
 
 async def test_closing_a_session_ends_the_call_that_runs_on_it(api: Api) -> None:
     s = await api.open()
-    stream = s.stream(PROMPT, max_tokens=1000, ignore_eos=True)
+    stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
     await anext(stream)
     await asyncio.to_thread(djinn.close, s.id, address=api.address)
     try:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,14 @@ from djinn_client import Client, DeviceInfo
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
-THREADS = "2"  # of torch, in the daemon and in the tests
+THREADS = "1"  # of torch, in daemon and tests: more of them wait for each other where cores are few and shared
+
+# The daemon ends when the test process does, however that ends.
+_TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Daemon:
@@ -49,7 +57,8 @@ class Daemon:
         self.process: subprocess.Popen[bytes]
         self._errors = set(errors)
         self._engines: set[int] = set()  # that were seen
-        self._command = [*wrapper, sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
+        command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
+        self._command = [sys.executable, "-c", _TIED, *wrapper, *command]
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
         settings = {
             "device": "cpu",
@@ -60,6 +69,8 @@ class Daemon:
         (folder / "djinnd.yaml").write_text(yaml.safe_dump(settings | dict(config or {})))
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(folder / "notify"))
+        self._changed = threading.Condition()
+        self._ended = False
 
     # --- its life ---------------------------------------------------------------------------------------------------
 
@@ -74,6 +85,7 @@ class Daemon:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         status = self._end()
+        self._listener.join(PATIENCE)
         self._notify.close()
         if error is not None:
             sys.stderr.write(self.log)
@@ -94,27 +106,33 @@ class Daemon:
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
+        self._ended = False
+        self._listener = threading.Thread(target=self._listen, name="notifications")
+        self._listener.start()
 
     def wait_until_ready(self) -> None:
-        self.wait_for_notification(lambda told: told.get("READY") == "1")
+        self.wait_until_told(lambda told: told.get("READY") == "1")
         self._engines.update(children_of(self.pid))
 
-    def wait_for_notification(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-        """The first that is wanted, of what the daemon tells systemd from now on."""
-        deadline = time.monotonic() + PATIENCE
-        ended = os.pidfd_open(self.pid)
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                readable, _, _ = select.select([self._notify, ended], [], [], max(0.0, left))
-                assert readable, f"djinnd did not say it within {PATIENCE:g} s\n{self.log}"
-                assert self._notify in readable, f"djinnd ended\n{self.log}"
-                told = dict(line.split("=", 1) for line in self._notify.recv(4096).decode().splitlines())
-                self.notifications.append(told)
-                if wanted(told):
-                    return told
-        finally:
-            os.close(ended)
+    def wait_until_told(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        """The first of `notifications` that is wanted; those of before count."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or any(map(wanted, self.notifications)), PATIENCE)
+            found = next(filter(wanted, self.notifications), None)
+        assert found is not None, f"djinnd {'ended' if self._ended else 'did not say it in time'}\n{self.log}"
+        return found
+
+    def _listen(self) -> None:
+        """In a thread, from the daemon's start to its end."""
+        with open(os.pidfd_open(self.pid)) as end:
+            while self._notify in select.select([self._notify, end], [], [])[0]:
+                message = dict(line.split("=", 1) for line in self._notify.recv(4096).decode().splitlines())
+                with self._changed:
+                    self.notifications.append(message)
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -1,11 +1,19 @@
-"""The daemon's side of a connection, played from a script: real sockets and real frames, one thread a connection."""
+"""The daemon's side of a connection, played from a script: real sockets and real frames, one thread a connection.
+
+The fixtures at the end are imported by the conftest of whoever wants them.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+
+import pytest
 
 from djinn_client.protocol import (
     MAX_REQUEST,
@@ -149,3 +157,18 @@ class ScriptedDaemon:
             self._failures.append(failure)
         finally:
             line.close()
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """A folder with a path short enough for a socket."""
+    path = tempfile.mkdtemp(prefix="djinn-")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def daemon(directory: str) -> Iterator[ScriptedDaemon]:
+    scripted = ScriptedDaemon(os.path.join(directory, "s"))
+    yield scripted
+    scripted.stop()

@@ -62,11 +62,14 @@ def test_configuring_sends_this_process_s_logs_to_stderr(capsys):
     before, level = root.handlers[:], root.level
     try:
         configure_logging("warning", "json")
+        ours = logging.getLogger("djinnd")
         logging.getLogger("djinnd.test").info("unheard value=%d", 1)
         logging.getLogger("djinnd.test").warning("heard value=%d", 2)
+        logging.getLogger("somebody.else").info("unheard")
     finally:
         root.handlers[:] = before
         root.setLevel(level)
+        ours.setLevel(logging.NOTSET)
         logging.captureWarnings(False)
     out, err = capsys.readouterr()
     assert out == ""

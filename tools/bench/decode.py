@@ -62,12 +62,14 @@ async def decode_s(address: str, model: str, sessions: int, context: int, tokens
 def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, Any]) -> dict[str, Any]:
     config = f"{{device: '{device}', memory: {memory}}}\n"
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
-        daemon.wait_until_ready()
+        daemon.wait_until_ready(_say)
         model, address = str(checkpoint), daemon.address
         began = time.perf_counter()
+        _say(f"loading {checkpoint.name}")
         info = djinn.load(model, address=address)
         loaded = time.perf_counter() - began
         context, tokens = work["context"], work["tokens"]
+        _say(f"loaded in {loaded:.1f} s; measuring")
         first = first_token_s(address, model, context, info.vocab)
         steps = {
             n: min(asyncio.run(decode_s(address, model, n, context, tokens, info.vocab)) for _ in range(3))
@@ -89,6 +91,10 @@ def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, A
     }
 
 
+def _say(status: str) -> None:
+    click.echo(f"decode: {status}", err=True)
+
+
 def table(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None) -> Table:
     limit = "" if limit_ms is None else f"; reading the weights once takes {limit_ms:.2f} ms"
     shown = Table("", "djinnd", "transformers", title="milliseconds", caption=f"on {found['device']}{limit}")
@@ -106,7 +112,8 @@ def summary(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None,
     )
     limit = [] if limit_ms is None else [f"limit {limit_ms:.2f} ms"]
     first = f"first token of {context} {found['first_token_ms']:.1f} ms (transformers {peer['first_token_ms']:.1f})"
-    error = f"logits differ by {peer['logit_error']:.1e} (transformers' own two attentions by {peer['own_logit_error']:.1e})"
+    own = f"transformers' own two attentions by {peer['own_logit_error']:.1e}"
+    error = f"logits differ by {peer['logit_error']:.1e} ({own})"
     return ", ".join([first, *steps, *limit, error])
 
 
@@ -132,6 +139,7 @@ def main(
     checkpoint = checkpoint.resolve()
     work: dict[str, Any] = {"context": context, "tokens": tokens, "sessions": sessions}
     found = measure_daemon(checkpoint, device, memory, work)
+    _say("transformers")
     peer = peer_transformers.measure(checkpoint, found["dtype"], found.pop("logits"), prompt, work)
     rate = peer.pop("memory_rate")
     limit_ms = None if rate is None else found["weight_bytes"] / rate * 1e3

@@ -35,15 +35,14 @@ class Workload(NamedTuple):
 
 
 class Throughput(NamedTuple):
-    """Median tokens a second, of all sessions together."""
+    """Tokens a second of all sessions together, medians over the rounds; and what is lost of the direct rate, the
+    median of each round's own, so that a round that was slow as a whole does not count against either."""
 
     direct: float
     daemon: float
     streamed: float  # through the daemon, a Piece for each step
-
-    def added(self, rate: float) -> float:
-        """The part of the direct rate that is lost."""
-        return 1 - rate / self.direct
+    daemon_lost: float
+    streamed_lost: float
 
 
 def round_trips(address: str, calls: int) -> dict[str, float]:
@@ -91,8 +90,9 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
             asyncio.run(daemon_rate(address, model, work, stream=True)),
         )
         for _ in range(rounds + 1)
-    ]
-    return Throughput(*(statistics.median(column) for column in zip(*rates[1:], strict=True)))
+    ][1:]
+    lost = [(1 - daemon / direct, 1 - streamed / direct) for direct, daemon, streamed in rates]
+    return Throughput(*(statistics.median(column) for column in (*zip(*rates, strict=True), *zip(*lost, strict=True))))
 
 
 @contextmanager
@@ -112,7 +112,10 @@ def table(calls: dict[str, float], found: dict[int, Throughput]) -> Table:
     title = f"empty call: p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs"
     shown = Table("sessions", "engine directly", "through djinnd", "streamed", title=title, caption="tokens a second")
     for sessions, rates in found.items():
-        through = (f"{rate:,.0f} ({-rates.added(rate):+.1%})" for rate in (rates.daemon, rates.streamed))
+        through = (
+            f"{rates.daemon:,.0f} ({-rates.daemon_lost:+.1%})",
+            f"{rates.streamed:,.0f} ({-rates.streamed_lost:+.1%})",
+        )
         shown.add_row(str(sessions), f"{rates.direct:,.0f}", *through)
     return shown
 
@@ -120,7 +123,7 @@ def table(calls: dict[str, float], found: dict[int, Throughput]) -> Table:
 def summary(calls: dict[str, float], found: dict[int, Throughput]) -> str:
     rates = (
         f"{sessions} session{'s' * (sessions > 1)}: {r.daemon:,.0f} tokens/s, streamed {r.streamed:,.0f}, "
-        f"engine directly {r.direct:,.0f} ({-r.added(r.daemon):+.1%}, {-r.added(r.streamed):+.1%})"
+        f"engine directly {r.direct:,.0f} ({-r.daemon_lost:+.1%}, {-r.streamed_lost:+.1%})"
         for sessions, r in found.items()
     )
     return "; ".join([f"empty call p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs", *rates])

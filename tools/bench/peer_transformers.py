@@ -27,7 +27,8 @@ def measure(
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    model = model.to(device)
     vocab = model.config.vocab_size
     context, tokens = work["context"], work["tokens"]
 
@@ -91,4 +92,4 @@ def _memory_rate() -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.numel() / statistics.median(times[1:])
+    return float(2 * source.numel() / statistics.median(times[1:]))

@@ -82,7 +82,10 @@ def loading_bar(*, hidden: bool) -> Iterator[OnProgress | None]:
 
 
 def _print(renderable: RenderableType) -> None:
-    Console().print(renderable, highlight=False, soft_wrap=False)
+    if isinstance(renderable, str):
+        click.echo(renderable)  # a sentence for people or scripts, which is not to be wrapped
+    else:
+        Console().print(renderable, highlight=False)
 
 
 def _print_json(value: object, indent: int | None = None) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinnd.config import Config, ConfigError, Size, load
+from djinnd.config import Config, ConfigError, load
 from djinnd.config.sources import scalar_keys
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere", "HOME": "/home/me"}
@@ -145,8 +145,10 @@ def test_bytes_that_are_no_text(tmp_path):
         load(path, ENVIRON, {})
 
 
-def test_types_survive(configured):
-    config = configured("memory: 1KiB").config
-    assert isinstance(config.memory, Size)
+def test_values_are_plain_and_frozen(configured):
+    """What goes on into messages must be of the types that messages have."""
+    config = configured("memory: 1KiB\nlimits: {handshake: 1}\ndevice: cpu").config
+    assert [type(v) for v in (config.memory, config.limits.handshake, config.device)] == [int, float, str]
+    assert [type(v) for v in (Config().memory, Config().limits.request_bytes)] == [int, int]
     with pytest.raises(AttributeError):
         config.memory = 5  # type: ignore[misc]

@@ -224,8 +224,8 @@ def test_no_sessions_and_no_models(daemon: ScriptedDaemon) -> None:
 def test_load(address: str) -> None:
     result = run("load", "djinn-tiny", "--kv", "1.5GiB", "--address", address)
     assert result.exit_code == 0
-    assert words(result.stdout) == (
-        "djinn-tiny is ready: llama, 4.1 M parameters in 8 blocks, float32; weights 16.0 MiB, KV 1.5 GiB in 128 pages"
+    assert result.stdout == (
+        "djinn-tiny is ready: llama, 4.1 M parameters in 8 blocks, float32; weights 16.0 MiB, KV 1.5 GiB in 128 pages\n"
     )
     assert "djinn-tiny: reading" in result.stderr
     assert "16.0/16.0 MiB" in result.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from djinn_client.errors import ModelNotFound
+from djinn_client.errors import ModelNotFound, ModelRejected
 from djinnd.config import Model
 from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
 
@@ -48,7 +48,10 @@ def test_names_that_mean_nothing(name, words):
         model_named(name, KNOWN)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_folder(tmp_path):
+    with pytest.raises(ModelRejected, match=r"m: .* no config\.json"):
+        find_checkpoint("m", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     assert find_checkpoint("m", str(tmp_path)) == tmp_path
     with pytest.raises(ModelNotFound, match="m: there is no folder"):
         find_checkpoint("m", str(tmp_path / "not"))

@@ -1,4 +1,4 @@
-"""Every kind of request, over real sockets; the engine is scripted: the token at position p is story[p % len(story)]."""
+"""Every kind of request, over real sockets. The scripted engine's token at position p is story[p % len(story)]."""
 
 from __future__ import annotations
 

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.support.serving import calm, folder, serve, tiny
+
+__all__ = ["calm", "folder", "serve", "tiny"]  # fixtures

@@ -1,0 +1,168 @@
+"""A model on a device without an engine: loaded as the engine loads it, and driven a step at a time."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import Sampling
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.loading import model_shape
+from djinnd.engine.memory import KvPlan, least_bytes
+from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.engine.serving import make_runner
+from djinnd.messages import Load
+from djinnd.model.check import check_paging
+from djinnd.model.loader import Loader, Weights
+from djinnd.model.paged_model import PagedModel
+from djinnd.model.sampler import Sampled
+from djinnd.scheduler.scheduler import Scheduler
+
+MEMORY = 1 << 30  # bytes of a CPU device that has room for any reduced model
+
+
+def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+    """Host memory that nobody else maps, for `Loader.run`."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), False
+
+
+def load_weights(folder: Path, device: Device, dtype: str = "auto", name: str = "m") -> Weights:
+    return Loader(name, folder, device, dtype).run(anonymous_arena, lambda stage, done, total: None)
+
+
+def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvPlan:
+    """So small that a session of a few dozen tokens has several. `pages`: beside the scratch page."""
+    return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
+
+
+def _runner_with(plan: KvPlan, weights: Weights, device: Device, max_tokens: int, max_rows: int) -> ModelRunner:
+    kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
+    shape = (plan.num_pages, blocks, 2, plan.page_size, kv.kv_heads, kv.head_dim)
+    device.budget.reserve(workspace_label("m"), 0)
+    model = PagedModel(weights.skeleton, weights.dtype, device.allocate(kv_label("m"), shape, weights.dtype, zero=True))
+    check_paging(model, device, plan.page_size)
+    return ModelRunner("m", "", weights, model, plan, device, max_tokens, max_rows)
+
+
+class Served:
+    """A scheduler and the runner of one model, named "m", as an engine has them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: Device | None = None,
+        *,
+        dtype: str = "auto",
+        plan: KvPlan | None = None,
+        max_batch_tokens: int = 64,
+        max_rows: int = 32,
+    ) -> None:
+        """`plan`: see `small_pages`; None: as the engine makes it, which gives a reduced model pages of 256 tokens."""
+        self.device = device or CpuDevice(MEMORY)
+        self._owns_device = device is None
+        loader = Loader("m", folder, self.device, dtype)
+        shape = model_shape(loader)
+        loader.admit(least_bytes(shape, max_batch_tokens))
+        weights = loader.run(anonymous_arena, lambda stage, done, total: None)
+        if plan is None:
+            load = Load(0, "m", str(folder))
+            self.runner = make_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)
+        else:
+            self.runner = _runner_with(plan, weights, self.device, max_batch_tokens, max_rows)
+        self.scheduler = Scheduler(max_batch_tokens, max_rows)
+        self.scheduler.add_model("m", self.runner.kv, self.runner.plan.max_context, self.runner.model.num_blocks)
+        self._numbers = count(1)
+
+    def close(self) -> None:
+        self.runner.release()
+        if self._owns_device:
+            self.device.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def shuffle_pages(self) -> None:
+        """From now on sessions get pages in no order: all have been held and given back at random."""
+        kv = self.runner.kv
+        holders = [f"shuffle-{page}" for page in range(kv.pool.free)]
+        for holder in holders:
+            kv.reserve(holder, tenant=0, tokens=1)
+        random.Random(0).shuffle(holders)
+        for holder in holders:
+            kv.drop(holder)
+
+    def open(self, tenant: int = 0) -> Session:
+        session = Session(f"s{next(self._numbers)}", "m", tenant, "agent")
+        self.scheduler.open(session)
+        return session
+
+    def submit(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        max_tokens: int = 0,
+        sampling: Sampling | None = None,
+        logprobs: int | None = None,
+    ) -> Request:
+        """Without `max_tokens` a forward pass, whose logits `logits_of` gives."""
+        first, end = len(session.tokens), len(session.tokens) + len(tokens)
+        request = Request(
+            id=next(self._numbers),
+            first=first,
+            prompt_end=end,
+            max_tokens=max_tokens,
+            sampling=sampling or Sampling(),
+            logprobs=logprobs,
+            logits_from=None if max_tokens else first,
+        )
+        self.scheduler.submit(session.id, request, tokens)
+        if not max_tokens:
+            self.runner.open_window(request)
+        return request
+
+    def logits_of(self, request: Request) -> Tensor:
+        """A copy, float32 [tokens, vocab]; the window is closed."""
+        window = self.runner.forget(request)
+        assert window is not None
+        with mmap.mmap(window.fd, window.tokens * window.vocab * 4) as memory:
+            logits = torch.frombuffer(memory, dtype=torch.float32).view(window.tokens, window.vocab).clone()
+        window.close()
+        return logits
+
+    def step(self) -> Batch | None:
+        """Composes, runs and completes one batch. None: there was nothing to do."""
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self.complete(batch, self.runner.run(batch))
+        return batch
+
+    def complete(self, batch: Batch, sampled: Sampled) -> None:
+        for request in self.scheduler.complete(batch, sampled.tokens):
+            if request.logits_from is None:
+                self.runner.forget(request)
+        self.scheduler.check_integrity()
+
+    def run(self) -> list[Batch]:
+        """Until nothing is left to do."""
+        batches = []
+        while (batch := self.step()) is not None:
+            batches.append(batch)
+        return batches
+
+
+def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1000 + length)
+    return torch.randint(1, vocab, (length,), generator=generator).tolist()

@@ -1,0 +1,61 @@
+"""Fixtures with daemons whose engines are scripted, for conftest files to import."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from djinnd.server.checkpoints import known_models
+from tests.support.engine import Script
+from tests.support.served import Served
+
+TINY = Path(known_models({})["djinn-tiny"].path)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a path that is short enough for a socket's."""
+    path = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY / "tokenizer.json"))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Starts daemons of the test's own, with scripted engines."""
+    with ExitStack() as stack:
+
+        def start(script: Script | None = None, gated: bool = False, **config: Any) -> Served:
+            folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
+            stack.callback(shutil.rmtree, folder)
+            daemon = Served(folder, script, **config)
+            return stack.enter_context(daemon.gated() if gated else daemon)
+
+        yield start
+
+
+STORY = "def add(a, b):\n    return a + b\n\n\nclass Größe:\n    pass\n\n\n"
+
+
+@pytest.fixture(scope="module")
+def calm(tiny: Tokenizer) -> Iterator[Served]:
+    """A daemon for tests that leave it as it was. Its engine tells STORY again and again."""
+    folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
+    try:
+        with Served(folder, Script(story=tiny.encode(STORY).ids)) as served, served.client() as client:
+            client.load("djinn-tiny")
+            yield served
+    finally:
+        shutil.rmtree(folder)

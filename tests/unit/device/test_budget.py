@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import OutOfMemory
+from djinnd.device.budget import MemoryBudget, gib
+
+
+def test_reservations_add_up() -> None:
+    budget = MemoryBudget(100)
+    budget.reserve("a", 30)
+    budget.reserve("b", 70)
+    assert (budget.used, budget.free) == (100, 0)
+    budget.release("a")
+    assert (budget.used, budget.free) == (70, 30)
+    budget.check_integrity()
+
+
+def test_too_much_is_refused_with_the_figures_and_changes_nothing() -> None:
+    budget = MemoryBudget(3 << 30)
+    budget.reserve("weights", 2 << 30)
+    message = r"KV needs 1\.50 GiB of device memory; 1\.00 GiB of the budget of 3\.00 GiB is free: unload a model"
+    with pytest.raises(OutOfMemory, match=message) as told:
+        budget.reserve("KV", 3 << 29)
+    assert told.value.data == {"needed": 3 << 29, "free": 1 << 30, "budget": 3 << 30}
+    assert budget.used == 2 << 30
+    budget.reserve("KV", 1 << 30)
+
+
+def test_a_label_is_reserved_once_and_released_once() -> None:
+    budget = MemoryBudget(10)
+    budget.reserve("a", 1)
+    with pytest.raises(AssertionError):
+        budget.reserve("a", 1)
+    budget.release("a")
+    with pytest.raises(KeyError):
+        budget.release("a")
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0.0 MiB"), (1 << 20, "1.0 MiB"), (5 << 29, "2.50 GiB")])
+def test_figures_as_people_read_them(nbytes: int, text: str) -> None:
+    assert gib(nbytes) == text

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinn_client.errors import OutOfMemory
+from djinnd.device.cpu import CpuDevice
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(1 << 20)
+    yield device
+    device.close()
+
+
+class Gate(Tensor):
+    """A tensor whose copy waits until it may go on."""
+
+    gate: threading.Event
+
+    @staticmethod
+    def closed(values: Tensor) -> Gate:
+        gated = values.as_subclass(Gate)
+        gated.gate = threading.Event()
+        return gated
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is Tensor.copy_:
+            assert args[1].gate.wait(10)
+            return func(args[0], args[1].as_subclass(Tensor))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_copy_has_happened_when_its_event_says_so(device: CpuDevice) -> None:
+    target, source = torch.zeros(1000), torch.arange(1000.0)
+    device.copy(target, source).wait()
+    assert torch.equal(target, source)
+
+
+def test_dtypes_may_differ(device: CpuDevice) -> None:
+    target, source = torch.zeros(8), torch.arange(8, dtype=torch.bfloat16)
+    device.copy(target, source).order()
+    assert torch.equal(target, source.float())
+
+
+def test_copies_happen_in_the_order_queued_and_the_caller_does_not_wait(device: CpuDevice) -> None:
+    """Into one target: what is queued last stays. A copy behind another waits for it."""
+    target = torch.zeros(4)
+    first = Gate.closed(torch.ones(4))
+    device.copy(target, first)
+    last = device.copy(target, torch.full((4,), 2.0))
+    assert target.tolist() == [0.0] * 4  # both are queued, neither has happened
+    first.gate.set()
+    last.wait()
+    assert target.tolist() == [2.0] * 4
+
+
+def test_synchronize_waits_for_all_that_was_queued(device: CpuDevice) -> None:
+    targets = [torch.zeros(1000) for _ in range(50)]
+    for number, target in enumerate(targets):
+        device.copy(target, torch.full((1000,), float(number)))
+    device.synchronize()
+    assert [target[-1].item() for target in targets] == list(range(50))
+
+
+def test_an_error_reaches_who_waits_and_nobody_else(device: CpuDevice) -> None:
+    broken = device.copy(torch.zeros(3), torch.zeros(4))
+    target = torch.zeros(3)
+    sound = device.copy(target, torch.ones(3))
+    sound.wait()
+    assert target.tolist() == [1.0] * 3
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size"):
+            broken.wait()
+    with pytest.raises(RuntimeError, match="size"):
+        broken.order()
+    device.synchronize()
+
+
+def test_tensors_of_inference_can_be_written_to(device: CpuDevice) -> None:
+    with torch.inference_mode():
+        target = torch.zeros(3)
+    device.copy(target, torch.ones(3)).wait()
+    assert target.tolist() == [1.0] * 3
+
+
+def test_memory_is_under_the_budget(device: CpuDevice) -> None:
+    first = device.allocate("first", (512, 256), torch.float32)
+    assert first.shape == (512, 256) and device.budget.used == 1 << 19
+    with pytest.raises(OutOfMemory, match=r"second needs 0\.6 MiB of device memory; 0\.5 MiB of the budget of 1\.0 MiB"):
+        device.allocate("second", (320, 1024), torch.bfloat16)
+    device.release("first")
+    assert device.budget.used == 0
+    assert bool((device.allocate("second", (320, 1024), torch.bfloat16, zero=True) == 0).all())
+
+
+def test_memory_that_the_allocator_refuses_is_not_reserved() -> None:
+    device = CpuDevice(1 << 62)
+    with pytest.raises(RuntimeError):
+        device.allocate("too much", (1 << 61,), torch.uint8)
+    assert device.budget.used == 0
+    device.close()
+
+
+def test_without_a_figure_the_budget_is_part_of_the_memory_that_is_there() -> None:
+    device = CpuDevice(0)
+    with open("/proc/meminfo") as meminfo:
+        total = int(meminfo.readline().split()[1]) * 1024
+    assert 0 < device.budget.total < total
+    device.close()
+
+
+def test_staging_is_host_memory_in_bytes(device: CpuDevice) -> None:
+    staging = device.staging(100)
+    assert (staging.dtype, staging.numel(), staging.device.type) == (torch.uint8, 100, "cpu")
+
+
+def test_pinning_changes_nothing_here(device: CpuDevice) -> None:
+    piece = torch.arange(4096, dtype=torch.uint8)
+    before = piece.clone()
+    device.pin([piece])
+    device.unpin([piece])
+    assert torch.equal(piece, before)
+
+
+def test_close_ends_the_copy_thread() -> None:
+    before = threading.active_count()
+    device = CpuDevice(1 << 20)
+    assert threading.active_count() == before + 1
+    device.close()
+    assert threading.active_count() == before

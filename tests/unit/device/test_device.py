@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from djinn_client.errors import InvalidRequest
+from djinnd.device import open_device
+from djinnd.device.cpu import CpuDevice
+from djinnd.device.cuda import CudaDevice
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+def test_cpu_is_what_was_asked_for() -> None:
+    device = open_device("cpu", 1 << 30)
+    assert isinstance(device, CpuDevice)
+    assert (device.name, device.budget.total) == ("cpu", 1 << 30)
+    assert "CPU" in device.description
+    device.close()
+
+
+@without_cuda
+def test_auto_is_the_cpu_where_there_is_nothing_better() -> None:
+    device = open_device("auto", 1 << 30)
+    assert isinstance(device, CpuDevice)
+    device.close()
+
+
+@without_cuda
+@pytest.mark.parametrize("name", ["cuda:0", "cuda:7"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    assert not CudaDevice.available()
+    with pytest.raises(InvalidRequest, match=f"device {name} is not there.*djinnctl doctor"):
+        open_device(name, 0)
+
+
+def test_work_is_done_on_the_thread_that_computes() -> None:
+    device = open_device("cpu", 1 << 20)
+    with device.computing():
+        out = torch.ones(3) + 1
+    assert out.tolist() == [2.0] * 3
+    device.close()

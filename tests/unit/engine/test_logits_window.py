@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+
+import numpy as np
+import pytest
+import torch
+
+from djinnd.engine.logits_window import LogitsWindow
+
+
+def contents(window: LogitsWindow) -> np.ndarray:
+    with mmap.mmap(window.fd, 0, access=mmap.ACCESS_READ) as memory:
+        return np.frombuffer(memory, np.float32).reshape(window.tokens, window.vocab).copy()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_rows_are_where_they_were_written_as_float32() -> None:
+    window = LogitsWindow(4, 3)
+    window.write(2, torch.tensor([[1.5, 2, 3], [4, 5, 6]], dtype=torch.bfloat16))
+    window.write(0, torch.tensor([[7.0, 8, 9]]))
+    assert contents(window).tolist() == [[7, 8, 9], [0, 0, 0], [1.5, 2, 3], [4, 5, 6]]
+    window.close()
+
+
+def test_more_rows_than_it_has_are_our_fault() -> None:
+    window = LogitsWindow(2, 3)
+    with pytest.raises(RuntimeError):
+        window.write(1, torch.zeros(2, 3))
+    window.close()
+
+
+def test_whoever_holds_the_descriptor_cannot_change_its_size() -> None:
+    window = LogitsWindow(2, 3)
+    seals = fcntl.fcntl(window.fd, fcntl.F_GET_SEALS)
+    assert seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL) == seals
+    for size in (0, 4096):
+        with pytest.raises(OSError, match="not permitted") as told:
+            os.ftruncate(window.fd, size)
+        assert told.value.errno == errno.EPERM
+    window.close()
+
+
+def test_close_gives_back_descriptor_and_mapping() -> None:
+    before = open_descriptors()
+    window = LogitsWindow(8, 8)
+    window.write(0, torch.zeros(8, 8))
+    assert open_descriptors() > before
+    window.close()
+    assert open_descriptors() == before
+
+
+def test_one_that_the_system_refuses_leaves_no_descriptor() -> None:
+    before, limits = open_descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            LogitsWindow(64, 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert open_descriptors() == before

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from djinnd.engine.memory import (
+    FULL_SESSIONS,
+    LOGIT_ROWS,
+    MIN_TOKENS,
+    ModelShape,
+    least_bytes,
+    plan_kv,
+    workspace_bytes,
+)
+from djinnd.kvcache.manager import page_size_for
+
+# Llama-3-8B in bf16: 128 KiB of KV a token, so pages of 32 tokens and 4 MiB.
+SHAPE = ModelShape(
+    num_blocks=32,
+    kv_heads=8,
+    head_dim=128,
+    width=4096,
+    widest=28672,
+    vocab=128256,
+    itemsize=2,
+    max_positions=8192,
+)
+TOKEN = 32 * 2 * 8 * 128 * 2
+PAGE = 4 << 20
+GIB = 1 << 30
+
+
+def test_the_kv_of_a_token_is_of_all_blocks() -> None:
+    assert SHAPE.token_bytes == TOKEN == 128 << 10
+    assert page_size_for(TOKEN) == 32
+
+
+def test_pages_that_were_asked_for_are_what_there_is() -> None:
+    plan = plan_kv(SHAPE, free=100 * GIB, wanted=10 * GIB, max_context=0)
+    assert (plan.page_size, plan.page_bytes) == (32, PAGE)
+    assert plan.num_pages == 10 * GIB // PAGE
+    assert plan.max_context == 8192
+
+
+def test_more_than_is_free_is_left_to_the_budget_to_refuse() -> None:
+    assert plan_kv(SHAPE, free=GIB, wanted=10 * GIB, max_context=0).num_pages * PAGE == 10 * GIB
+
+
+def test_by_itself_it_takes_half_so_that_another_model_has_room() -> None:
+    plan = plan_kv(SHAPE, free=20 * GIB, wanted=0, max_context=0)
+    assert plan.num_pages == 10 * GIB // PAGE
+
+
+def test_by_itself_it_takes_no_more_than_many_full_sessions_could_use() -> None:
+    plan = plan_kv(SHAPE, free=1000 * GIB, wanted=0, max_context=1024)
+    assert plan.num_pages == FULL_SESSIONS * 1024 // 32 + 1
+    assert plan.max_context == 1024
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_at_least_a_short_session_fits(wanted: int) -> None:
+    plan = plan_kv(SHAPE, free=1, wanted=wanted, max_context=0)
+    assert plan.num_pages == MIN_TOKENS // 32 + 1
+    assert plan.max_context == MIN_TOKENS
+
+
+def test_the_context_is_the_least_of_model_wish_and_pool() -> None:
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=0).max_context == 8192
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=100_000).max_context == 8192
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=1000).max_context == 1000
+    assert plan_kv(SHAPE, 100 * GIB, 33 * PAGE, max_context=0).max_context == 32 * 32
+
+
+def test_a_model_of_short_contexts_needs_pages_for_no_more() -> None:
+    short = dataclasses.replace(SHAPE, max_positions=64)
+    assert plan_kv(short, free=1, wanted=0, max_context=0).num_pages == 2 + 1
+    assert least_bytes(short, 2048) == workspace_bytes(short, 2048) + 3 * PAGE
+
+
+def test_what_a_model_needs_at_least_is_a_plan_of_nothing_free() -> None:
+    plan = plan_kv(SHAPE, free=0, wanted=0, max_context=0)
+    assert least_bytes(SHAPE, 2048) == workspace_bytes(SHAPE, 2048) + plan.num_pages * plan.page_bytes
+
+
+def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> None:
+    workspace = workspace_bytes(SHAPE, 2048)
+    assert workspace >= 2048 * SHAPE.widest * 2 + LOGIT_ROWS * SHAPE.vocab * 4
+    assert workspace_bytes(SHAPE, 4096) > workspace

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import Sampling
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.engine.memory import LOGIT_ROWS
+from tests.support import reference
+from tests.support.checkpoints import Tensors, altered, cast
+from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.models import reduced_model
+
+VOCAB = 512
+FOLDER = reduced_model("llama-2")
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with Served(FOLDER, plan=small_pages(100), max_batch_tokens=48) as served:
+        yield served
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, VOCAB, seed)
+
+
+def assert_logits(got: Tensor, tokens: list[int], folder: Path = FOLDER) -> None:
+    """`got` are those of the last of `tokens`."""
+    wanted = torch.from_numpy(reference.logits(folder, tokens))[-len(got) :]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+# --- greedy tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama-2", "qwen3"])
+def test_sessions_that_join_and_leave_get_the_tokens_of_transformers(family: str) -> None:
+    """16 of them, each with another prompt and length, a new one every other step; then each goes on once more."""
+    folder, chance = reduced_model(family), random.Random(family)
+    lengths = [1, 200, *(chance.randint(1, 200) for _ in range(14))]
+    wishes = [chance.randint(1, 24) for _ in lengths]
+    with Served(folder, plan=small_pages(260), max_batch_tokens=64) as served:
+        served.shuffle_pages()
+        sessions: list[Session] = []
+        for number, (length, wish) in enumerate(zip(lengths, wishes, strict=True)):
+            sessions.append(served.open())
+            served.submit(sessions[-1], prompt(length, seed=number), max_tokens=wish)
+            for _ in range(2):
+                served.step()
+        served.run()
+        for session, length, wish in zip(sessions, lengths, wishes, strict=True):
+            assert session.tokens[length:] == reference.greedy(folder, session.tokens[:length], wish)
+        for session in sessions:
+            served.submit(session, [], max_tokens=3)
+        served.run()
+        for session in sessions:
+            assert session.tokens[-3:] == reference.greedy(folder, session.tokens[:-3], 3)
+
+
+def test_preempted_sessions_get_the_same_tokens() -> None:
+    """Six sessions in a pool for two of them: KV is dropped and computed anew."""
+    prompts = [prompt(length, seed=9) for length in (60, 61, 62, 63, 64, 65)]
+    with Served(FOLDER, plan=small_pages(12), max_batch_tokens=40) as served:
+        sessions = [served.open() for _ in prompts]
+        for session, tokens in zip(sessions, prompts, strict=True):
+            served.submit(session, tokens, max_tokens=20)
+        batches = served.run()
+    starts = [row.session.id for batch in batches for row in batch.rows if row.start == 0]
+    assert len(starts) > len(sessions), "nobody was preempted"
+    for session, tokens in zip(sessions, prompts, strict=True):
+        assert session.tokens == tokens + reference.greedy(FOLDER, tokens, 20)
+
+
+# --- forward passes -------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_gives_the_logits_of_each_position(served: Served) -> None:
+    session = served.open()
+    first = served.submit(session, prompt(100))
+    assert len(served.run()) == 3  # in chunks
+    logits = served.logits_of(first)
+    assert logits.shape == (100, VOCAB)
+    assert_logits(logits, session.tokens)
+    second = served.submit(session, prompt(30, seed=1))
+    served.run()
+    logits = served.logits_of(second)
+    assert logits.shape == (30, VOCAB)
+    assert_logits(logits, session.tokens)
+
+
+def test_a_forward_pass_of_one_token_among_others_that_generate(served: Served) -> None:
+    talker, session = served.open(), served.open()
+    generating = served.submit(talker, prompt(9), max_tokens=8)
+    for token in prompt(4, seed=2):
+        forward = served.submit(session, [token])
+        batch = served.step()
+        assert batch is not None and len(batch.rows) == 2
+        assert_logits(served.logits_of(forward), session.tokens)
+    served.run()
+    assert generating.finish_reason == "length"
+    assert talker.tokens[9:] == reference.greedy(FOLDER, talker.tokens[:9], 8)
+
+
+def test_more_logits_than_exist_at_once() -> None:
+    count = 2 * LOGIT_ROWS + 44
+    with Served(FOLDER, plan=small_pages(100), max_batch_tokens=700) as served:
+        sessions = [served.open() for _ in range(2)]
+        long = served.submit(sessions[0], prompt(count))
+        short = served.submit(sessions[1], prompt(5))
+        assert len(served.run()) == 1
+        assert_logits(served.logits_of(long), sessions[0].tokens)
+        assert_logits(served.logits_of(short), sessions[1].tokens)
+
+
+def test_a_forward_pass_that_is_preempted_is_computed_anew() -> None:
+    with Served(FOLDER, plan=small_pages(9), max_batch_tokens=24) as served:
+        reader = served.open()
+        served.submit(reader, prompt(20, seed=3), max_tokens=1)
+        served.run()
+        talker = served.open()
+        served.submit(talker, prompt(15, seed=4), max_tokens=40)
+        forward = served.submit(reader, prompt(75, seed=5))
+        batches = served.run()
+        rows = [row for batch in batches for row in batch.rows if row.session is reader]
+        assert any(row.start == 0 for row in rows) and rows[0].start > 0, "it was not preempted in its middle"
+        logits = served.logits_of(forward)
+        assert len(logits) == 75
+        assert_logits(logits, reader.tokens)
+
+
+def test_a_forgotten_request_gives_its_window_to_the_caller(served: Served) -> None:
+    session = served.open()
+    forward = served.submit(session, prompt(3))
+    window = served.runner.forget(forward)
+    assert window is not None and not served.runner.windows
+    assert served.runner.forget(forward) is None
+    window.close()
+    served.scheduler.cancel(forward.id)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_bf16_checkpoint_is_computed_in_float32(tmp_path: Path) -> None:
+    folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
+    with Served(folder, plan=small_pages(20)) as served:
+        session = served.open()
+        request = served.submit(session, prompt(40))
+        served.run()
+        assert_logits(served.logits_of(request), session.tokens, folder)
+
+
+def rename(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors.pop("wte.weight")
+
+
+def test_tied_weights_saved_under_their_other_name_serve_as_well(tmp_path: Path) -> None:
+    with Served(altered(tmp_path, "gpt2", rename), plan=small_pages(20)) as served:
+        session = served.open()
+        request = served.submit(session, prompt(40))
+        served.run()
+        assert_logits(served.logits_of(request), session.tokens, reduced_model("gpt2"))
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_zeroed_before_another_tenant_gets_it(served: Served) -> None:
+    pool, kv = served.runner.model.pool, served.runner.kv
+    while kv.pool.free >= 4:
+        served.submit(served.open(tenant=1), prompt(50), max_tokens=1)
+        served.run()
+    for session in list(served.scheduler.sessions()):
+        served.scheduler.close(session.id)
+    assert bool(pool[1:97].any(dim=-1).any())
+    heir = served.open(tenant=2)
+    served.submit(heir, prompt(3), max_tokens=1)
+    served.step()
+    (page,) = kv.pages_of(heir.id)
+    assert bool(pool[page, :, :, :3].any()) and not bool(pool[page, :, :, 3:].any())
+
+
+def test_figures_and_release() -> None:
+    served = Served(FOLDER, max_batch_tokens=64)
+    info, budget = served.runner.info(), served.device.budget
+    assert (info.name, info.family, info.state, info.dtype, info.blocks) == ("m", "llama", "ready", "float32", 4)
+    assert (info.vocab, info.max_context, info.page_size) == (VOCAB, 2048, 256)
+    assert info.kv_bytes == (info.pages + 1) * info.page_bytes
+    assert info.parameters * 4 <= info.weight_bytes < budget.used
+    served.submit(served.open(), prompt(300), max_tokens=1)
+    served.run()
+    assert served.runner.info().pages_used == 2
+    served.close()
+    assert budget.used == 0
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def run_with(served: Served, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    sessions = [served.open() for _ in prompts]
+    for session, tokens in zip(sessions, prompts, strict=True):
+        served.submit(session, tokens, max_tokens=12, sampling=sampling)
+    served.run()
+    return [session.tokens[-12:] for session in sessions]
+
+
+def test_a_session_s_random_numbers_are_its_own(served: Served) -> None:
+    sampling = Sampling(temperature=1.0, seed=7)
+    prompts = [prompt(length, seed=6) for length in (5, 90, 33)]
+    together = run_with(served, prompts, sampling)
+    alone = [run_with(served, [tokens], sampling)[0] for tokens in prompts]
+    assert together == alone
+    assert together != run_with(served, prompts, Sampling())
+
+
+def test_logprobs_are_told_with_the_tokens(served: Served) -> None:
+    session = served.open()
+    served.submit(session, prompt(10), max_tokens=1, logprobs=2)
+    batch = served.scheduler.next_batch()
+    assert isinstance(batch, Batch)
+    sampled = served.runner.run(batch)
+    wanted = torch.from_numpy(reference.logits(FOLDER, prompt(10)))[-1].log_softmax(-1).topk(2)
+    (told,) = sampled.logprobs
+    assert told is not None
+    assert list(told.top) == wanted.indices.tolist() and sampled.tokens == wanted.indices[:1].tolist()
+    assert list(told.top.values()) == pytest.approx(wanted.values.tolist(), abs=1e-4)
+    served.complete(batch, sampled)
+
+
+def test_a_step_without_a_token_samples_nothing(served: Served) -> None:
+    session = served.open()
+    request: Request = served.submit(session, prompt(100), max_tokens=1)
+    batch = served.scheduler.next_batch()
+    assert batch is not None
+    sampled = served.runner.run(batch)
+    assert (sampled.tokens, sampled.logprobs, sampled.unsound) == ([], [], [])
+    served.complete(batch, sampled)
+    served.scheduler.cancel(request.id)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from djinn_client.errors import ModelRejected
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.attention import PagedBatch, TorchAttention
+from djinnd.model.check import TOKENS, check_paging
+from djinnd.model.paged_model import PagedModel
+from tests.support.loaded import MEMORY, load_weights
+from tests.support.models import FAMILIES, reduced_model
+
+PAGE = 16
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    device.close()
+
+
+def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") -> PagedModel:
+    weights = load_weights(reduced_model(family), device, dtype)
+    kv, pages = weights.skeleton.kv_shape, 2 + TOKENS // PAGE
+    pool = torch.zeros(
+        pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype
+    )
+    return PagedModel(weights.skeleton, weights.dtype, pool)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_page_pass_and_leave_the_pages_clean(device: CpuDevice, family: str) -> None:
+    model = model_of(device, family)
+    check_paging(model, device, PAGE)
+    assert not bool(model.pool[1:].any())
+    assert {paged.calls for paged in model.paged} != {0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_no_fault(device: CpuDevice, dtype: str) -> None:
+    check_paging(model_of(device, "llama-2", dtype), device, PAGE)
+
+
+class Forgetful(TorchAttention):
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        pass
+
+
+def test_keys_that_do_not_reach_the_pages_are_seen(device: CpuDevice) -> None:
+    model = model_of(device)
+    model.context.kernels = Forgetful()
+    with pytest.raises(ModelRejected, match=r"llama fails the check at load: a prompt at once and .* differ") as told:
+        check_paging(model, device, PAGE)
+    assert told.value.data["family"] == "llama" and told.value.data["error"] > 0.01
+
+
+class Repeated(nn.Module):
+    """Runs its attention so many times."""
+
+    def __init__(self, attention: nn.Module, times: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.times = times
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        out = torch.zeros_like(hidden_states), None
+        for _ in range(self.times):
+            out = self.attention(hidden_states=hidden_states, **arguments)
+        return out
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_attention_that_is_not_run_once_a_block_is_seen(device: CpuDevice, times: int) -> None:
+    model = model_of(device)
+    block = model.adapter.blocks[2]
+    block.self_attn = Repeated(block.self_attn, times)
+    ran = sorted({1, times})
+    with pytest.raises(ModelRejected, match=rf"attention ran \[{ran[0]}, {ran[1]}\] times in its blocks, not once"):
+        check_paging(model, device, PAGE)
+
+
+class Remembering(nn.Module):
+    """Carries state from call to call, past the pages."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x) * self.calls  # type: ignore[no-any-return]
+
+
+def test_state_beside_the_pages_is_seen(device: CpuDevice) -> None:
+    model = model_of(device)
+    model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
+    with pytest.raises(ModelRejected, match="differ by"):
+        check_paging(model, device, PAGE)
+
+
+def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
+    model = model_of(device)
+    model.adapter.blocks[0].mlp.down_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ModelRejected, match="differ by nan"):
+        check_paging(model, device, PAGE)
+
+
+class Stumbling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise IndexError("an expert too many")
+
+
+def test_what_a_family_s_forward_raises_is_told_with_its_name(device: CpuDevice) -> None:
+    model = model_of(device, "mixtral")
+    model.adapter.blocks[3].mlp = Stumbling()
+    with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
+        check_paging(model, device, PAGE)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from djinnd.device.cpu import CpuDevice
+from djinnd.kvcache.page_pool import SCRATCH
+from djinnd.model.inputs import StepInputs
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(1 << 20)
+    yield device
+    device.close()
+
+
+def numbered(inputs: StepInputs) -> dict[str, list[int]]:
+    """Fills each array with numbers of its own."""
+    for number, array in enumerate(inputs.host.values()):
+        array[...] = np.arange(array.size).reshape(array.shape) + 1000 * number
+    return {name: array.flatten().tolist() for name, array in inputs.host.items()}
+
+
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(7, 3, 5), (1, 1, 1), (4, 4, 0)])
+def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, width: int) -> None:
+    inputs = StepInputs(device, tokens, rows, width)
+    wanted = numbered(inputs)
+    inputs.send()
+    batch = inputs.paged_batch(max_query=3, max_kv=9, fresh=True)
+    assert inputs.ids.tolist() == [wanted["ids"]] and inputs.ids.dtype == torch.int64
+    assert inputs.positions.tolist() == [wanted["positions"]]
+    assert inputs.picks(tokens - 1).tolist() == wanted["picks"][: tokens - 1]
+    assert batch.query_starts.tolist() == wanted["starts"] and len(wanted["starts"]) == rows + 1
+    assert batch.kv_lengths.tolist() == wanted["lengths"]
+    assert batch.slots.tolist() == wanted["slots"] and batch.slots.dtype == torch.int64
+    assert batch.page_table.shape == (rows, width) and batch.page_table.dtype == torch.int32
+    assert batch.page_table.flatten().tolist() == wanted["table"]
+    assert (batch.max_query, batch.max_kv, batch.fresh) == (3, 9, True)
+
+
+def test_every_array_is_aligned(device: CpuDevice) -> None:
+    inputs = StepInputs(device, 3, 2, 3)
+    batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
+    tensors = [inputs.ids, inputs.positions, inputs.picks(3), batch.slots]
+    tensors += [batch.query_starts, batch.kv_lengths, batch.page_table]
+    assert all(tensor.data_ptr() % 8 == 0 for tensor in tensors)
+
+
+def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
+    inputs = StepInputs(device, 2, 2, 2)
+    batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
+    inputs.host["slots"][:] = (5, 6)
+    inputs.host["lengths"][:] = (7, 8)
+    inputs.send()
+    assert (batch.slots.tolist(), batch.kv_lengths.tolist()) == ([5, 6], [7, 8])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4])
+def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(device: CpuDevice, rows: int) -> None:
+    inputs = StepInputs(device, 4, 4, 3)
+    before = numbered(inputs)
+    inputs.host["starts"][: rows + 1] = range(rows + 1)
+    inputs.pad(rows, rows, rows)
+    host = inputs.host
+    for name in ("ids", "positions", "slots", "picks"):
+        assert host[name].tolist() == before[name][:rows] + [0] * (4 - rows)
+    assert host["starts"].tolist() == [*range(rows + 1), *[rows] * (4 - rows)]
+    assert host["lengths"].tolist() == before["lengths"][:rows] + [0] * (4 - rows)
+    assert host["table"][rows:].flatten().tolist() == [SCRATCH] * 3 * (4 - rows)
+    assert host["table"][:rows].flatten().tolist() == before["table"][: 3 * rows]

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BloomConfig, FalconConfig, PreTrainedConfig
+
+from djinn_client.errors import DjinnError, InvalidRequest, ModelNotFound, ModelRejected, OutOfMemory
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.fused import SharedLinear
+from djinnd.model.loader import Loader, compute_dtype
+from tests.support.checkpoints import Tensors, altered, cast, random_model
+from tests.support.loaded import MEMORY, anonymous_arena, load_weights
+from tests.support.models import FAMILIES, reduced_model
+
+UP = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    assert device.budget.used == 0, "a load has left something behind"
+    device.close()
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    pass
+
+
+# --- what a load gives ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, family: str) -> None:
+    weights = load_weights(reduced_model(family), device)
+    blocks, buffers = weights.skeleton.adapter.blocks, weights.buffers
+    assert len(buffers) == len(blocks) + 1
+    for block, buffer in zip(blocks, buffers, strict=False):
+        ends = buffer.data_ptr() + buffer.nbytes
+        assert all(buffer.data_ptr() <= parameter.data_ptr() < ends for parameter in block.parameters())
+    assert not any(p.is_meta for block in blocks for p in (*block.parameters(), *block.buffers()))
+    assert not any(p.is_meta for p in (*weights.skeleton.model.parameters(), *weights.skeleton.model.buffers()))
+    assert device.budget.used == weights.nbytes
+    weights.release(device)
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama-2", 5), ("qwen2", 5), ("gpt-j", 3), ("gpt2", 0)])
+def test_projections_of_one_input_are_fused(device: CpuDevice, family: str, count: int) -> None:
+    weights = load_weights(reduced_model(family), device)
+    for block in weights.skeleton.adapter.blocks:
+        assert sum(isinstance(module, SharedLinear) for module in block.modules()) == count
+    weights.release(device)
+
+
+def test_the_count_of_parameters_is_transformers(device: CpuDevice) -> None:
+    weights = load_weights(reduced_model("gpt2"), device)
+    embedding = 512 * 64 + 1024 * 64
+    block = 4 * 64 + (64 * 192 + 192) + (64 * 64 + 64) + (64 * 256 + 256) + (256 * 64 + 64)
+    assert weights.parameters == embedding + 4 * block + 2 * 64
+    weights.release(device)
+
+
+def test_progress_tells_reading_and_uploading_to_their_ends(device: CpuDevice) -> None:
+    told: list[tuple[str, int, int]] = []
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    weights = loader.run(anonymous_arena, lambda *progress: told.append(progress))
+    assert [stage for stage, _, _ in told] == ["reading"] * 5 + ["uploading"] * 5
+    assert [(done, total) for stage, done, total in told if done == total] == [
+        (loader.store.nbytes, loader.store.nbytes),
+        (loader.device_bytes, loader.device_bytes),
+    ]
+    weights.release(device)
+
+
+def test_a_filled_arena_is_not_read_again(device: CpuDevice, tmp_path: Path) -> None:
+    kept: list[Tensor] = []
+
+    def keep(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+        memory, _ = anonymous_arena(nbytes, fingerprint)
+        kept.append(memory)
+        return memory, False
+
+    folder = altered(tmp_path)
+    first = Loader("m", folder, device, "auto").run(keep, quiet)
+    again = Loader("n", folder, device, "auto")
+    stages: list[str] = []
+    second = again.run(lambda nbytes, fingerprint: (kept[0], True), lambda stage, done, total: stages.append(stage))
+    assert set(stages) == {"uploading"}
+    for one, other in zip(first.buffers, second.buffers, strict=True):
+        assert torch.equal(one, other)
+    first.release(device)
+    second.release(device)
+
+
+def test_the_fingerprint_is_of_checkpoint_and_layout(device: CpuDevice, tmp_path: Path) -> None:
+    folder = altered(tmp_path)
+    fingerprint = Loader("m", folder, device, "auto").fingerprint
+    assert Loader("n", folder, device, "auto").fingerprint == fingerprint
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert Loader("m", folder, device, "auto").fingerprint != fingerprint
+
+
+def test_bf16_is_stored_as_it_is_and_computed_in_float32_on_a_cpu(device: CpuDevice, tmp_path: Path) -> None:
+    folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
+    loader = Loader("m", folder, device, "auto")
+    assert (loader.store.dtype, loader.dtype) == (torch.bfloat16, torch.float32)
+    weights = loader.run(anonymous_arena, quiet)
+    assert weights.store.host(0).dtype == torch.bfloat16
+    for index, buffer in enumerate(weights.buffers):
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, weights.store.host(index).float())
+    weights.release(device)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+)
+def test_the_dtype_that_was_asked_for(device: CpuDevice, wanted: str, dtype: torch.dtype) -> None:
+    assert compute_dtype(wanted, torch.bfloat16, device) == dtype
+
+
+def test_a_dtype_that_is_none(device: CpuDevice) -> None:
+    with pytest.raises(InvalidRequest, match="dtype 'int4' is not one of auto, float32, bfloat16, float16"):
+        Loader("m", reduced_model("llama-2"), device, "int4")
+
+
+def test_an_unloaded_model_is_gone_without_the_garbage_collector(device: CpuDevice) -> None:
+    weights = load_weights(reduced_model("llama-2"), device)
+    gone = weakref.ref(weights.skeleton.adapter.blocks[0].mlp.down_proj.weight)
+    gc.disable()
+    try:
+        weights.release(device)
+        del weights
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# --- what cannot be loaded ------------------------------------------------------------------------------------------
+
+
+def without_config(folder: Path) -> Path:
+    return altered(folder) / "nowhere"
+
+
+def config_of(text: str) -> Callable[[Path], Path]:
+    def damage(folder: Path) -> Path:
+        (altered(folder) / "config.json").write_text(text)
+        return folder
+
+    return damage
+
+
+def truncated(folder: Path) -> Path:
+    file = altered(folder) / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    return folder
+
+
+def changed(change: Callable[[Tensors], object], **config: object) -> Callable[[Path], Path]:
+    return lambda folder: altered(folder, change=change, config=config)
+
+
+def as_integers(tensors: Tensors) -> None:
+    tensors[UP] = tensors[UP].to(torch.int32)
+
+
+def transposed(tensors: Tensors) -> None:
+    tensors[UP] = tensors[UP].T.contiguous()
+
+
+def of_family(config: PreTrainedConfig) -> Callable[[Path], Path]:
+    return lambda folder: random_model(folder, config)
+
+
+BLOOM = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        pytest.param(without_config, ModelNotFound, r"nowhere is not a checkpoint: it has no config\.json", id="none"),
+        pytest.param(config_of("{"), ModelRejected, r"config\.json is not readable JSON", id="config"),
+        pytest.param(config_of('{"model_type": "x"}'), ModelRejected, r"config\.json: .*`x`", id="family"),
+        pytest.param(config_of("{}"), ModelRejected, r"config\.json", id="no family"),
+        pytest.param(truncated, ModelRejected, r"model\.safetensors is damaged or cut short", id="truncated"),
+        pytest.param(changed(lambda t: t.pop(UP)), ModelRejected, rf"lacks tensor {UP}", id="missing"),
+        pytest.param(changed(as_integers), ModelRejected, rf"tensor {UP} is I32", id="integers"),
+        pytest.param(changed(transposed), ModelRejected, rf"{UP} has shape \[64, 160\].*wants \[160, 64\]", id="shape"),
+        pytest.param(
+            changed(len, num_key_value_heads=1), ModelRejected, r"layers\.\d\.self_attn\.[kv]_proj\.weight", id="heads"
+        ),
+        pytest.param(changed(len, num_hidden_layers=5), ModelRejected, r"lacks tensor model\.layers\.4\.", id="blocks"),
+        pytest.param(of_family(BLOOM), ModelRejected, "bloom does not use transformers' attention", id="bloom"),
+        pytest.param(of_family(FALCON), ModelRejected, "falcon does not use transformers' attention", id="falcon"),
+    ],
+)
+def test_it_is_refused_with_what_is_at_fault(
+    device: CpuDevice, tmp_path: Path, make: Callable[[Path], Path], error: type[DjinnError], message: str
+) -> None:
+    folder = make(tmp_path)
+    with pytest.raises(error, match=message):
+        load_weights(folder, device)
+    assert device.budget.used == 0
+
+
+def test_a_model_larger_than_the_budget_is_refused_with_the_figures(device: CpuDevice) -> None:
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    loader.admit(MEMORY - loader.device_bytes)
+    needed = MEMORY + 1
+    with pytest.raises(OutOfMemory, match=r"m needs 1\.00 GiB of device memory .* of the budget of 1\.00 GiB") as told:
+        loader.admit(needed - loader.device_bytes)
+    assert told.value.data == {"needed": needed, "free": MEMORY, "budget": MEMORY}
+
+
+def test_a_device_that_fills_up_meanwhile_gets_back_what_was_taken(device: CpuDevice) -> None:
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    device.budget.reserve("somebody else", MEMORY - loader.device_bytes + 1)
+    with pytest.raises(OutOfMemory, match="weights of m, rest needs"):
+        loader.run(anonymous_arena, quiet)
+    assert device.budget.used == MEMORY - loader.device_bytes + 1
+    device.budget.release("somebody else")
+
+
+@pytest.mark.parametrize("stage", ["reading", "uploading"])
+def test_what_progress_raises_ends_the_load(device: CpuDevice, stage: str) -> None:
+    class Enough(Exception):
+        pass
+
+    def progress(told: str, done: int, total: int) -> None:
+        if told == stage:
+            raise Enough
+
+    with pytest.raises(Enough):
+        Loader("m", reduced_model("llama-2"), device, "auto").run(anonymous_arena, progress)
+
+
+def test_an_arena_that_is_refused_ends_the_load(device: CpuDevice) -> None:
+    def refuse(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+        raise OutOfMemory(f"/dev/shm has no {nbytes} bytes")
+
+    with pytest.raises(OutOfMemory, match="/dev/shm"):
+        Loader("m", reduced_model("llama-2"), device, "auto").run(refuse, quiet)

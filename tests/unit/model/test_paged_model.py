@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.inputs import StepInputs
+from djinnd.model.paged_model import PagedModel
+from tests.support import reference
+from tests.support.loaded import MEMORY, load_weights, random_prompt
+from tests.support.models import reduced_model
+
+FOLDER = reduced_model("llama-3.1")
+PAGE = 4
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    device.close()
+
+
+@pytest.fixture(scope="module")
+def model(device: CpuDevice) -> Iterator[PagedModel]:
+    weights = load_weights(FOLDER, device)
+    kv = weights.skeleton.kv_shape
+    pool = torch.zeros(20, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
+    yield PagedModel(weights.skeleton, weights.dtype, pool)
+    weights.release(device)
+
+
+def step(model: PagedModel, device: CpuDevice, rows: list[tuple[list[int], int, list[int]]]) -> Tensor:
+    """Logits of all tokens of `rows`: (tokens, position of the first, pages)."""
+    counts = [len(tokens) for tokens, _, _ in rows]
+    inputs = StepInputs(device, sum(counts), len(rows), max(len(pages) for _, _, pages in rows))
+    host, token = inputs.host, 0
+    host["table"][:] = 0
+    host["starts"][:] = [0, *np.cumsum(counts)]
+    host["picks"][:] = range(sum(counts))
+    for row, (tokens, start, pages) in enumerate(rows):
+        host["table"][row, : len(pages)] = pages
+        host["lengths"][row] = start + len(tokens)
+        for position, value in enumerate(tokens, start):
+            host["ids"][token], host["positions"][token] = value, position
+            host["slots"][token] = pages[position // PAGE] * PAGE + position % PAGE
+            token += 1
+    inputs.send()
+    longest = max(start + len(tokens) for tokens, start, _ in rows)
+    fresh = all(start == 0 for _, start, _ in rows)
+    hidden = model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh)
+    return model.logits(hidden, inputs.picks(token))
+
+
+def test_rows_of_all_kinds_in_one_step(model: PagedModel, device: CpuDevice) -> None:
+    """A fresh prompt, a chunk with history and a single token, each in pages of its own in no order."""
+    a, b, c = (random_prompt(length, 512, seed) for length, seed in ((6, 1), (11, 2), (9, 3)))
+    pages_a, pages_b, pages_c = [7, 2], [19, 4, 11], [3, 12, 1]
+    step(model, device, [(b[:5], 0, pages_b), (c[:8], 0, pages_c)])
+    logits = step(model, device, [(c[8:], 8, pages_c), (a, 0, pages_a), (b[5:], 5, pages_b)])
+    for got, tokens, count in zip(logits.split([1, 6, 6]), (c, a, b), (1, 6, 6), strict=True):
+        wanted = torch.from_numpy(reference.logits(FOLDER, tokens))[-count:]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_logits_are_of_the_tokens_that_were_picked(model: PagedModel, device: CpuDevice) -> None:
+    prompt = random_prompt(8, 512, 4)
+    whole = step(model, device, [(prompt, 0, [5, 6])])
+    assert whole.shape == (8, model.vocab)
+    inputs = StepInputs(device, 8, 1, 2)
+    for name, values in (("ids", prompt), ("positions", range(8)), ("slots", range(20, 28)), ("picks", [6, 1] * 4)):
+        inputs.host[name][:] = list(values)
+    inputs.host["starts"][:], inputs.host["lengths"][:], inputs.host["table"][:] = (0, 8), 8, (5, 6)
+    inputs.send()
+    hidden = model.forward(inputs, max_query=8, max_kv=8, fresh=True)
+    torch.testing.assert_close(model.logits(hidden, inputs.picks(2)), whole[[6, 1]])
+
+
+def test_each_block_has_its_own_part_of_a_page(model: PagedModel, device: CpuDevice) -> None:
+    model.pool.zero_()
+    step(model, device, [(random_prompt(PAGE, 512, 5), 0, [9])])
+    page = model.pool[9]
+    assert all(bool((page[block, kind] != 0).any()) for block in range(model.num_blocks) for kind in range(2))
+    assert len({page[block].numpy().tobytes() for block in range(model.num_blocks)}) == model.num_blocks
+    model.pool[9] = 0
+    assert not bool(model.pool.any())
+
+
+def test_zero_pages_zeroes_these_and_no_others(model: PagedModel) -> None:
+    model.pool.fill_(1)
+    model.zero_pages([3, 17])
+    zeroed = [page for page in range(len(model.pool)) if not bool(model.pool[page].any())]
+    assert zeroed == [3, 17]
+    assert bool((model.pool[[page for page in range(20) if page not in zeroed]] == 1).all())
+    model.pool.zero_()

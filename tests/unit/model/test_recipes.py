@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from djinn_client.errors import ModelRejected
+from djinnd.model.recipes import RecipeBook
+from djinnd.weights.checkpoint import Checkpoint
+from tests.support.checkpoints import Tensors, altered
+from tests.support.models import FAMILIES, reduced_model
+
+TIED = {"transformer.wte.weight": ["lm_head.weight"]}
+
+
+def book_of(folder: Path) -> RecipeBook:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return RecipeBook(model, Checkpoint(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_made_as_transformers_makes_it(family: str) -> None:
+    """Experts of Mixtral are stacked, GPT-2's missing prefix is put in front."""
+    folder = reduced_model(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    book = book_of(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(book.recipe(name)(), parameter), name
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    def drop(tensors: Tensors) -> None:
+        for name in ("model.layers.2.mlp.up_proj.weight", "model.norm.weight"):
+            del tensors[name]
+
+    folder = altered(tmp_path, change=drop)
+    with pytest.raises(ModelRejected, match=r"lacks tensor model\.norm\.weight and 1 more") as told:
+        book_of(folder).require(["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "lm_head.weight"], {})
+    assert told.value.data == {"tensor": "model.norm.weight", "missing": 2}
+
+
+def test_what_the_model_does_not_want_is_passed_over(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["model.layers.0.self_attn.mask"] = torch.ones(8, dtype=torch.bool)
+
+    book_of(altered(tmp_path, change=add)).require(["model.norm.weight"], {})
+
+
+def test_integers_where_a_parameter_wants_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def quantise(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].to(torch.int8)
+
+    folder = altered(tmp_path, change=quantise)
+    with pytest.raises(ModelRejected, match=rf"model\.safetensors: tensor {name} is I8") as told:
+        book_of(folder).require([name], {})
+    assert told.value.data["tensor"] == name
+
+
+def test_a_missing_expert_is_refused_by_name(tmp_path: Path) -> None:
+    def drop(tensors: Tensors) -> None:
+        del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+
+    book = book_of(altered(tmp_path, "mixtral", drop))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    book.require([name], {})
+    with pytest.raises(ModelRejected, match=f"tensors of {name} cannot be merged") as told:
+        book.recipe(name)()
+    assert told.value.data == {"tensor": name}
+
+
+def rename(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors.pop("wte.weight")
+
+
+def save_twice(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+
+@pytest.mark.parametrize("change", [lambda tensors: None, rename, save_twice], ids=["first", "second", "both"])
+def test_tied_parameters_may_have_any_of_their_names(tmp_path: Path, change: object) -> None:
+    wanted = Checkpoint(reduced_model("gpt2")).read("wte.weight")
+    book = book_of(altered(tmp_path, "gpt2", change))  # type: ignore[arg-type]
+    book.require(["transformer.wte.weight"], TIED)
+    assert torch.equal(book.recipe("transformer.wte.weight")(), wanted)
+
+
+def test_tied_parameters_with_different_values_are_refused(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["wte.weight"] + 1
+
+    with pytest.raises(ModelRejected, match="one tensor, but the checkpoint has two different ones"):
+        book_of(altered(tmp_path, "gpt2", add)).require(["transformer.wte.weight"], TIED)

@@ -1,0 +1,195 @@
+"""Loading and unloading: one load for all who wait, progress for each, and failures that leave nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client import errors
+from djinn_client.protocol import (
+    Cancel,
+    Done,
+    Generate,
+    Generated,
+    ListModels,
+    LoadModel,
+    ModelReply,
+    OpenSession,
+    Progress,
+    UnloadModel,
+)
+from tests.support.engine import Script
+from tests.support.served import Wire, wait_for
+from tests.support.serving import TINY
+
+
+@pytest.fixture
+def checkpoint(folder):
+    """A folder that names itself as a model; without a tokenizer."""
+    path = folder / "checkpoint"
+    path.mkdir()
+    shutil.copy(TINY / "config.json", path)
+    return path
+
+
+def collect(wire):
+    """Progress until the final reply, which comes last."""
+    told = [wire.reply()]
+    while isinstance(told[-1], Progress):
+        told.append(wire.reply())
+    return told
+
+
+def test_all_who_ask_for_a_model_share_its_load_and_see_how_it_goes(serve):
+    daemon = serve()
+    wires = [Wire(daemon.address) for _ in range(3)]
+    for wire in wires:
+        wire.send(OpenSession(id=1, model="djinn-tiny"))
+    told = [collect(wire) for wire in wires]
+    for wire in wires:
+        wire.socket.close()
+    assert len({replies[-1].session.id for replies in told}) == 3
+    for replies in told:
+        assert {(p.model, p.done, p.total) for p in replies[:-1]} <= {("djinn-tiny", 10, 100), ("djinn-tiny", 100, 100)}
+        assert replies[:-1], "nobody told this one how the loading goes"
+    assert daemon.log.count("model_ready") == 1
+
+
+def test_opening_a_session_loads_the_model_and_unloading_gives_its_memory_back(serve):
+    daemon = serve()
+    with djinn.Session("djinn-tiny", address=daemon.address), daemon.client() as client:
+        assert len(daemon.arena()) == 1
+        with pytest.raises(errors.InvalidRequest, match="1 sessions use djinn-tiny"):
+            client.unload("djinn-tiny")
+    with daemon.client() as client:
+        client.unload("djinn-tiny")
+        assert daemon.arena() == []
+        assert [(m.name, m.state) for m in client.models()] == [("djinn-tiny", "available")]
+        client.unload("djinn-tiny")
+        client.load("djinn-tiny")
+        assert client.status(check=True).integrity == []
+
+
+def test_unloading_by_force_closes_the_sessions_and_ends_their_calls(serve):
+    daemon = serve(gated=True)
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        client.load("djinn-tiny")
+        session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        wire.send(Generate(id=2, session=session, token_ids=[5]))
+        client.unload("djinn-tiny", force=True)
+        reply = wire.reply()
+        assert isinstance(reply, Generated) and reply.finish_reason == "cancelled"
+        assert client.sessions() == [] and daemon.arena() == []
+
+
+def test_a_failed_load_is_told_to_all_who_wait_and_the_next_one_starts_anew(serve, checkpoint):
+    name = str(checkpoint)
+    daemon = serve(Script(on_load={name: "fail"}))
+    wires = [Wire(daemon.address) for _ in range(3)]
+    for _ in range(2):
+        for wire in wires:
+            wire.send(OpenSession(id=1, model=name))
+        for wire in wires:
+            reply = collect(wire)[-1]
+            assert (reply.code, reply.message) == ("model_rejected", f"{name} lacks a tensor")
+    assert daemon.log.count("model_failed") >= 2
+    assert [model.name for model in wires[0].ask(ListModels(id=2)).models] == ["djinn-tiny"]
+    for wire in wires:
+        wire.socket.close()
+
+
+def test_a_configured_model_that_fails_says_why_where_models_are_listed(serve, checkpoint):
+    daemon = serve(Script(on_load={"mine": "fail"}), models={"mine": {"path": str(checkpoint), "preload": True}})
+    with daemon.client() as client:
+        wait_for(lambda: "model_failed" in daemon.log)
+        (model,) = (model for model in client.models() if model.name == "mine")
+        assert (model.state, model.error) == ("failed", "mine lacks a tensor")
+        assert client.status(check=True).integrity == []
+
+
+def test_what_is_configured_for_a_model_reaches_the_engine(serve, checkpoint):
+    daemon = serve(models={"mine": {"path": str(checkpoint), "kv": "3MiB", "dtype": "float32", "preload": True}})
+    with daemon.client() as client:
+        wait_for(lambda: "model_ready" in daemon.log)
+        (model,) = (model for model in client.models() if model.name == "mine")
+        assert (model.kv_bytes, model.dtype, model.path) == (3 << 20, "float32", str(checkpoint))
+
+
+def test_pages_for_a_model_as_the_caller_wants_them(serve, checkpoint):
+    daemon = serve()
+    with daemon.client() as client:
+        assert client.load(str(checkpoint), kv_bytes=5 << 20).kv_bytes == 5 << 20
+        client.unload(str(checkpoint))
+        assert [model.name for model in client.models()] == ["djinn-tiny"], "nobody needs to know it any more"
+
+
+def test_shared_memory_that_does_not_suffice_is_told_with_figures(serve, checkpoint):
+    daemon = serve(Script(on_load={"djinn-tiny": "big"}))
+    with daemon.client() as client:
+        with pytest.raises(errors.OutOfMemory, match="mount -o remount") as caught:
+            client.load("djinn-tiny")
+        assert caught.value.data["needed"] == 4096 + (1 << 60)
+        assert daemon.arena() == []
+        client.load(str(checkpoint))
+
+
+def test_who_stops_waiting_does_not_stop_the_load_for_others(serve):
+    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "500ms"})
+    with Wire(daemon.address) as one, Wire(daemon.address) as two:
+        one.send(LoadModel(id=1, model="djinn-tiny"))
+        two.send(LoadModel(id=1, model="djinn-tiny"))
+        one.send(Cancel(target=1))
+        reply = one.reply()
+        assert (reply.id, reply.code) == (1, "cancelled")
+        assert isinstance(collect(two)[-1], ModelReply)
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_tokens(serve, checkpoint):
+    daemon = serve()
+    with djinn.Session(str(checkpoint), address=daemon.address) as session:
+        assert session.generate([5], max_tokens=3).token_ids == [2, 3, 1]
+        assert [piece.token_ids for piece in session.stream(max_tokens=2)] == [[2], [3]]
+        with pytest.raises(errors.NoTokenizer):
+            session.generate("text")
+        with pytest.raises(errors.NoTokenizer):
+            session.generate([5], stop=["x"])
+
+
+def test_a_damaged_tokenizer_is_refused_before_the_engine_is_troubled(serve, checkpoint):
+    (checkpoint / "tokenizer.json").write_text("{")
+    daemon = serve()
+    with daemon.client() as client:
+        with pytest.raises(errors.ModelRejected, match=r"tokenizer\.json"):
+            client.load(str(checkpoint))
+        assert client.status(check=False).models[0].name == "djinn-tiny"
+
+
+def test_the_model_s_own_end_token_ends_an_output_unless_it_is_ignored(serve, checkpoint):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 9]}))
+    daemon = serve()
+    with djinn.Session(str(checkpoint), address=daemon.address) as session:
+        reply = session.generate([5], max_tokens=9)
+        assert (reply.token_ids, reply.finish_reason) == ([2, 3], "stop")
+        assert session.generate(max_tokens=5, ignore_eos=True).finish_reason == "length"
+
+
+def test_loading_and_unloading_at_once_ends_in_one_of_both(serve):
+    daemon = serve()
+    wires = [Wire(daemon.address) for _ in range(4)]
+    for number in range(10):
+        for wire in wires[:2]:
+            wire.send(LoadModel(id=number, model="djinn-tiny"))
+        for wire in wires[2:]:
+            wire.send(UnloadModel(id=number, model="djinn-tiny"))
+        for wire in wires[:2]:
+            assert isinstance(collect(wire)[-1], ModelReply)
+        for wire in wires[2:]:
+            reply = wire.reply()
+            assert reply == Done(id=number) or reply.code == "invalid_request"
+    for wire in wires:
+        wire.socket.close()
+    with daemon.client() as client:
+        assert client.status(check=True).integrity == []

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from djinn_client.errors import ModelNotFound, ModelRejected
+from djinnd.weights.checkpoint import Checkpoint
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TENSORS = {"a": torch.arange(6, dtype=BF16).view(2, 3), "b": torch.ones(4, dtype=BF16)}
+
+
+def write(folder: Path, files: dict[str, dict[str, Tensor]], index: dict[str, str] | None = None) -> Path:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def single(folder: Path, tensors: dict[str, Tensor] = TENSORS) -> Path:
+    return write(folder, {"model.safetensors": tensors})
+
+
+def sharded(folder: Path) -> Path:
+    files = {f"model-0000{i}-of-00002.safetensors": {name: TENSORS[name]} for i, name in ((1, "a"), (2, "b"))}
+    return write(folder, files, {name: file for file, tensors in files.items() for name in tensors})
+
+
+@pytest.mark.parametrize("write_it", [single, sharded], ids=["single", "sharded"])
+def test_all_tensors_are_known_and_read(tmp_path: Path, write_it: object) -> None:
+    checkpoint = Checkpoint(write_it(tmp_path))  # type: ignore[operator]
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == {"a": (2, 3), "b": (4,)}
+    for name, tensor in TENSORS.items():
+        checkpoint.check_readable(name)
+        assert torch.equal(checkpoint.read(name), tensor)
+
+
+def test_a_folder_without_config_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"it has no config\.json"):
+        Checkpoint(tmp_path)
+
+
+def test_other_formats_are_said_to_need_converting(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelNotFound, match="must be converted"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", "\xff\xfe"])
+def test_a_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
+    single(tmp_path)
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelRejected, match=r"config\.json is not") as told:
+        Checkpoint(tmp_path)
+    assert told.value.data["file"].endswith("config.json")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 60, -1], ids=["empty", "in the length", "in the header", "in the data"])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    single(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, kept if kept >= 0 else file.stat().st_size + kept)
+    with pytest.raises(ModelRejected, match=r"model\.safetensors is damaged or cut short") as told:
+        Checkpoint(tmp_path)
+    assert told.value.data["file"] == str(file)
+
+
+def test_a_file_of_garbage_is_named(tmp_path: Path) -> None:
+    single(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(4096))
+    with pytest.raises(ModelRejected, match=r"model\.safetensors is damaged"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_that_the_index_names_and_that_is_not_there(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelRejected, match=r"model-00002-of-00002\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_that_the_index_promises_and_no_file_has(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"x.safetensors": TENSORS}, {"a": "x.safetensors", "ghost": "x.safetensors"})
+    with pytest.raises(ModelRejected, match="promises tensor ghost in x") as told:
+        Checkpoint(folder)
+    assert told.value.data["tensor"] == "ghost"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{"])
+def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelRejected, match=r"model\.safetensors\.index\.json"):
+        Checkpoint(tmp_path)
+
+
+def test_files_that_neither_name_nor_index_has_are_left_alone(tmp_path: Path) -> None:
+    """Checkpoints carry variants of themselves along: another precision, the authors' own layout."""
+    other = {"a": torch.zeros(9)}
+    write(tmp_path, {"model.fp32.safetensors": other, "consolidated.safetensors": other})
+    assert Checkpoint(single(tmp_path)).tensors["a"].shape == (2, 3)
+
+
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    single(sharded(tmp_path), {"only": torch.ones(2)})
+    assert set(Checkpoint(tmp_path).tensors) == {"only"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "dtype"),
+    [
+        ({"a": torch.ones(8, dtype=BF16), "b": torch.ones(7, dtype=F32)}, BF16),
+        ({"a": torch.ones(8, dtype=BF16), "b": torch.ones(3, 3, dtype=F32)}, F32),
+        ({"a": torch.ones(2, dtype=F16), "mask": torch.ones(99, dtype=torch.bool)}, F16),
+    ],
+    ids=["bfloat16", "float32", "masks do not count"],
+)
+def test_the_dtype_is_that_of_most_weights(tmp_path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    assert Checkpoint(single(tmp_path, tensors)).dtype == dtype
+
+
+def test_a_tensor_of_integers_is_refused_only_where_it_is_wanted(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(single(tmp_path, {**TENSORS, "packed": torch.ones(4, dtype=torch.int32)}))
+    checkpoint.check_readable("a")
+    with pytest.raises(ModelRejected, match=r"model\.safetensors: tensor packed is I32; djinnd takes F32, F16"):
+        checkpoint.check_readable("packed")
+
+
+@pytest.mark.parametrize("tensors", [{}, {"a": torch.ones(4, dtype=torch.int8)}], ids=["nothing", "only integers"])
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(ModelRejected, match="has no F32, F16 or BF16 weights"):
+        Checkpoint(single(tmp_path, tensors))
+
+
+def test_the_fingerprint_stays_until_something_changes(tmp_path: Path) -> None:
+    folder = single(tmp_path)
+    first = Checkpoint(folder).fingerprint()
+    assert Checkpoint(folder).fingerprint() == first
+    (folder / "config.json").write_text('{"model_type": "llama", "rope_theta": 1.0}')
+    configured = Checkpoint(folder).fingerprint()
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    touched = Checkpoint(folder).fingerprint()
+    single(folder, {"a": TENSORS["a"]})
+    assert len({first, configured, touched, Checkpoint(folder).fingerprint()}) == 4
