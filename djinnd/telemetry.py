@@ -31,9 +31,7 @@ def configure_logging(level: str, form: str) -> None:
     """Sends this process's logs to stderr. `level` is one of LEVELS, `form` one of FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(
-        level="WARNING", handlers=[handler], force=True
-    )  # what libraries have to say below it stays unsaid
+    logging.basicConfig(level="WARNING", handlers=[handler], force=True)  # smaller news of libraries stay unsaid
     logging.getLogger("djinnd").setLevel(level.upper())
     logging.captureWarnings(True)
 

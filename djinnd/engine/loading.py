@@ -64,19 +64,20 @@ class LoadQueue:
         self._arenas.put(answer)
 
     def _work(self) -> None:
+        """Keeps no result: its memory must go with the model."""
         while (load := self._jobs.get()) is not None:
             try:
-                result = self._load(load)
+                self.results.put(self._load(load))
             except (_Closing, ServerGone):
                 return
             except DjinnError as error:
-                result = LoadResult(load, None, None, error)
+                self.results.put(LoadResult(load, None, None, error))
             except torch.OutOfMemoryError as error:
-                result = LoadResult(load, None, None, OutOfMemory(f"loading {load.model}: {error}"))
+                self.results.put(LoadResult(load, None, None, OutOfMemory(f"loading {load.model}: {error}")))
             except Exception as error:
                 log.exception("load_failed model=%s", load.model)
-                result = LoadResult(load, None, None, DjinnError(f"loading {load.model} failed: {error!r}"))
-            self.results.put(result)
+                told = DjinnError(f"loading {load.model} failed: {error!r}")
+                self.results.put(LoadResult(load, None, None, told))
             self._channel.wake()
 
     def _load(self, load: Load) -> LoadResult:

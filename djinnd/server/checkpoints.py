@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from djinn_client.errors import ModelNotFound, ModelRejected
+from djinn_client.errors import ModelNotFound
 from djinnd import config
 
 SHIPPED = "djinn-tiny"
@@ -35,15 +35,14 @@ def model_named(name: str, known: Mapping[str, config.Model]) -> config.Model:
 
 
 def find_checkpoint(name: str, path: str) -> Path:
-    """The checkpoint's folder, downloaded where `path` is a hub id: for a thread. Raises ModelNotFound,
-    ModelRejected."""
+    """The checkpoint's folder, downloaded where `path` is a hub id: for a thread. Raises ModelNotFound."""
     if _HUB_ID.fullmatch(path):
         return _from_hub(path)
     folder = Path(path)
     if not folder.is_dir():
         raise ModelNotFound(f"{name}: there is no folder {path}")
     if not (folder / "config.json").is_file():
-        raise ModelRejected(f"{name}: {path} holds no checkpoint: it has no config.json")
+        raise ModelNotFound(f"{name}: {path} is not a checkpoint: it has no config.json")
     return folder
 
 

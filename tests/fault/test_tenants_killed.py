@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import djinn_client as djinn
 from tests.conftest import MODEL, StartDaemon
 from tests.support import tenant
-from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, descriptors_of, wait_for
+from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, holdings
 
 PROCESSES = 20
 KILLED = 5
@@ -46,24 +46,6 @@ def go(tenant: subprocess.Popen[str]) -> None:
 def alone(daemon: Daemon, prompt: str) -> list[int]:
     with djinn.Session(MODEL, address=daemon.address) as s:
         return s.generate(prompt, max_tokens=tenant.TOKENS, ignore_eos=True).token_ids
-
-
-def holdings(daemon: Daemon) -> dict[str, object]:
-    """What the daemon has in use, while nobody but the asker is connected."""
-    engine = daemon.device().pid
-    with daemon.client() as client:
-        wait_for(lambda: client.status().connections == 1)
-        wait_for(lambda: not any(client.status().sessions.values()))
-        status = client.status(check=True)
-        return {
-            "findings": status.integrity,
-            "pages": [model.pages_used for model in status.models],
-            "device bytes": status.devices[0].used_bytes,
-            "restarts": status.devices[0].restarts,
-            "server's descriptors": descriptors_of(daemon.pid),
-            "engine's descriptors": descriptors_of(engine),
-            "shared memory": daemon.shared_memory(),
-        }
 
 
 def test_two_hundred_sessions(start_daemon: StartDaemon) -> None:

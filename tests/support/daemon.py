@@ -241,3 +241,22 @@ def wait_for(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def holdings(daemon: Daemon) -> dict[str, object]:
+    """What the daemon has in use when nobody but the asker is connected and all sessions are gone, and what its audit
+    finds. Waits for that."""
+    engine = daemon.device().pid
+    with daemon.client() as client:
+        wait_for(lambda: client.status().connections == 1)
+        wait_for(lambda: not any(client.status().sessions.values()))
+        status = client.status(check=True)
+        return {
+            "findings": status.integrity,
+            "pages": [model.pages_used for model in status.models],
+            "device bytes": status.devices[0].used_bytes,
+            "restarts": status.devices[0].restarts,
+            "server's descriptors": descriptors_of(daemon.pid),
+            "engine's descriptors": descriptors_of(engine),
+            "shared memory": daemon.shared_memory(),
+        }

@@ -54,8 +54,9 @@ def calm(tiny: Tokenizer) -> Iterator[Served]:
     """A daemon for tests that leave it as it was. Its engine tells STORY again and again."""
     folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
     try:
-        with Served(folder, Script(story=tiny.encode(STORY).ids)) as served, served.client() as client:
-            client.load("djinn-tiny")
+        with Served(folder, Script(story=tiny.encode(STORY).ids)) as served:
+            with served.client() as client:
+                client.load("djinn-tiny")
             yield served
     finally:
         shutil.rmtree(folder)

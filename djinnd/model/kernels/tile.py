@@ -110,7 +110,10 @@ def attend_tiles(
             seen = (at[None, :] <= position[:, None]) & there[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
-            score = tl.where(seen, score, UNSEEN)
+            # Scaled before the choice: where a row sees nothing of a tile, `score * factor - higher` must be 0 exactly,
+            # and a fused multiply-add of UNSEEN would leave the product's rounding error, which is astronomical.
+            score = tl.where(seen, score * factor, UNSEEN)
+            factor = 1.0
 
         higher = tl.maximum(peak, tl.max(score, 1) * factor)
         weight = tl.exp2(score * factor - higher[:, None])

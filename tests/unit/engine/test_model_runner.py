@@ -121,7 +121,7 @@ def test_more_logits_than_exist_at_once() -> None:
 
 
 def test_a_forward_pass_that_is_preempted_is_computed_anew() -> None:
-    with Served(FOLDER, plan=small_pages(9), max_batch_tokens=24) as served:
+    with Served(FOLDER, plan=small_pages(7), max_batch_tokens=24) as served:
         reader = served.open()
         served.submit(reader, prompt(20, seed=3), max_tokens=1)
         served.run()

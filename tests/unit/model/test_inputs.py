@@ -25,7 +25,7 @@ def numbered(inputs: StepInputs) -> dict[str, list[int]]:
     return {name: array.flatten().tolist() for name, array in inputs.host.items()}
 
 
-@pytest.mark.parametrize(("tokens", "rows", "width"), [(7, 3, 5), (1, 1, 1), (4, 4, 0)])
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(7, 3, 5), (1, 1, 1), (4, 4, 0), (2, 5, 1)])
 def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, width: int) -> None:
     inputs = StepInputs(device, tokens, rows, width)
     wanted = numbered(inputs)
@@ -33,7 +33,7 @@ def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, w
     batch = inputs.paged_batch(max_query=3, max_kv=9, fresh=True)
     assert inputs.ids.tolist() == [wanted["ids"]] and inputs.ids.dtype == torch.int64
     assert inputs.positions.tolist() == [wanted["positions"]]
-    assert inputs.picks(tokens - 1).tolist() == wanted["picks"][: tokens - 1]
+    assert inputs.picks(rows).tolist() == wanted["picks"][:rows]  # a row may want one, whatever it brings
     assert batch.query_starts.tolist() == wanted["starts"] and len(wanted["starts"]) == rows + 1
     assert batch.kv_lengths.tolist() == wanted["lengths"]
     assert batch.slots.tolist() == wanted["slots"] and batch.slots.dtype == torch.int64
@@ -59,16 +59,17 @@ def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
     assert (batch.slots.tolist(), batch.kv_lengths.tolist()) == ([5, 6], [7, 8])
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 4])
-def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(device: CpuDevice, rows: int) -> None:
-    inputs = StepInputs(device, 4, 4, 3)
+@pytest.mark.parametrize(("tokens", "rows", "picks"), [(0, 0, 0), (1, 1, 1), (5, 2, 1), (6, 4, 4)])
+def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(
+    device: CpuDevice, tokens: int, rows: int, picks: int
+) -> None:
+    """It is tokens that belong to no row, and rows without tokens."""
+    inputs = StepInputs(device, 6, 4, 3)
     before = numbered(inputs)
-    inputs.host["starts"][: rows + 1] = range(rows + 1)
-    inputs.pad(rows, rows, rows)
+    inputs.pad(tokens, rows, picks)
     host = inputs.host
-    for name in ("ids", "positions", "slots", "picks"):
-        assert host[name].tolist() == before[name][:rows] + [0] * (4 - rows)
-    assert host["starts"].tolist() == [*range(rows + 1), *[rows] * (4 - rows)]
+    for name, kept in (("ids", tokens), ("positions", tokens), ("slots", tokens), ("picks", picks)):
+        assert host[name].tolist() == before[name][:kept] + [0] * (6 - kept)
+    assert host["starts"].tolist() == before["starts"][:rows] + [tokens] * (5 - rows)
     assert host["lengths"].tolist() == before["lengths"][:rows] + [0] * (4 - rows)
-    assert host["table"][rows:].flatten().tolist() == [SCRATCH] * 3 * (4 - rows)
-    assert host["table"][:rows].flatten().tolist() == before["table"][: 3 * rows]
+    assert host["table"].flatten().tolist() == before["table"][: 3 * rows] + [SCRATCH] * 3 * (4 - rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from djinn_client.errors import ModelNotFound, ModelRejected
+from djinn_client.errors import ModelNotFound
 from djinnd.config import Model
 from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
 
@@ -49,7 +49,7 @@ def test_names_that_mean_nothing(name, words):
 
 
 def test_a_folder(tmp_path):
-    with pytest.raises(ModelRejected, match=r"m: .* no config\.json"):
+    with pytest.raises(ModelNotFound, match=r"m: .* no config\.json"):
         find_checkpoint("m", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert find_checkpoint("m", str(tmp_path)) == tmp_path

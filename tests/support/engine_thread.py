@@ -1,0 +1,189 @@
+"""A real engine in a thread of the test, and the server's end of its socket pair in the hands of the test."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import posix_ipc
+
+from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
+from djinnd import messages
+from djinnd.device import Device
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.channel import Channel
+from djinnd.engine.engine import Engine
+from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
+from tests.support.loaded import MEMORY
+
+FOREVER = 60.0  # seconds: a test that waits so long has failed
+
+M = TypeVar("M")
+GrantArena = Callable[[messages.NeedArena], messages.ArenaReady | messages.ArenaRefused]
+
+
+class EngineThread:
+    """Leaves neither thread nor shared memory behind: to be used with `with`."""
+
+    def __init__(self, device: Device | None = None, max_batch_tokens: int = 64, max_rows: int = 32) -> None:
+        self.device = device or CpuDevice(MEMORY)
+        ours, theirs = socket.socketpair()
+        self.socket = ours
+        self.socket.settimeout(FOREVER)
+        self.channel = Channel(theirs.detach())
+        self.engine = Engine(self.channel, self.device, max_batch_tokens, max_rows)
+        self.error: BaseException | None = None  # that `serve` has raised
+        self._decoder = FrameDecoder(MAX_FRAME)
+        self._incoming: list[FromEngine] = []
+        self._descriptors: list[int] = []
+        self._arenas: list[posix_ipc.SharedMemory] = []
+        self._numbers = count(1)
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+        self.ready = self.until(messages.Ready)
+
+    def _serve(self) -> None:
+        try:
+            self.engine.serve()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.channel.close()
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Returns when `serve` has."""
+        self._thread.join(FOREVER)
+        assert not self._thread.is_alive(), "the engine does not end"
+
+    def __enter__(self) -> EngineThread:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+        self.join()
+        self.device.close()
+        for fd in self._descriptors:
+            os.close(fd)
+        for arena in self._arenas:
+            arena.close_fd()
+            arena.unlink()
+        assert error[0] is not None or self.error is None, self.error
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, *sent: ToEngine) -> None:
+        """In one piece, so that the engine has them all before it next composes a step."""
+        self.socket.sendall(b"".join(messages.encode(message) for message in sent))
+
+    def receive(self) -> FromEngine:
+        """The next message, signs of life left out. Raises TimeoutError; EOFError where the engine has gone."""
+        while True:
+            while not self._incoming:
+                data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
+                self._descriptors += fds
+                if not data:
+                    raise EOFError
+                self._incoming += [messages.decode_from_engine(f.payload) for f in self._decoder.feed(data)]
+            message = self._incoming.pop(0)
+            if not isinstance(message, messages.Alive):
+                return message
+
+    def until(self, kind: type[M], *others: type) -> M:
+        """The next message of this kind; those of `others` before it are dropped, and any else is a failure."""
+        while True:
+            message = self.receive()
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, others), message
+
+    def outcome(self, request: int) -> tuple[list[int], FromEngine]:
+        """The tokens of a request and its final reply. Of other requests nothing may come meanwhile."""
+        tokens: list[int] = []
+        while True:
+            message = self.receive()
+            if isinstance(message, messages.Stepped):
+                assert all(token.request == request for token in message.tokens), message
+                tokens += [token.token for token in message.tokens]
+            else:
+                assert getattr(message, "request", None) == request, message
+                return tokens, message
+
+    def outcomes(self, requests: list[int]) -> dict[int, tuple[list[int], FromEngine]]:
+        """The same of several at once."""
+        tokens: dict[int, list[int]] = {request: [] for request in requests}
+        replies: dict[int, FromEngine] = {}
+        while len(replies) < len(requests):
+            message = self.receive()
+            if isinstance(message, messages.Stepped):
+                for token in message.tokens:
+                    assert token.request not in replies, f"{token} after the final reply"
+                    tokens[token.request].append(token.token)
+            else:
+                assert message.request not in replies, f"{message} is a second final reply"  # type: ignore[union-attr]
+                replies[message.request] = message  # type: ignore[union-attr]
+        return {request: (tokens[request], replies[request]) for request in requests}
+
+    # --- what a server does -----------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def load(self, folder: Path, name: str = "m", grant: GrantArena | None = None, **more: Any) -> FromEngine:
+        """The final reply: Loaded or Failed."""
+        request = self.number()
+        self.send(messages.Load(request, name, str(folder), **more))
+        while True:
+            message = self.receive()
+            if isinstance(message, messages.NeedArena):
+                self.send((grant or self.grant)(message))
+            elif isinstance(message, messages.Loaded | messages.Failed) and message.request == request:
+                return message
+
+    def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:
+        reply = self.load(folder, name, **more)
+        assert isinstance(reply, messages.Loaded), reply
+        return reply.model
+
+    def grant(self, need: messages.NeedArena) -> messages.ArenaReady:
+        nbytes = mmap.PAGESIZE + need.nbytes
+        arena = posix_ipc.SharedMemory(f"/djinnd-test-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=nbytes)
+        self._arenas.append(arena)
+        os.posix_fallocate(arena.fd, 0, nbytes)
+        return messages.ArenaReady(need.request, arena.name, offset=mmap.PAGESIZE, complete=False)
+
+    def open(self, session: str, model: str = "m", tenant: int = 0, tokens: list[int] | None = None) -> None:
+        self.send(messages.Open(session, model, tenant, "agent", tokens or []))
+
+    def run(self, session: str, prompt: list[int], max_tokens: int, **more: Any) -> int:
+        """The number of the request."""
+        message = self.run_message(session, prompt, max_tokens, **more)
+        self.send(message)
+        return message.request
+
+    def run_message(self, session: str, prompt: list[int], max_tokens: int, **more: Any) -> messages.Run:
+        return messages.Run(self.number(), session, prompt, max_tokens, Sampling(seed=0), **more)
+
+    def report(self, check: bool = True) -> messages.Report:
+        """While nothing runs. With `check`, nothing may be found."""
+        request = self.number()
+        self.send(messages.Inquire(request, check))
+        report = self.until(messages.Report)
+        assert report.request == request and report.findings == []
+        return report
+
+    def logits(self, reply: FromEngine) -> npt.NDArray[np.float32]:
+        """[tokens, vocab] of the last descriptor that came."""
+        assert isinstance(reply, messages.LogitsReady), reply
+        with mmap.mmap(self._descriptors[-1], 0, access=mmap.ACCESS_READ) as memory:
+            return np.frombuffer(memory, np.float32).reshape(reply.tokens, reply.vocab).copy()

@@ -1,0 +1,488 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from djinn_client.protocol import Sampling
+from djinnd import messages
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.model.check import TOKENS
+from djinnd.model.paged_model import PagedModel
+from tests.support import reference
+from tests.support.checkpoints import Tensors, altered
+from tests.support.engine_thread import EngineThread
+from tests.support.loaded import random_prompt
+from tests.support.models import reduced_model
+
+VOCAB = 512
+FOLDER = reduced_model("llama-2")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, VOCAB, seed)
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineThread]:
+    with EngineThread() as engine:
+        yield engine
+
+
+@pytest.fixture
+def serving(engine: EngineThread) -> EngineThread:
+    """With llama-2 as "m" and one session "s"."""
+    engine.loaded(FOLDER)
+    engine.open("s")
+    return engine
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_its_first_word_says_what_device_it_has(engine: EngineThread) -> None:
+    budget = engine.device.budget
+    assert (engine.ready.device, engine.ready.budget_bytes, engine.ready.pid) == ("cpu", budget.total, os.getpid())
+
+
+def test_loading_tells_its_stages_and_what_there_is_then(engine: EngineThread) -> None:
+    request = engine.number()
+    engine.send(messages.Load(request, "m", str(FOLDER)))
+    stages: list[str] = []
+    while not isinstance(message := engine.receive(), messages.Loaded):
+        if isinstance(message, messages.NeedArena):
+            assert message.request == request and message.model == "m"
+            engine.send(engine.grant(message))
+        stages.append(message.stage if isinstance(message, messages.Loading) else type(message).__name__)
+    assert list(dict.fromkeys(stages)) == ["opening", "NeedArena", "reading", "uploading", "ArenaFilled", "preparing"]
+    assert message.request == request
+    assert (message.model.name, message.model.state, message.model.vocab) == ("m", "ready", VOCAB)
+
+
+def test_unload_gives_back_the_memory_and_the_name(engine: EngineThread) -> None:
+    for _ in range(2):
+        engine.loaded(FOLDER)
+        assert engine.report().used_bytes > 0
+        engine.send(messages.Unload(7, "m"))
+        assert engine.until(messages.Unloaded).request == 7
+        report = engine.report()
+        assert (report.used_bytes, report.models) == (0, [])
+
+
+def test_two_models_share_the_budget_and_take_turns(serving: EngineThread) -> None:
+    alone = serving.report().used_bytes
+    other = reduced_model("gpt2")
+    serving.loaded(other, "n")
+    assert serving.report().used_bytes > alone
+    serving.open("t", "n")
+    one = serving.run_message("s", prompt(40), 12)
+    two = serving.run_message("t", prompt(30), 12)
+    serving.send(one, two)
+    outcomes = serving.outcomes([one.request, two.request])
+    assert outcomes[one.request][0] == reference.greedy(FOLDER, prompt(40), 12)
+    assert outcomes[two.request][0] == reference.greedy(other, prompt(30), 12)
+
+
+def test_what_was_asked_of_a_load_is_what_there_is(engine: EngineThread) -> None:
+    info = engine.loaded(FOLDER, kv_bytes=2 << 20, dtype="bfloat16", max_context=700)
+    assert (info.dtype, info.max_context) == ("bfloat16", 700)
+    assert info.kv_bytes == (info.pages + 1) * info.page_bytes <= 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model_rejected", r"lacks tensor model\.norm\.weight"),
+        (lambda t: t["model.norm.weight"].fill_(float("nan")), "model_rejected", "llama fails the check at load"),
+    ],
+    ids=["while it is read", "at the check"],
+)
+def test_a_load_that_fails_leaves_the_engine_as_it_was(
+    serving: EngineThread, tmp_path: Path, change: Any, code: str, message: str
+) -> None:
+    before = serving.report()
+    reply = serving.load(altered(tmp_path, change=change), "broken")
+    assert isinstance(reply, messages.Failed) and reply.code == code
+    assert message.replace("\\", "") in reply.message
+    after = serving.report()
+    assert (after.used_bytes, after.models) == (before.used_bytes, before.models)
+    tokens, _ = serving.outcome(serving.run("s", prompt(9), 5))
+    assert tokens == reference.greedy(FOLDER, prompt(9), 5)
+    serving.loaded(reduced_model("gpt2"), "broken")
+
+
+def test_a_checkpoint_that_is_not_there(engine: EngineThread, tmp_path: Path) -> None:
+    reply = engine.load(tmp_path)
+    assert isinstance(reply, messages.Failed) and reply.code == "model_not_found"
+
+
+def test_an_arena_that_the_server_refuses_is_told_to_who_loads(serving: EngineThread) -> None:
+    def refuse(need: messages.NeedArena) -> messages.ArenaRefused:
+        return messages.ArenaRefused(need.request, "/dev/shm is too small", {"needed": need.nbytes})
+
+    reply = serving.load(reduced_model("gpt2"), "n", grant=refuse)
+    assert isinstance(reply, messages.Failed)
+    assert (reply.code, reply.message) == ("out_of_memory", "/dev/shm is too small")
+    assert reply.data["needed"] > 0
+    serving.loaded(reduced_model("gpt2"), "n")
+
+
+def test_an_arena_that_is_complete_is_not_read(engine: EngineThread) -> None:
+    kept: list[messages.ArenaReady] = []
+
+    def keep(need: messages.NeedArena) -> messages.ArenaReady:
+        kept.append(engine.grant(need))
+        return kept[0]
+
+    engine.loaded(FOLDER, grant=keep)
+    engine.send(messages.Unload(7, "m"))
+    engine.until(messages.Unloaded)
+
+    def adopt(need: messages.NeedArena) -> messages.ArenaReady:
+        return messages.ArenaReady(need.request, kept[0].name, kept[0].offset, complete=True)
+
+    engine.loaded(FOLDER, grant=adopt)
+    engine.open("s")
+    tokens, _ = engine.outcome(engine.run("s", prompt(9), 5))
+    assert tokens == reference.greedy(FOLDER, prompt(9), 5)
+
+
+def test_a_model_larger_than_the_budget_is_refused_with_the_figures() -> None:
+    with EngineThread(CpuDevice(1 << 20)) as engine:
+        reply = engine.load(FOLDER)
+        assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
+        assert "m needs" in reply.message and "of the budget of 1.0 MiB" in reply.message
+        assert reply.data["budget"] == reply.data["free"] == 1 << 20 < reply.data["needed"]
+        assert engine.report().used_bytes == 0
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_gives_its_tokens_and_ends_once(serving: EngineThread) -> None:
+    request = serving.run("s", prompt(100), 6)
+    first = serving.until(messages.Stepped)
+    assert [started.request for started in first.started] == [request] and first.tokens == []
+    tokens, reply = serving.outcome(request)
+    assert tokens == reference.greedy(FOLDER, prompt(100), 6)
+    assert reply == messages.Finished(request, "length", length=106, generated=6, computed=100)
+    assert serving.report().generated_tokens == 6
+
+
+def test_a_session_goes_on_without_a_prompt_and_after_an_engine(serving: EngineThread) -> None:
+    serving.outcome(serving.run("s", prompt(20), 4))
+    tokens, reply = serving.outcome(serving.run("s", [], 4))
+    wanted = reference.greedy(FOLDER, prompt(20), 8)
+    assert tokens == wanted[4:] and isinstance(reply, messages.Finished) and reply.length == 28
+    serving.open("again", tokens=prompt(20) + wanted[:4])
+    tokens, _ = serving.outcome(serving.run("again", [], 4))
+    assert tokens == wanted[4:]
+
+
+def test_a_stop_token_ends_a_run(serving: EngineThread) -> None:
+    wanted = reference.greedy(FOLDER, prompt(20), 8)
+    tokens, reply = serving.outcome(serving.run("s", prompt(20), 8, stop_tokens=[wanted[3]]))
+    assert tokens == wanted[: wanted.index(wanted[3]) + 1]
+    assert isinstance(reply, messages.Finished) and reply.reason == "stop"
+
+
+def test_logprobs_come_with_the_tokens(serving: EngineThread) -> None:
+    request = serving.run("s", prompt(20), 1, logprobs=3)
+    stepped = serving.until(messages.Stepped)
+    assert serving.until(messages.Finished).request == request
+    (token,) = stepped.tokens
+    wanted = torch.from_numpy(reference.logits(FOLDER, prompt(20)))[-1].log_softmax(-1)
+    assert token.logprobs is not None and len(token.logprobs.top) == 3
+    assert token.logprobs.chosen == pytest.approx(wanted[token.token].item(), abs=1e-4)
+
+
+def test_logits_come_in_a_window_of_their_own(serving: EngineThread) -> None:
+    _, reply = serving.outcome(serving.run("s", prompt(100), 0, logits=True))
+    assert reply == messages.LogitsReady(reply.request, length=100, computed=100, tokens=100, vocab=VOCAB)  # type: ignore[union-attr]
+    np.testing.assert_allclose(serving.logits(reply), reference.logits(FOLDER, prompt(100)), rtol=0, atol=1e-4)
+    _, reply = serving.outcome(serving.run("s", prompt(3, seed=1), 0, logits=True))
+    wanted = reference.logits(FOLDER, prompt(100) + prompt(3, seed=1))[-3:]
+    np.testing.assert_allclose(serving.logits(reply), wanted, rtol=0, atol=1e-4)
+    serving.report()
+
+
+def test_a_prompt_that_never_fits_is_refused_and_changes_nothing(serving: EngineThread) -> None:
+    serving.outcome(serving.run("s", prompt(8), 1))
+    for more in ({}, {"logits": True}):
+        request = serving.run("s", prompt(2100), 0 if more else 1, **more)
+        _, reply = serving.outcome(request)
+        assert isinstance(reply, messages.Failed) and reply.code == "prompt_too_long"
+        assert reply.data == {"tokens": 2109 + (not more), "max_context": 2048}
+    (use,) = serving.report().sessions
+    assert (use.session, use.state, use.kv_tokens) == ("s", "idle", 8)
+
+
+def test_a_run_of_an_unknown_session_is_refused(serving: EngineThread) -> None:
+    _, reply = serving.outcome(serving.run("ghost", [1], 1))
+    assert isinstance(reply, messages.Failed) and reply.code == "session_not_found"
+
+
+# --- events while a run is under way --------------------------------------------------------------------------------
+
+
+class Gate:
+    """Lets an engine's steps through one by one."""
+
+    def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tickets = threading.Semaphore(0)
+        run = ModelRunner.run
+
+        def gated(runner: ModelRunner, batch: Any) -> Any:
+            assert self._tickets.acquire(timeout=60)
+            return run(runner, batch)
+
+        monkeypatch.setattr(ModelRunner, "run", gated)
+
+    def let_through(self, steps: int) -> None:
+        self._tickets.release(steps)
+
+
+@pytest.fixture
+def gate(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(serving, monkeypatch)
+
+
+def run_some(serving: EngineThread, gate: Gate, session: str = "s", tokens: int = 3, **more: Any) -> int:
+    """A run of 1000 tokens that has given its first ones; its next step waits at the gate."""
+    request = serving.run(session, prompt(10), 1000, **more)
+    gate.let_through(tokens)
+    for _ in range(tokens):
+        assert len(serving.until(messages.Stepped).tokens) == 1
+    return request
+
+
+def test_cancel_ends_a_run_within_a_step(serving: EngineThread, gate: Gate) -> None:
+    request = run_some(serving, gate)
+    serving.send(messages.CancelRun(request), messages.CancelRun(99))
+    gate.let_through(1)
+    tokens, reply = serving.outcome(request)
+    assert reply == messages.Finished(request, "cancelled", length=14, generated=4, computed=10)
+    assert len(tokens) == 1
+    gate.let_through(2)
+    tokens, _ = serving.outcome(serving.run("s", [], 2))
+    assert tokens == reference.greedy(FOLDER, prompt(10), 6)[4:]
+
+
+def test_halt_takes_the_tokens_after_those_that_are_kept(serving: EngineThread, gate: Gate) -> None:
+    request = run_some(serving, gate)
+    serving.send(messages.Halt(request, keep=2))
+    gate.let_through(1)
+    _, reply = serving.outcome(request)
+    assert reply == messages.Finished(request, "stop", length=12, generated=2, computed=10)
+    gate.let_through(2)
+    tokens, _ = serving.outcome(serving.run("s", [], 2))
+    assert tokens == reference.greedy(FOLDER, prompt(10), 4)[2:]
+
+
+def test_a_held_run_waits_while_others_go_on(serving: EngineThread, gate: Gate) -> None:
+    held = run_some(serving, gate)
+    serving.open("t")
+    serving.send(messages.Hold(held, held=True))
+    other = serving.run("t", prompt(5), 5)
+    gate.let_through(1)
+    assert [token.request for token in serving.until(messages.Stepped).tokens] == [held]  # its step had begun
+    gate.let_through(5)
+    tokens, _ = serving.outcome(other)
+    assert tokens == reference.greedy(FOLDER, prompt(5), 5)
+    report = serving.report()
+    assert (report.running, report.queued) == (1, 0)
+    assert {use.session: use.state for use in report.sessions} == {"s": "held", "t": "idle"}
+    serving.send(messages.Hold(held, held=False))
+    gate.let_through(1)
+    assert [token.request for token in serving.until(messages.Stepped).tokens] == [held]
+    serving.send(messages.CancelRun(held))
+    gate.let_through(1)
+    serving.outcome(held)
+
+
+def test_close_cancels_what_runs_and_gives_back_the_pages(serving: EngineThread, gate: Gate) -> None:
+    request = run_some(serving, gate)
+    serving.send(messages.Close("s"))
+    gate.let_through(1)
+    _, reply = serving.outcome(request)
+    assert isinstance(reply, messages.Finished) and reply.reason == "cancelled"
+    report = serving.report()
+    assert report.sessions == [] and report.models[0].pages_used == 0
+
+
+def test_a_cancelled_forward_pass_has_no_logits(serving: EngineThread, gate: Gate) -> None:
+    request = serving.run("s", prompt(200), 0, logits=True)
+    gate.let_through(1)
+    serving.until(messages.Stepped)
+    serving.send(messages.CancelRun(request))
+    gate.let_through(1)
+    _, reply = serving.outcome(request)
+    assert isinstance(reply, messages.Finished) and reply.reason == "cancelled"
+    serving.report()
+
+
+def test_truncate_cuts_an_idle_session(serving: EngineThread) -> None:
+    serving.outcome(serving.run("s", prompt(20), 4))
+    serving.send(messages.Truncate("s", 12))
+    (use,) = serving.report().sessions
+    assert use.kv_tokens == 12
+    tokens, _ = serving.outcome(serving.run("s", [], 3))
+    assert tokens == reference.greedy(FOLDER, prompt(20)[:12], 3)
+
+
+# --- steps that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_raises_answers_everybody_in_it_and_rolls_them_back(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving.open("t")
+    serving.outcome(serving.run("s", prompt(20), 4))
+    forward = PagedModel.forward
+
+    def fails(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(PagedModel, "forward", forward)
+        raise RuntimeError("a kernel of ours is broken")
+
+    monkeypatch.setattr(PagedModel, "forward", fails)
+    one, two = serving.run_message("s", prompt(5), 4), serving.run_message("t", prompt(7), 0, logits=True)
+    serving.send(one, two)
+    for tokens, reply in serving.outcomes([one.request, two.request]).values():
+        assert tokens == [] and isinstance(reply, messages.Failed)
+        assert reply.code == "error" and "a kernel of ours is broken" in reply.message
+    states = {use.session: (use.state, use.kv_tokens) for use in serving.report().sessions}
+    assert states == {"s": ("idle", 23), "t": ("idle", 0)}
+    tokens, _ = serving.outcome(serving.run("s", [], 2))
+    assert tokens == reference.greedy(FOLDER, prompt(20), 6)[4:]
+
+
+def test_a_step_without_memory_says_so(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PagedModel.forward
+
+    def fails(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(PagedModel, "forward", forward)
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(PagedModel, "forward", fails)
+    _, reply = serving.outcome(serving.run("s", prompt(5), 4))
+    assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory" and "2.00 GiB" in reply.message
+
+
+def test_without_host_memory_for_logits_the_session_stays(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuses)
+        _, reply = serving.outcome(serving.run("s", prompt(5), 0, logits=True))
+    assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
+    assert "no memory for the logits" in reply.message
+    (use,) = serving.report().sessions
+    assert (use.state, use.kv_tokens) == ("idle", 0)
+    serving.outcome(serving.run("s", prompt(5), 0, logits=True))
+
+
+POISON = next(token for token in range(VOCAB) if token not in np.random.default_rng(0).integers(0, VOCAB, TOKENS))
+
+
+def poison(tensors: Tensors) -> None:
+    """One row of the embedding, which the check at load does not meet."""
+    tensors["model.embed_tokens.weight"][POISON] = float("nan")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_logits_that_are_no_numbers_fail_that_request_alone(
+    engine: EngineThread, tmp_path: Path, max_tokens: int
+) -> None:
+    folder = altered(tmp_path, change=poison)
+    engine.loaded(folder)
+    for name in ("sick", "sound"):
+        engine.open(name)
+    sound_prompt = [token for token in prompt(20) if token != POISON]
+    sick = engine.run_message("sick", [5, POISON, 6], max_tokens)
+    sound = engine.run_message("sound", sound_prompt, max_tokens)
+    engine.send(sick, sound)
+    outcomes = engine.outcomes([sick.request, sound.request])
+    assert outcomes[sound.request][0] == reference.greedy(FOLDER, sound_prompt, max_tokens)
+    tokens, reply = outcomes[sick.request]
+    assert tokens == [] and isinstance(reply, messages.Failed) and "no numbers" in reply.message
+    kept = {use.session: use.kv_tokens for use in engine.report().sessions}
+    assert kept == {"sick": 0, "sound": len(sound_prompt) + max_tokens - 1}
+    tokens, _ = engine.outcome(engine.run("sick", sound_prompt, 2))
+    assert tokens == reference.greedy(FOLDER, sound_prompt, 2)
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_ends_it(serving: EngineThread) -> None:
+    serving.send(messages.Shutdown())
+    serving.join()
+    with pytest.raises(EOFError):
+        serving.receive()
+
+
+def test_it_ends_when_the_server_is_gone(serving: EngineThread) -> None:
+    serving.run("s", prompt(10), 1000)
+    serving.until(messages.Stepped)
+    serving.socket.close()
+    serving.join()
+    assert serving.error is None
+
+
+@pytest.mark.parametrize("end", ["shutdown", "gone"])
+def test_it_ends_although_a_load_is_under_way(engine: EngineThread, end: str) -> None:
+    engine.send(messages.Load(1, "m", str(FOLDER)))
+    engine.until(messages.NeedArena, messages.Loading)  # never granted
+    if end == "shutdown":
+        engine.send(messages.Shutdown())
+    else:
+        engine.socket.close()
+    engine.join()
+    assert not [thread for thread in threading.enumerate() if thread.name == "djinn-load"]
+
+
+# --- a report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_the_figures(serving: EngineThread) -> None:
+    serving.open("t", tokens=prompt(5))
+    serving.outcome(serving.run("s", prompt(300), 1))
+    report = serving.report()
+    assert (report.budget_bytes, report.running, report.queued) == (serving.device.budget.total, 0, 0)
+    assert report.used_bytes == serving.device.budget.used
+    assert (report.steps, report.generated_tokens) == (5, 1)  # 300 tokens, 64 a step
+    assert [model.name for model in report.models] == ["m"]
+    assert [(use.session, use.state, use.kv_tokens, use.pages) for use in report.sessions] == [
+        ("s", "idle", 300, 2),
+        ("t", "idle", 0, 0),
+    ]
+
+
+def test_the_check_finds_what_is_wrong(serving: EngineThread) -> None:
+    serving.outcome(serving.run("s", prompt(10), 1))
+    runner = serving.engine._runners["m"]
+    runner.kv.pool._references[5] = 1
+    serving.send(messages.Inquire(1, check=False), messages.Inquire(2, check=True))
+    assert serving.until(messages.Report).findings == []
+    (finding,) = serving.until(messages.Report).findings
+    assert finding.startswith("scheduler: page 5")
+
+
+def test_seeds_decide_what_is_drawn(serving: EngineThread) -> None:
+    drawn = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        serving.open(name)
+        number = serving.number()
+        serving.send(messages.Run(number, name, prompt(6), 12, Sampling(temperature=1.0, seed=seed)))
+        drawn.append(serving.outcome(number)[0])
+    assert drawn[0] == drawn[1] != drawn[2]

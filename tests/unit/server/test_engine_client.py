@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from djinn_client.errors import EngineLost, OutOfMemory
+from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
+from djinnd import messages
+from djinnd.messages import decode_to_engine
+from djinnd.server.engine_client import EngineClient
+
+
+class Heard:
+    """As the owner of models, and as a run: writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *values: self.told.append((name, *values))
+
+
+class Scene:
+    def __init__(self):
+        ours, self.theirs = socket.socketpair()
+        self.owner, self.losses = Heard(), []
+        self.client = EngineClient(ours, self.owner, lambda: self.losses.append(True))
+        self._decoder = FrameDecoder(1 << 28)
+
+    def say(self, *said, fds=()):
+        """As the engine."""
+        frame = b"".join(messages.encode(message, len(fds)) for message in said)
+        socket.send_fds(self.theirs, [frame], list(fds))
+
+    def hear(self):
+        return [decode_to_engine(frame.payload) for frame in self._decoder.feed(self.theirs.recv(1 << 16))]
+
+    def run(self, run):
+        return self.client.run(run, session="s", tokens=[1], max_tokens=2, sampling=Sampling(seed=1))
+
+    async def until(self, condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+def play():
+    def run(act):
+        async def scene():
+            scene = Scene()
+            with scene.theirs:
+                await act(scene)
+                scene.client.close()
+                await asyncio.sleep(0)
+
+        asyncio.run(scene())
+
+    return run
+
+
+def finished(number):
+    return messages.Finished(number, "length", length=3, generated=2, computed=1)
+
+
+def test_the_engine_s_first_word(play):
+    async def act(scene):
+        ready = messages.Ready("cpu", "a script", 1 << 30, 7)
+        scene.say(ready)
+        assert await scene.client.ready == ready
+        assert scene.client.heard == 1
+
+    play(act)
+
+
+def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
+    async def act(scene):
+        one, two = Heard(), Heard()
+        first, second = scene.run(one), scene.run(two)
+        assert first != second
+        step = messages.Stepped(
+            [messages.Token(first, 11), messages.Token(second, 12), messages.Token(999, 13)],
+            [messages.Started(second, 5.0), messages.Started(first, 4.0)],
+        )
+        scene.say(step, finished(first), messages.Stepped([messages.Token(first, 14)]), finished(second))
+        await scene.until(lambda: len(two.told) == 3)
+        assert [(name, values[0]) for name, *values in one.told] == [
+            ("started", 4.0),
+            ("token", 11),
+            ("finished", finished(first)),
+        ]
+
+    play(act)
+
+
+def test_a_failed_run_is_told_the_error_with_its_figures(play):
+    async def act(scene):
+        run = Heard()
+        scene.say(messages.Failed(scene.run(run), "out_of_memory", "full", {"pages": 3}))
+        await scene.until(lambda: run.told)
+        ((name, error),) = run.told
+        assert name == "failed" and isinstance(error, OutOfMemory) and error.data == {"pages": 3}
+
+    play(act)
+
+
+def test_logits_come_with_their_descriptor(play):
+    async def act(scene):
+        run, memory = Heard(), os.memfd_create("logits")
+        scene.say(messages.LogitsReady(scene.run(run), 1, 1, 1, 5), fds=[memory])
+        os.close(memory)
+        await scene.until(lambda: run.told)
+        ((name, message, fd),) = run.told
+        assert name == "logits" and message.vocab == 5
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:logits")
+        os.close(fd)
+
+    play(act)
+
+
+def test_calls_have_answers_or_errors(play):
+    async def act(scene):
+        loads = [asyncio.create_task(scene.client.call(messages.Load, model=m, path="/m")) for m in "ab"]
+        await scene.until(lambda: len(scene.client._calls) == 2)
+        first, second = scene.hear()
+        loaded = messages.Loaded(second.request, ModelInfo(name="b", path="/m"))
+        scene.say(loaded, messages.Failed(first.request, "out_of_memory", "full"))
+        assert await loads[1] == loaded
+        with pytest.raises(OutOfMemory, match="full"):
+            await loads[0]
+
+    play(act)
+
+
+def test_who_stopped_waiting_is_not_told(play):
+    async def act(scene):
+        call = asyncio.create_task(scene.client.call(messages.Inquire))
+        await asyncio.sleep(0)
+        (inquiry,) = scene.hear()
+        call.cancel()
+        await asyncio.wait([call])
+        scene.say(messages.Failed(inquiry.request, "error", "too late"), messages.Alive(1))
+        await scene.until(lambda: scene.client.heard == 2)
+        assert not scene.losses
+
+    play(act)
+
+
+def test_what_belongs_to_no_request_goes_to_the_owner(play):
+    async def act(scene):
+        said = [messages.NeedArena(1, "m", 5, "f"), messages.ArenaFilled("m"), messages.Loading("m", "reading")]
+        scene.say(*said)
+        await scene.until(lambda: len(scene.owner.told) == 3)
+        assert scene.owner.told == [
+            ("need_arena", scene.client, said[0]),
+            ("arena_filled", said[1]),
+            ("loading", said[2]),
+        ]
+
+    play(act)
+
+
+@pytest.mark.parametrize("end", [lambda sock: sock.close(), lambda sock: sock.send(b"this is no frame")])
+def test_when_the_engine_is_lost_everything_fails_once(play, end):
+    async def act(scene):
+        run = Heard()
+        scene.run(run)
+        call = asyncio.create_task(scene.client.call(messages.Inquire))
+        await asyncio.sleep(0)
+        end(scene.theirs)
+        with pytest.raises(EngineLost):
+            await call
+        assert [name for name, _ in run.told] == ["failed"] and isinstance(run.told[0][1], EngineLost)
+        assert scene.client.ready.cancelled()
+        scene.client.lose(EngineLost("again"))
+        assert (len(run.told), scene.losses) == (1, [True])
+        with pytest.raises(EngineLost):
+            await scene.client.call(messages.Inquire)
+
+    play(act)
+
+
+def test_what_a_lost_engine_still_says_is_not_heard(play):
+    """It has its time to end; the socket stays open, so that it does not fail for want of a listener."""
+
+    async def act(scene):
+        run, memory = Heard(), os.memfd_create("logits")
+        number = scene.run(run)
+        scene.client.lose(EngineLost("that was it"))
+        before = len(os.listdir("/proc/self/fd"))
+        scene.say(messages.LogitsReady(number, 1, 1, 1, 5), fds=[memory])
+        scene.say(finished(number), messages.Alive(1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(run.told) == 1 and scene.client.heard == 0
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.close(memory)
+
+    play(act)

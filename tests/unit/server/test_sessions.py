@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from djinn_client.errors import NotPermitted, SessionBusy, SessionNotFound
+from djinnd.config import Limits
+from djinnd.server.sessions import SessionTable
+
+
+def client(user=1000, is_admin=False):
+    return SimpleNamespace(user=user, is_admin=is_admin)
+
+
+class FakeCall:
+    def __init__(self):
+        self.cancelled = 0
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+@pytest.fixture
+def table():
+    """A table and the sessions that it has closed, with limits of this."""
+
+    def make(**limits):
+        closed = []
+        return SessionTable(Limits(**limits), closed.append), closed
+
+    return make
+
+
+def test_a_session_is_its_owner_s_and_the_administrator_s(table):
+    sessions, _ = table()
+    owner = client(1)
+    session = sessions.open(owner, "m", "agent")
+    assert sessions.lookup(session.id, owner) is session
+    assert sessions.lookup(session.id, client(1)) is session
+    assert sessions.lookup(session.id, client(2, is_admin=True)) is session
+    assert sessions.visible(client(1)) == sessions.visible(client(3, is_admin=True)) == [session]
+    assert sessions.visible(client(2)) == []
+
+
+def test_another_user_s_session_and_none_give_the_same_answer(table):
+    sessions, _ = table()
+    session = sessions.open(client(1), "m", "agent")
+    answers = []
+    for name in (session.id, "0" * 16):
+        with pytest.raises(SessionNotFound) as caught:
+            sessions.lookup(name, client(2))
+        answers.append((type(caught.value), caught.value.message.replace(name, "…"), set(caught.value.data)))
+    assert answers[0] == answers[1]
+
+
+def test_ids_are_not_to_be_guessed(table):
+    sessions, _ = table(sessions_per_user=500)
+    ids = {sessions.open(client(1), "m", "batch").id for _ in range(500)}
+    assert len(ids) == 500 and {len(name) for name in ids} == {16}
+
+
+def test_limits_of_a_user_and_of_all(table):
+    sessions, _ = table(sessions=3, sessions_per_user=2)
+    first = sessions.open(client(1), "m", "agent")
+    sessions.open(client(1), "m", "agent")
+    with pytest.raises(NotPermitted, match="you have 2 sessions"):
+        sessions.open(client(1), "m", "agent")
+    sessions.open(client(2), "m", "agent")
+    with pytest.raises(NotPermitted, match="the daemon has 3 sessions"):
+        sessions.open(client(3), "m", "agent")
+    sessions.close(first)
+    sessions.open(client(3), "m", "agent")
+    assert len(sessions) == 3
+
+
+def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(table):
+    sessions, _ = table()
+    session = sessions.open(client(), "m", "agent")
+    with pytest.raises(ZeroDivisionError), session.in_use(FakeCall()):
+        with pytest.raises(SessionBusy, match=session.id), session.in_use(FakeCall()):
+            raise AssertionError
+        with pytest.raises(SessionBusy):
+            session.expect_idle()
+        raise ZeroDivisionError
+    session.expect_idle()
+
+
+def test_closing_cancels_the_call_and_is_told_once(table):
+    sessions, closed = table()
+    session = sessions.open(client(), "m", "agent")
+    call = FakeCall()
+    with session.in_use(call):
+        sessions.close(session)
+        sessions.close(session)
+    assert (closed, call.cancelled, len(sessions)) == ([session], 1, 0)
+
+
+def test_sessions_of_a_model(table):
+    sessions, closed = table()
+    mine = sessions.open(client(), "m", "agent")
+    sessions.open(client(), "other", "agent")
+    assert sessions.of_model("m") == [mine]
+    sessions.clear()
+    assert len(closed) == 2 and not list(sessions)
+
+
+def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
+    async def play():
+        sessions, closed = table(session_grace=0.01)
+        one, two = client(), client()
+        session = sessions.open(one, "m", "agent")
+        sessions.attach(session, two)
+        sessions.detach(one)
+        assert session.attached == {two} and session.grace is None
+        sessions.detach(two)
+        assert session.grace is not None
+        sessions.attach(session, one)
+        assert session.grace is None, "somebody came back in time"
+        sessions.detach(one)
+        sessions.detach(one)
+        async with asyncio.timeout(20):
+            while not closed:
+                await asyncio.sleep(0)
+        assert closed == [session] and len(sessions) == 0
+
+    asyncio.run(play())
+
+
+def test_closing_a_session_ends_its_grace_time(table):
+    async def play():
+        sessions, _ = table()
+        only = client()
+        session = sessions.open(only, "m", "agent")
+        sessions.detach(only)
+        sessions.close(session)
+        assert session.grace.cancelled()
+
+    asyncio.run(play())
