@@ -18,7 +18,7 @@ from djinnd.model.check import TOKENS
 from djinnd.model.paged_model import PagedModel
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered
-from tests.support.engine_thread import EngineThread
+from tests.support.engine_thread import FOREVER, EngineThread
 from tests.support.loaded import random_prompt
 from tests.support.models import reduced_model
 
@@ -56,13 +56,13 @@ def test_loading_tells_its_stages_and_what_there_is_then(engine: EngineThread) -
     request = engine.number()
     engine.send(messages.Load(request, "m", str(FOLDER)))
     stages: list[str] = []
-    while not isinstance(message := engine.receive(), messages.Loaded):
+    while not isinstance(message := engine.receive(), messages.Loaded | messages.Failed):
         if isinstance(message, messages.NeedArena):
             assert message.request == request and message.model == "m"
             engine.send(engine.grant(message))
         stages.append(message.stage if isinstance(message, messages.Loading) else type(message).__name__)
     assert list(dict.fromkeys(stages)) == ["opening", "NeedArena", "reading", "uploading", "ArenaFilled", "preparing"]
-    assert message.request == request
+    assert isinstance(message, messages.Loaded) and message.request == request
     assert (message.model.name, message.model.state, message.model.vocab) == ("m", "ready", VOCAB)
 
 
@@ -200,7 +200,7 @@ def test_logprobs_come_with_the_tokens(serving: EngineThread) -> None:
     (token,) = stepped.tokens
     wanted = torch.from_numpy(reference.logits(FOLDER, prompt(20)))[-1].log_softmax(-1)
     assert token.logprobs is not None and len(token.logprobs.top) == 3
-    assert token.logprobs.chosen == pytest.approx(wanted[token.token].item(), abs=1e-4)
+    assert token.logprobs.token == pytest.approx(wanted[token.token].item(), abs=1e-4)
 
 
 def test_logits_come_in_a_window_of_their_own(serving: EngineThread) -> None:
@@ -233,14 +233,16 @@ def test_a_run_of_an_unknown_session_is_refused(serving: EngineThread) -> None:
 
 
 class Gate:
-    """Lets an engine's steps through one by one."""
+    """Stops an engine at every step, between composing its batch and running it."""
 
-    def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._arrived = threading.Semaphore(0)
         self._tickets = threading.Semaphore(0)
         run = ModelRunner.run
 
         def gated(runner: ModelRunner, batch: Any) -> Any:
-            assert self._tickets.acquire(timeout=60)
+            self._arrived.release()
+            assert self._tickets.acquire(timeout=FOREVER)
             return run(runner, batch)
 
         monkeypatch.setattr(ModelRunner, "run", gated)
@@ -248,10 +250,17 @@ class Gate:
     def let_through(self, steps: int) -> None:
         self._tickets.release(steps)
 
+    def await_steps(self, count: int) -> None:
+        """Returns when so many more steps have come to the gate."""
+        for _ in range(count):
+            assert self._arrived.acquire(timeout=FOREVER)
+
 
 @pytest.fixture
-def gate(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(serving, monkeypatch)
+def gate(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.let_through(10_000)
 
 
 def run_some(serving: EngineThread, gate: Gate, session: str = "s", tokens: int = 3, **more: Any) -> int:
@@ -260,6 +269,7 @@ def run_some(serving: EngineThread, gate: Gate, session: str = "s", tokens: int 
     gate.let_through(tokens)
     for _ in range(tokens):
         assert len(serving.until(messages.Stepped).tokens) == 1
+    gate.await_steps(tokens + 1)
     return request
 
 
@@ -321,6 +331,7 @@ def test_a_cancelled_forward_pass_has_no_logits(serving: EngineThread, gate: Gat
     request = serving.run("s", prompt(200), 0, logits=True)
     gate.let_through(1)
     serving.until(messages.Stepped)
+    gate.await_steps(2)
     serving.send(messages.CancelRun(request))
     gate.let_through(1)
     _, reply = serving.outcome(request)

@@ -1,0 +1,144 @@
+"""Models on one device: what they share, what is told while one is loaded, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client.protocol import Done, LoadModel, ModelReply, Ping, Progress
+from tests.conftest import MODEL, DaemonStarter
+from tests.support import reference
+from tests.support.daemon import Daemon
+from tests.support.models import reduced_model, tiny_model
+from tests.support.served import Wire
+
+PROMPT = [300, 20, 101, 7, 55, 430, 12]
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Daemon]:
+    """A daemon without models, as each test leaves it."""
+    with DaemonStarter() as start:
+        yield start()
+
+
+def device_bytes(daemon: Daemon) -> int:
+    return daemon.device().used_bytes
+
+
+def test_two_at_once_share_the_budget(empty: Daemon) -> None:
+    folders = [tiny_model(), reduced_model("qwen3")]
+    with empty.client() as client:
+        infos = [client.load(str(folder), kv_bytes=64 << 20) for folder in folders]
+        status = client.status(check=True)
+        device = status.devices[0]
+        assert sum(info.weight_bytes + info.kv_bytes for info in infos) < device.used_bytes <= device.budget_bytes
+        assert status.integrity == []
+        assert status.arena_bytes > 0
+
+        async def one(folder: Path) -> list[int]:
+            async with djinn.AsyncSession(str(folder), address=empty.address) as s:
+                return (await s.generate(PROMPT, max_tokens=48, ignore_eos=True)).token_ids
+
+        async def all_of_them() -> list[list[int]]:
+            return await asyncio.gather(*(one(folder) for folder in folders for _ in range(4)))
+
+        answers = asyncio.run(all_of_them())
+        for place, folder in enumerate(folders):
+            expected = reference.greedy(folder, PROMPT, 48)
+            assert answers[4 * place : 4 * place + 4] == [expected] * 4
+
+        for folder in folders:
+            client.unload(str(folder))
+        status = client.status(check=True)
+        assert (status.devices[0].used_bytes, status.arena_bytes, status.integrity) == (0, 0, [])
+    assert empty.shared_memory() == []
+
+
+def test_a_second_model_for_which_there_is_no_room(empty: Daemon) -> None:
+    other = str(reduced_model("qwen3"))
+    with empty.client() as client:
+        client.load(MODEL, kv_bytes=900 << 20)
+        used = device_bytes(empty)
+        with pytest.raises(djinn.OutOfMemory, match=r"of the budget of 1\.00 GiB is free: unload a model"):
+            client.load(other, kv_bytes=200 << 20)
+        assert device_bytes(empty) == used
+        client.unload(MODEL)
+        client.load(other, kv_bytes=200 << 20)
+        client.unload(other)
+
+
+@pytest.fixture
+def gated_model(tmp_path: Path) -> Path:
+    """A checkpoint whose tokenizer.json is a pipe: it cannot be loaded until somebody writes to that."""
+    for file in tiny_model().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    return tmp_path
+
+
+def test_everybody_who_waits_for_a_model_sees_how_it_comes(empty: Daemon, gated_model: Path) -> None:
+    name = str(gated_model)
+    with Wire(empty.address) as first, Wire(empty.address) as second, Wire(empty.address) as third:
+        waiting = [first, second, third]
+        for wire in waiting:
+            wire.send(LoadModel(id=1, model=name), Ping(id=2))
+            assert wire.reply() == Done(id=2)  # so the one before it has been heard
+        with empty.client() as client:
+            assert {model.name: model.state for model in client.models()}[name] == "loading"
+        (gated_model / "tokenizer.json").write_bytes((tiny_model() / "tokenizer.json").read_bytes())
+        told = [until_the_end(wire) for wire in waiting]
+    for progress, last in told:
+        assert isinstance(last, ModelReply)
+        assert last.model.state == "ready"
+        measured = [message for message in progress if message.total]
+        assert measured
+        assert all(message.model == name and 0 <= message.done <= message.total for message in measured)
+        assert measured[-1].done == measured[-1].total
+        done = [(message.stage, message.done) for message in measured]
+        assert all(after >= before for (stage, before), (next_, after) in zip(done, done[1:]) if stage == next_)
+    assert empty.log.count(f"model_ready model={name}") == 1
+    djinn.unload(name, address=empty.address)
+
+
+def until_the_end(wire: Wire) -> tuple[list[Progress], Any]:
+    progress: list[Progress] = []
+    while isinstance(message := wire.reply(), Progress):
+        progress.append(message)
+    return progress, message
+
+
+def test_sessions_keep_a_model_unless_it_is_forced_out(empty: Daemon) -> None:
+    with empty.client() as client:
+        s = djinn.Session(MODEL, address=empty.address)
+        stream = s.stream("x = ", max_tokens=1900, ignore_eos=True)
+        next(stream)
+        with pytest.raises(djinn.InvalidRequest, match="1 sessions use djinn-tiny"):
+            client.unload(MODEL)
+        client.unload(MODEL, force=True)
+        for _ in stream:
+            pass
+        assert stream.result.finish_reason == "cancelled"
+        with pytest.raises(djinn.SessionNotFound):
+            s.generate("x")
+        s.close()
+        assert device_bytes(empty) == 0
+        assert client.status(check=True).integrity == []
+
+
+def test_loading_again_what_was_unloaded(empty: Daemon) -> None:
+    with empty.client() as client:
+        for _ in range(3):
+            with djinn.Session(MODEL, address=empty.address) as s:
+                assert s.generate(PROMPT, max_tokens=4, ignore_eos=True).token_ids == reference.greedy(
+                    tiny_model(), PROMPT, 4
+                )
+            client.unload(MODEL)
+            assert (device_bytes(empty), empty.shared_memory()) == (0, [])
