@@ -75,14 +75,19 @@ def record(result: Report) -> None:
 
 
 def commit() -> str:
-    """Of the working tree, with `+` where it has changes that are not committed; "unknown" outside of a checkout."""
+    """Of the working tree, with `+` where it has changes that are not committed. Outside of a checkout, what
+    $BENCH_COMMIT says, or "unknown"."""
     if shutil.which("git") is None:
-        return "unknown"
+        return os.environ.get("BENCH_COMMIT", "unknown")
     head, changes = (
         subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
         for arguments in (("rev-parse", "--short=10", "HEAD"), ("status", "--porcelain"))
     )
-    return head.stdout.strip() + "+" * bool(changes.stdout) if head.returncode == 0 else "unknown"
+    return (
+        head.stdout.strip() + "+" * bool(changes.stdout)
+        if head.returncode == 0
+        else os.environ.get("BENCH_COMMIT", "unknown")
+    )
 
 
 def hardware() -> str:
