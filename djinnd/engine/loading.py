@@ -126,13 +126,14 @@ def map_arena(answer: ArenaReady, nbytes: int) -> Tensor:
 def model_shape(loader: Loader) -> ModelShape:
     skeleton = loader.skeleton
     config = skeleton.config
-    projections = [shape for name, shape in skeleton.names.items() if len(shape) > 1 and "embed" not in name]
+    blocks = [skeleton.block_layout(index) for index in range(skeleton.num_blocks)]
+    projections = [entry.shape for block in blocks for entry in block.entries.values() if len(entry.shape) > 1]
     return ModelShape(
         num_blocks=skeleton.num_blocks,
         kv_heads=skeleton.kv_shape.kv_heads,
         head_dim=skeleton.kv_shape.head_dim,
         width=config.hidden_size,
-        widest=max(shape[-2] for shape in projections if shape[-2] != config.vocab_size),
+        widest=max(max(shape[-2:]) for shape in projections),  # rows and columns: GPT-2's lie transposed
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
         max_positions=config.max_position_embeddings,

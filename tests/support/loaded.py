@@ -23,6 +23,7 @@ from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
 from djinnd.model.check import check_paging
+from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Loader, Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.sampler import Sampled
@@ -166,3 +167,21 @@ class Served:
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 1000 + length)
     return torch.randint(1, vocab, (length,), generator=generator).tolist()
+
+
+InputRow = tuple[Sequence[int], int, Sequence[int]]  # tokens, position of the first, pages of its session
+
+
+def fill(inputs: StepInputs, rows: Sequence[InputRow], page_size: int) -> None:
+    """Puts `rows` into `inputs`, the picks left as they are. What lies past them is not touched either."""
+    host, token = inputs.host, 0
+    host["starts"][0] = 0
+    for row, (tokens, start, pages) in enumerate(rows):
+        host["table"][row] = 0
+        host["table"][row, : len(pages)] = pages
+        host["lengths"][row] = start + len(tokens)
+        for position, value in enumerate(tokens, start):
+            host["ids"][token], host["positions"][token] = value, position
+            host["slots"][token] = pages[position // page_size] * page_size + position % page_size
+            token += 1
+        host["starts"][row + 1] = token

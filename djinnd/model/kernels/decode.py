@@ -30,15 +30,16 @@ from djinnd.model.kernels.tile import (
 )
 
 MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
-PROGRAMS_PER_PROCESSOR = 16  # several waves, so that rows of unequal length still fill the device to the end
+MOST_WAVES = 8  # programs a processor
 SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
 MAX_SPLITS, FEW_SPLITS = 128, 8
 COMBINED_AT_ONCE = 16
 
 
-def split_count(programs: int, max_kv: int, processors: int) -> int:
-    """Into how many pieces to divide each row's keys, given the programs (rows x KV heads) that there are anyway."""
-    filling = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
+def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
+    """Into how many pieces to divide each row's keys. A row alone fills the device once, which measured best; rows are
+    of unequal length, so many of them want several waves to keep it filled to the end."""
+    filling = -(-min(rows, MOST_WAVES) * processors // (rows * kv_heads))
     useful = min(-(-max_kv // SHORTEST_SPLIT), MAX_SPLITS)
     needed = min(-(-max_kv // LONGEST_SPLIT), FEW_SPLITS)
     return max(min(filling, useful), needed, 1)
@@ -195,7 +196,7 @@ def decode(
     page_size, kv_heads = keys.shape[1:3]
     rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, triton.next_power_of_2(head_dim)
     if splits is None:
-        splits = split_count(rows * kv_heads, batch.max_kv, scratch.processors)
+        splits = split_count(rows, kv_heads, batch.max_kv, scratch.processors)
     tiles = tiles or decode_tiles(max_query * group, dim, q.element_size())
     pieces = rows * max_query * heads * splits
     partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)

@@ -93,7 +93,9 @@ def test_tensors_of_inference_can_be_written_to(device: CpuDevice) -> None:
 def test_memory_is_under_the_budget(device: CpuDevice) -> None:
     first = device.allocate("first", (512, 256), torch.float32)
     assert first.shape == (512, 256) and device.budget.used == 1 << 19
-    with pytest.raises(OutOfMemory, match=r"second needs 0\.6 MiB of device memory; 0\.5 MiB of the budget of 1\.0 MiB"):
+    with pytest.raises(
+        OutOfMemory, match=r"second needs 0\.6 MiB of device memory; 0\.5 MiB of the budget of 1\.0 MiB"
+    ):
         device.allocate("second", (320, 1024), torch.bfloat16)
     device.release("first")
     assert device.budget.used == 0

@@ -28,9 +28,7 @@ def device() -> Iterator[CpuDevice]:
 def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") -> PagedModel:
     weights = load_weights(reduced_model(family), device, dtype)
     kv, pages = weights.skeleton.kv_shape, 2 + TOKENS // PAGE
-    pool = torch.zeros(
-        pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype
-    )
+    pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
     return PagedModel(weights.skeleton, weights.dtype, pool)
 
 

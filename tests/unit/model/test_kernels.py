@@ -23,17 +23,22 @@ def test_under_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
 
 
-def test_few_programs_are_split_until_they_fill_the_device() -> None:
-    one_session = split_count(8, max_kv=8192, processors=132)
-    assert one_session * 8 >= 132
-    assert split_count(8, max_kv=100, processors=132) == 2  # but no split is left with less than a tile
-    assert split_count(8, max_kv=1 << 20, processors=132) == MAX_SPLITS
+def test_a_row_alone_fills_the_device_once() -> None:
+    splits = split_count(1, 8, max_kv=8192, processors=132)
+    assert 132 <= 8 * splits < 132 + 8
+    assert split_count(1, 8, max_kv=100, processors=132) == 2  # but no split is left with less than a tile
+    assert split_count(1, 1, max_kv=1 << 20, processors=132) == MAX_SPLITS
+
+
+def test_rows_of_unequal_length_make_several_waves() -> None:
+    splits = split_count(16, 8, max_kv=8192, processors=132)
+    assert 4 * 132 <= 16 * 8 * splits <= 16 * 132
 
 
 def test_many_programs_are_split_only_where_one_could_be_very_long() -> None:
-    assert split_count(2560, max_kv=2048, processors=132) == 1
-    assert split_count(2560, max_kv=16_384, processors=132) == 4
-    assert split_count(2560, max_kv=1 << 20, processors=132) == FEW_SPLITS
+    assert split_count(320, 8, max_kv=2048, processors=132) == 1
+    assert split_count(320, 8, max_kv=16_384, processors=132) == 4
+    assert split_count(320, 8, max_kv=1 << 20, processors=132) == FEW_SPLITS
 
 
 def test_a_tile_holds_all_queries_of_a_group() -> None:

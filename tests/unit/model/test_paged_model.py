@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 from tests.support import reference
-from tests.support.loaded import MEMORY, load_weights, random_prompt
+from tests.support.loaded import MEMORY, InputRow, fill, load_weights, random_prompt
 from tests.support.models import reduced_model
 
 FOLDER = reduced_model("llama-3.1")
@@ -34,26 +33,17 @@ def model(device: CpuDevice) -> Iterator[PagedModel]:
     weights.release(device)
 
 
-def step(model: PagedModel, device: CpuDevice, rows: list[tuple[list[int], int, list[int]]]) -> Tensor:
-    """Logits of all tokens of `rows`: (tokens, position of the first, pages)."""
+def step(model: PagedModel, device: CpuDevice, rows: list[InputRow]) -> Tensor:
+    """Logits of all tokens of `rows`."""
     counts = [len(tokens) for tokens, _, _ in rows]
     inputs = StepInputs(device, sum(counts), len(rows), max(len(pages) for _, _, pages in rows))
-    host, token = inputs.host, 0
-    host["table"][:] = 0
-    host["starts"][:] = [0, *np.cumsum(counts)]
-    host["picks"][:] = range(sum(counts))
-    for row, (tokens, start, pages) in enumerate(rows):
-        host["table"][row, : len(pages)] = pages
-        host["lengths"][row] = start + len(tokens)
-        for position, value in enumerate(tokens, start):
-            host["ids"][token], host["positions"][token] = value, position
-            host["slots"][token] = pages[position // PAGE] * PAGE + position % PAGE
-            token += 1
+    fill(inputs, rows, PAGE)
+    inputs.host["picks"][:] = range(sum(counts))
     inputs.send()
     longest = max(start + len(tokens) for tokens, start, _ in rows)
     fresh = all(start == 0 for _, start, _ in rows)
     hidden = model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh)
-    return model.logits(hidden, inputs.picks(token))
+    return model.logits(hidden, inputs.picks(sum(counts)))
 
 
 def test_rows_of_all_kinds_in_one_step(model: PagedModel, device: CpuDevice) -> None:
@@ -72,9 +62,8 @@ def test_logits_are_of_the_tokens_that_were_picked(model: PagedModel, device: Cp
     whole = step(model, device, [(prompt, 0, [5, 6])])
     assert whole.shape == (8, model.vocab)
     inputs = StepInputs(device, 8, 1, 2)
-    for name, values in (("ids", prompt), ("positions", range(8)), ("slots", range(20, 28)), ("picks", [6, 1] * 4)):
-        inputs.host[name][:] = list(values)
-    inputs.host["starts"][:], inputs.host["lengths"][:], inputs.host["table"][:] = (0, 8), 8, (5, 6)
+    fill(inputs, [(prompt, 0, [5, 6])], PAGE)
+    inputs.host["picks"][:2] = (6, 1)
     inputs.send()
     hidden = model.forward(inputs, max_query=8, max_kv=8, fresh=True)
     torch.testing.assert_close(model.logits(hidden, inputs.picks(2)), whole[[6, 1]])

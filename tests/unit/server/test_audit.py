@@ -11,7 +11,7 @@ from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
 
 def world(**changes):
     """A daemon's tables in order: one client, two sessions, one model."""
-    client = SimpleNamespace(calls={}, fd=-1, queued_fds=0)
+    client = FakeClient()
     idle = SimpleNamespace(id="idle", attached={client}, grace=None, call=None)
     detached = SimpleNamespace(id="detached", attached=set(), grace=object(), call=None)
     model = SimpleNamespace(name="m", engine=object(), changing=None)
@@ -20,6 +20,13 @@ def world(**changes):
     return SimpleNamespace(
         client=client, idle=idle, detached=detached, model=model, arena=arena, clients=clients, **changes
     )
+
+
+class FakeClient:
+    def __init__(self, fd=-1):
+        self.fd = fd
+        self.calls = {}
+        self.queued_fds = 0
 
 
 class Clients(list):
@@ -75,7 +82,6 @@ def test_a_connection_that_no_client_has_is_found(folder):
         peer.connect(address)
         accepted, _ = listener.accept()
         with accepted:
-            client = SimpleNamespace(fd=accepted.fileno(), queued_fds=0)
-            assert list(audit_descriptors(Clients([client]), address)) == []
+            assert list(audit_descriptors(Clients([FakeClient(accepted.fileno())]), address)) == []
             (finding,) = audit_descriptors(Clients(), address)
             assert finding == f"descriptor {accepted.fileno()} is a connection of no client"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 
@@ -10,8 +11,10 @@ from djinnd.config import Limits
 from djinnd.server.sessions import SessionTable
 
 
-def client(user=1000, is_admin=False):
-    return SimpleNamespace(user=user, is_admin=is_admin)
+@dataclass(eq=False)
+class FakeClient:
+    user: int = 1000
+    is_admin: bool = False
 
 
 class FakeCall:
@@ -35,52 +38,52 @@ def table():
 
 def test_a_session_is_its_owner_s_and_the_administrator_s(table):
     sessions, _ = table()
-    owner = client(1)
+    owner = FakeClient(1)
     session = sessions.open(owner, "m", "agent")
     assert sessions.lookup(session.id, owner) is session
-    assert sessions.lookup(session.id, client(1)) is session
-    assert sessions.lookup(session.id, client(2, is_admin=True)) is session
-    assert sessions.visible(client(1)) == sessions.visible(client(3, is_admin=True)) == [session]
-    assert sessions.visible(client(2)) == []
+    assert sessions.lookup(session.id, FakeClient(1)) is session
+    assert sessions.lookup(session.id, FakeClient(2, is_admin=True)) is session
+    assert sessions.visible(FakeClient(1)) == sessions.visible(FakeClient(3, is_admin=True)) == [session]
+    assert sessions.visible(FakeClient(2)) == []
 
 
 def test_another_user_s_session_and_none_give_the_same_answer(table):
     sessions, _ = table()
-    session = sessions.open(client(1), "m", "agent")
+    session = sessions.open(FakeClient(1), "m", "agent")
     answers = []
     for name in (session.id, "0" * 16):
         with pytest.raises(SessionNotFound) as caught:
-            sessions.lookup(name, client(2))
+            sessions.lookup(name, FakeClient(2))
         answers.append((type(caught.value), caught.value.message.replace(name, "…"), set(caught.value.data)))
     assert answers[0] == answers[1]
 
 
 def test_ids_are_not_to_be_guessed(table):
     sessions, _ = table(sessions_per_user=500)
-    ids = {sessions.open(client(1), "m", "batch").id for _ in range(500)}
+    ids = {sessions.open(FakeClient(1), "m", "batch").id for _ in range(500)}
     assert len(ids) == 500 and {len(name) for name in ids} == {16}
 
 
 def test_limits_of_a_user_and_of_all(table):
     sessions, _ = table(sessions=3, sessions_per_user=2)
-    first = sessions.open(client(1), "m", "agent")
-    sessions.open(client(1), "m", "agent")
+    first = sessions.open(FakeClient(1), "m", "agent")
+    sessions.open(FakeClient(1), "m", "agent")
     with pytest.raises(NotPermitted, match="you have 2 sessions"):
-        sessions.open(client(1), "m", "agent")
-    sessions.open(client(2), "m", "agent")
+        sessions.open(FakeClient(1), "m", "agent")
+    sessions.open(FakeClient(2), "m", "agent")
     with pytest.raises(NotPermitted, match="the daemon has 3 sessions"):
-        sessions.open(client(3), "m", "agent")
+        sessions.open(FakeClient(3), "m", "agent")
     sessions.close(first)
-    sessions.open(client(3), "m", "agent")
+    sessions.open(FakeClient(3), "m", "agent")
     assert len(sessions) == 3
 
 
 def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(table):
     sessions, _ = table()
-    session = sessions.open(client(), "m", "agent")
-    with pytest.raises(ZeroDivisionError), session.in_use(FakeCall()):
+    session = sessions.open(FakeClient(), "m", "agent")
+    with suppress(ZeroDivisionError), session.in_use(FakeCall()):
         with pytest.raises(SessionBusy, match=session.id), session.in_use(FakeCall()):
-            raise AssertionError
+            pytest.fail("two calls at once")
         with pytest.raises(SessionBusy):
             session.expect_idle()
         raise ZeroDivisionError
@@ -89,7 +92,7 @@ def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(
 
 def test_closing_cancels_the_call_and_is_told_once(table):
     sessions, closed = table()
-    session = sessions.open(client(), "m", "agent")
+    session = sessions.open(FakeClient(), "m", "agent")
     call = FakeCall()
     with session.in_use(call):
         sessions.close(session)
@@ -99,8 +102,8 @@ def test_closing_cancels_the_call_and_is_told_once(table):
 
 def test_sessions_of_a_model(table):
     sessions, closed = table()
-    mine = sessions.open(client(), "m", "agent")
-    sessions.open(client(), "other", "agent")
+    mine = sessions.open(FakeClient(), "m", "agent")
+    sessions.open(FakeClient(), "other", "agent")
     assert sessions.of_model("m") == [mine]
     sessions.clear()
     assert len(closed) == 2 and not list(sessions)
@@ -109,7 +112,7 @@ def test_sessions_of_a_model(table):
 def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
     async def play():
         sessions, closed = table(session_grace=0.01)
-        one, two = client(), client()
+        one, two = FakeClient(), FakeClient()
         session = sessions.open(one, "m", "agent")
         sessions.attach(session, two)
         sessions.detach(one)
@@ -131,7 +134,7 @@ def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
 def test_closing_a_session_ends_its_grace_time(table):
     async def play():
         sessions, _ = table()
-        only = client()
+        only = FakeClient()
         session = sessions.open(only, "m", "agent")
         sessions.detach(only)
         sessions.close(session)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def test_q_k_v_and_gate_up_are_runs_without_a_gap() -> None:
     layout = Layout(BLOCK)
     assert layout.runs == [tuple(name for name, _ in QKV), tuple(name for name, _ in GATE_UP)]
     for run in layout.runs:
-        for one, next_one in zip(run, run[1:], strict=False):
+        for one, next_one in pairwise(run):
             assert layout.entries[one].end == layout.entries[next_one].offset
 
 

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from djinn_client.errors import ModelRejected, OutOfMemory
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine import serving
+from djinnd.engine.loading import model_shape
+from djinnd.engine.memory import ModelShape, least_bytes, workspace_bytes
+from djinnd.engine.model_runner import kv_label, workspace_label
+from djinnd.engine.serving import make_runner
+from djinnd.messages import Load
+from djinnd.model.loader import Loader, Weights
+from tests.support.loaded import MEMORY, anonymous_arena
+from tests.support.models import reduced_model
+
+TOKENS, ROWS = 64, 16
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    assert device.budget.used == 0
+    device.close()
+
+
+def loaded(device: CpuDevice) -> tuple[Weights, ModelShape]:
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    return loader.run(anonymous_arena, lambda stage, done, total: None), model_shape(loader)
+
+
+def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
+    weights, shape = loaded(device)
+    runner = make_runner(Load(1, "m", "/a/path"), weights, shape, device, TOKENS, ROWS)
+    pages = runner.plan.num_pages * runner.plan.page_bytes
+    assert device.budget.used == weights.nbytes + workspace_bytes(shape, TOKENS) + pages
+    assert runner.model.pool.nbytes == pages and not bool(runner.model.pool[1:].any())
+    assert (runner.name, runner.path) == ("m", "/a/path")
+    runner.release()
+
+
+def test_a_model_that_was_just_admitted_is_served() -> None:
+    """What `least_bytes` says is enough: with weights, workspace and the least of pages the budget is full."""
+    probe = CpuDevice(MEMORY)
+    loader = Loader("m", reduced_model("llama-2"), probe, "auto")
+    shape = model_shape(loader)
+    needed = loader.device_bytes + least_bytes(shape, TOKENS)
+    probe.close()
+    device = CpuDevice(needed)
+    weights, shape = loaded(device)
+    runner = make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+    assert device.budget.used == needed
+    runner.release()
+    device.close()
+
+
+def test_more_pages_than_fit_are_refused_and_all_is_given_back(device: CpuDevice) -> None:
+    weights, shape = loaded(device)
+    with pytest.raises(OutOfMemory, match=r"KV pages of m needs 2\.00 GiB of device memory"):
+        make_runner(Load(1, "m", "", kv_bytes=2 << 30), weights, shape, device, TOKENS, ROWS)
+
+
+def test_without_room_for_the_workspace_all_is_given_back(device: CpuDevice) -> None:
+    weights, shape = loaded(device)
+    device.budget.reserve("somebody else", device.budget.free - 100)
+    with pytest.raises(OutOfMemory, match="workspace of m needs"):
+        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+    device.budget.release("somebody else")
+
+
+class Blind(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **arguments: object) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_family_that_fails_the_check_is_refused_and_all_is_given_back(device: CpuDevice) -> None:
+    weights, shape = loaded(device)
+    weights.skeleton.adapter.blocks[1].self_attn = Blind()
+    with pytest.raises(ModelRejected, match="llama fails the check at load"):
+        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+
+
+@pytest.mark.parametrize("taken", ["nothing", "pages"])
+def test_whatever_fails_all_is_given_back(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+    def fails(*args: object) -> None:
+        assert (taken == "pages") == (device.budget.used > weights.nbytes)
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(serving, "workspace_bytes" if taken == "nothing" else "check_paging", fails)
+    weights, shape = loaded(device)
+    with pytest.raises(RuntimeError, match="nobody foresaw"):
+        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+
+
+def test_labels_are_of_the_model() -> None:
+    assert {kv_label("m"), workspace_label("m")}.isdisjoint({kv_label("n"), workspace_label("n")})
