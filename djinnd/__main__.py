@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import resource
 from pathlib import Path
 
 import click
@@ -12,6 +14,10 @@ import uvloop
 from djinnd import __version__
 from djinnd.config import ConfigError, Key, load, show
 from djinnd.telemetry import FORMATS, LEVELS, configure_logging
+
+log = logging.getLogger("djinnd.server")
+
+_DESCRIPTORS = 1 << 16
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,9 +42,14 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     if check_config:
+        for name in effective.unknown:
+            click.echo(f"{name} is set, and means nothing to djinnd", err=True)
         click.echo(show(effective))
         return
     configure_logging(effective.config.log.level, effective.config.log.format)
+    for name in effective.unknown:
+        log.warning("variable_unknown name=%s", name)
+    _allow_many_connections()
 
     from djinnd.server.server import run  # not needed to check a configuration
     from djinnd.server.socket_path import StartError
@@ -48,6 +59,14 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
             runner.run(run(effective.config))
     except StartError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _allow_many_connections() -> None:
+    """Each takes a descriptor, and many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class CudaDevice(Device):
     def available() -> bool:
         return torch.cuda.is_available()
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def copy(self, target: Tensor, source: Tensor) -> _CopyEvent:
         event = torch.cuda.Event()
         with torch.cuda.stream(self.copy_stream):

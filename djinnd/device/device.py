@@ -52,6 +52,11 @@ class Device(ABC):
         self.budget.release(label)
 
     @abstractmethod
+    def trim(self) -> None:
+        """Hands memory that nobody holds any more back to the driver: whatever stream it was used on, any may then
+        have it."""
+
+    @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> Event:
         """Queues a copy between host and device memory; dtypes may differ. Copies happen in the order queued."""
 

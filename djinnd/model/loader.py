@@ -112,6 +112,7 @@ class Loader:
             buffer.recipes.clear()  # they hold the checkpoint's files open
         parameters = sum(e.numel for b in self.store.buffers for e in b.layout.entries.values())
         weights = Weights(self.skeleton, self.store, host, self.dtype, parameters)
+        self.device.trim()  # of what models had that have gone
         self.device.pin(self.store.pieces())
         try:
             self._allocate(weights)

@@ -61,7 +61,7 @@ class Handlers:
     async def _open(self, call: Call, request: protocol.OpenSession) -> Answer:
         model = self._models.find(request.model)
         self._sessions.expect_room(call.client.user)  # before a model is loaded in vain
-        engine = await self._models.ready(model, _telling(call))
+        engine = await self._models.ready(model.name, _telling(call))
         session = self._sessions.open(call.client, model.name, request.priority)
         open_in(engine, session)
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
@@ -104,7 +104,7 @@ class Handlers:
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
             admission.check_prompt(prompt, len(session.tokens), info, room=1)
             stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
-            engine = await self._models.ready(model)
+            engine = await self._models.ready(session.model)
             run = GenerateRun(call, session, engine, request, prompt, stop_tokens, vocabulary)
             call.client.started(call, run)
             return await run.done
@@ -114,7 +114,7 @@ class Handlers:
         with session.in_use(call):
             model = self._models.find(session.model)
             admission.check_forward(request, len(session.tokens), model.described[0])
-            engine = await self._models.ready(model)
+            engine = await self._models.ready(session.model)
             run = ForwardRun(call, session, engine, request)
             call.client.started(call, run)
             return await run.done
@@ -127,8 +127,8 @@ class Handlers:
     async def _load_model(self, call: Call, request: protocol.LoadModel) -> Answer:
         if request.kv_bytes < 0:
             raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
+        await self._models.ready(request.model, _telling(call), request.kv_bytes)
         model = self._models.find(request.model)
-        await self._models.ready(model, _telling(call), request.kv_bytes)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 
     async def _unload_model(self, call: Call, request: protocol.UnloadModel) -> Answer:

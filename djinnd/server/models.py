@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class Models:
 
     def find(self, name: str) -> Model:
         """Raises ModelNotFound. A folder or a hub id becomes a known model when somebody loads it."""
+        name = os.path.normpath(name) if name.startswith("/") else name
         if name in self._models:
             return self._models[name]
         source = model_named(name, self._known)
@@ -93,13 +95,13 @@ class Models:
             if model.source.preload:
                 self._start_load(model)
 
-    async def ready(self, model: Model, on_loading: OnLoading = lambda _: None, kv_bytes: int = 0) -> EngineClient:
+    async def ready(self, name: str, on_loading: OnLoading = lambda _: None, kv_bytes: int = 0) -> EngineClient:
         """The engine that has the model, which is loaded if need be: `kv_bytes` for its pages, 0 as configured. Raises
-        what loading raises.
+        ModelNotFound, and what loading raises.
 
         The engine lives, and has the model, until the caller waits for something else.
         """
-        while model.engine is None:
+        while (model := self.find(name)).engine is None:
             if model.changing is None:
                 model.kv_bytes = kv_bytes or model.kv_bytes
                 self._start_load(model)

@@ -87,6 +87,7 @@ class Server:
     async def _shutdown(self) -> None:
         self._status.is_draining = True
         self._notifier.tell(STOPPING=1)
+        log.info("djinnd_draining requests=%d", self._clients.unfinished)
         await self._drain()
         self._listener.close()
         self._models.stop()

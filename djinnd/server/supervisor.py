@@ -24,7 +24,7 @@ log = logging.getLogger("djinnd.server")
 
 EngineState = Literal["starting", "ready", "lost", "failed"]
 
-_DELAYS = (0.0, 0.5, 2.0, 5.0)  # seconds before the next start, by crashes of late; one more, and there is none
+_DELAYS = (0.0, 0.5, 1.0, 2.0)  # seconds before the next start, by crashes of late; one more, and there is none
 _WINDOW = 60.0  # seconds that a crash counts
 
 
@@ -84,7 +84,8 @@ class Supervisor:
         will come."""
         try:
             async with asyncio.timeout(self._limits.engine_wait):
-                await self._settled.wait()
+                while self.state not in ("ready", "failed"):
+                    await self._settled.wait()
         except TimeoutError:
             seconds = f"{self._limits.engine_wait:g}"
             raise EngineLost(f"an engine is being started, for more than {seconds} s now: try again later") from None

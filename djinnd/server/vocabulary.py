@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 def _tokenizer(name: str, path: Path) -> Tokenizer | None:
-    if not path.exists():
+    if not path.is_file():  # nor is a pipe one, which would stop this process: the library reads with the GIL held
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -59,10 +59,10 @@ def _tokenizer(name: str, path: Path) -> Tokenizer | None:
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         raise ModelRejected(f"{name}: {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

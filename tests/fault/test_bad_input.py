@@ -319,3 +319,14 @@ def test_three_hundred_connections(target: Daemon, address: str) -> None:
         assert clients[0].status().connections == before - 1 + 300
         sessions = [stack.enter_context(djinn.Session(MODEL, address=address)) for _ in range(30)]
         assert {len(s.generate("x", max_tokens=2, ignore_eos=True).token_ids) for s in sessions} == {2}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file(address: str, tmp_path: Path, name: str) -> None:
+    """Nobody writes to it: who read it would wait for ever."""
+    folder = altered(tmp_path / "checkpoint")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with contextlib.suppress(djinn.ModelNotFound, djinn.ModelRejected):  # or it does without
+        djinn.load(str(folder), kv_bytes=1 << 20, address=address)
+        djinn.unload(str(folder), address=address)

@@ -47,16 +47,26 @@ def test_the_allocator_keeps_to_the_budget(device: CudaDevice) -> None:
     with pytest.raises(OutOfMemory, match="too much needs"):
         device.allocate("too much", (CUDA_MEMORY,), torch.uint8)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(CUDA_MEMORY, dtype=torch.uint8, device=device.torch_device)
+        torch.empty(CUDA_MEMORY + (2 << 20), dtype=torch.uint8, device=device.torch_device)
+
+
+def test_trim_gives_back_what_nobody_holds(device: CudaDevice) -> None:
+    device.trim()
+    before = torch.cuda.memory_reserved()
+    device.allocate("scraps", (1 << 28,), torch.uint8)
+    device.release("scraps")
+    assert torch.cuda.memory_reserved() >= before + (1 << 28)
+    device.trim()
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_zeros_are_there_for_every_stream(device: CudaDevice) -> None:
-    device.budget.reserve("scraps", 1 << 30)
-    torch.full((1 << 30,), 7, dtype=torch.uint8, device=device.torch_device)
+    device.allocate("scraps", (1 << 30,), torch.uint8).fill_(7)
     device.release("scraps")
     zeros = device.allocate("zeros", (1 << 30,), torch.uint8, zero=True)
     with device.computing():
         assert not bool(zeros.any())
+    device.release("zeros")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -72,6 +72,8 @@ class EngineThread:
     def __exit__(self, *error: object) -> None:
         self.socket.close()
         self.join()
+        for runner in self.engine._runners.values():  # a process would take all this with it
+            runner.release()
         self.device.close()
         for fd in self._descriptors:
             os.close(fd)

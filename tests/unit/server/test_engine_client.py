@@ -35,8 +35,14 @@ class Scene:
         frame = b"".join(messages.encode(message, len(fds)) for message in said)
         socket.send_fds(self.theirs, [frame], list(fds))
 
-    def hear(self):
-        return [decode_to_engine(frame.payload) for frame in self._decoder.feed(self.theirs.recv(1 << 16))]
+    async def hear(self, count):
+        """As the engine: so many messages."""
+        heard = []
+        self.theirs.setblocking(False)
+        while len(heard) < count:
+            data = await asyncio.get_running_loop().sock_recv(self.theirs, 1 << 16)
+            heard += [decode_to_engine(frame.payload) for frame in self._decoder.feed(data)]
+        return heard
 
     def run(self, run):
         return self.client.run(run, session="s", tokens=[1], max_tokens=2, sampling=Sampling(seed=1))
@@ -124,8 +130,7 @@ def test_logits_come_with_their_descriptor(play):
 def test_calls_have_answers_or_errors(play):
     async def act(scene):
         loads = [asyncio.create_task(scene.client.call(messages.Load, model=m, path="/m")) for m in "ab"]
-        await scene.until(lambda: len(scene.client._calls) == 2)
-        first, second = scene.hear()
+        first, second = await scene.hear(2)
         loaded = messages.Loaded(second.request, ModelInfo(name="b", path="/m"))
         scene.say(loaded, messages.Failed(first.request, "out_of_memory", "full"))
         assert await loads[1] == loaded
@@ -138,8 +143,7 @@ def test_calls_have_answers_or_errors(play):
 def test_who_stopped_waiting_is_not_told(play):
     async def act(scene):
         call = asyncio.create_task(scene.client.call(messages.Inquire))
-        await asyncio.sleep(0)
-        (inquiry,) = scene.hear()
+        (inquiry,) = await scene.hear(1)
         call.cancel()
         await asyncio.wait([call])
         scene.say(messages.Failed(inquiry.request, "error", "too late"), messages.Alive(1))

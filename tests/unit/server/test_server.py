@@ -13,6 +13,7 @@ import pytest
 
 from djinn_client import Client, ConnectionLost
 from djinn_client.protocol import (
+    Done,
     Failure,
     Generate,
     Generated,
@@ -21,6 +22,7 @@ from djinn_client.protocol import (
     LoadModel,
     OpenSession,
     Piece,
+    Ping,
 )
 from tests.support.engine import Script
 from tests.support.served import ROOT, Served, Wire, is_listening, is_running, wait_for
@@ -84,9 +86,9 @@ def test_a_second_signal_ends_everything_now(serve):
         client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=100))
-        wait_for(lambda: client.sessions()[0].state == "queued")
+        assert wire.ask(Ping(id=3)) == Done(id=3)
         daemon.signal(signal.SIGTERM)
-        wait_for(lambda: client.status().state == "draining")
+        wait_for(lambda: "djinnd_draining requests=1" in daemon.log)
         daemon.signal(signal.SIGTERM)
         assert daemon.process.wait(30) == 0
         reply = wire.reply()

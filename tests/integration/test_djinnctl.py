@@ -1,0 +1,109 @@
+"""djinnctl against a real daemon: what it prints, for people and for programs, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import ROOT, Daemon, clean_environ
+
+DONE, FAILED, UNREACHABLE = 0, 1, 2
+
+Djinnctl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def private() -> Iterator[Daemon]:
+    """A daemon whose models the tests load and unload."""
+    with DaemonStarter() as start:
+        yield start(errors=["model_failed"])
+
+
+@pytest.fixture
+def djinnctl(private: Daemon) -> Djinnctl:
+    def call(*arguments: str, code: int = DONE, address: str = private.address) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "djinnctl", *arguments]
+        environ = clean_environ() | {"DJINND_ADDRESS": address, "NO_COLOR": "1", "COLUMNS": "80"}
+        ended = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "\x1b" not in ended.stdout
+        return ended
+
+    return call
+
+
+@pytest.fixture
+def as_json(djinnctl: Djinnctl) -> Callable[..., Any]:
+    return lambda *arguments, **options: json.loads(djinnctl(*arguments, "--json", **options).stdout)
+
+
+def test_a_model_s_way(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    def state() -> str:
+        return {model["name"]: model["state"] for model in as_json("models")}[MODEL]
+
+    djinnctl("unload", MODEL)
+    assert state() == "available"
+    assert MODEL in djinnctl("load", MODEL, "--kv", "32MiB").stdout
+    assert state() == "ready"
+    loaded = as_json("load", MODEL)
+    assert (loaded["name"], loaded["state"], loaded["kv_bytes"]) == (MODEL, "ready", 32 << 20)
+    assert "ready" in djinnctl("models").stdout
+    with djinn.Session(MODEL, address=private.address):
+        assert "1 sessions use djinn-tiny" in djinnctl("unload", MODEL, code=FAILED).stderr
+        assert as_json("unload", MODEL, "--force") == {"unloaded": MODEL}
+    assert state() == "available"
+
+
+def test_sessions(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    with djinn.Session(MODEL, priority="batch", address=private.address) as s:
+        s.generate("x = ", max_tokens=8, ignore_eos=True)
+        (listed,) = [info for info in as_json("ps") if info["id"] == s.id]
+        assert (listed["model"], listed["priority"], listed["state"]) == (MODEL, "batch", "idle")
+        assert listed["tokens"] == len(s.token_ids)
+        assert s.id in djinnctl("ps").stdout
+        assert as_json("close", s.id, "nonesuch", code=FAILED) == {"closed": [s.id], "missing": ["nonesuch"]}
+        assert s.id not in djinnctl("ps").stdout
+        assert "no session" in djinnctl("close", s.id, code=FAILED).stdout
+
+
+def test_status(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    with djinn.Session(MODEL, address=private.address) as s:
+        s.generate("x = ", max_tokens=8, ignore_eos=True)
+        status = as_json("status", "--check")
+        told = djinn.status(address=private.address)
+    assert status.keys() == set(told.__struct_fields__) - {"id"}
+    assert (status["state"], status["pid"], status["integrity"]) == ("ready", private.pid, [])
+    assert status["sessions"]["interactive"] == 1
+    assert status["devices"][0]["budget_bytes"] == 1 << 30
+    shown = djinnctl("status", "--check").stdout
+    for word in ("ready", str(private.pid), "cpu", MODEL, "1.0 GiB", "check: consistent"):
+        assert word in shown
+
+
+def test_errors_of_the_daemon(djinnctl: Djinnctl) -> None:
+    assert "djinn-tiny" in djinnctl("load", "djinn-tin", code=FAILED).stderr  # did you mean
+    assert "/nowhere" in djinnctl("load", "/nowhere", code=FAILED).stderr
+
+
+def test_no_daemon_and_wrong_usage(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    nowhere = str(private.folder / "nobody")
+    for command in (["status"], ["ps"], ["models"], ["load", MODEL], ["unload", MODEL], ["close", "x"]):
+        assert "no daemon at" in djinnctl(*command, code=UNREACHABLE, address=nowhere).stderr
+    djinnctl("status", "--nonesuch", code=UNREACHABLE)
+    djinnctl("load", code=UNREACHABLE)
+    djinnctl("load", MODEL, "--kv", "some", code=UNREACHABLE)
+
+
+def test_version(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    versions = as_json("version")
+    assert versions["djinnd"] == versions["djinnctl"] == djinn.__version__
+    assert djinn.__version__ in djinnctl("version").stdout
+    assert as_json("version", address=str(private.folder / "nobody"))["djinnd"] is None

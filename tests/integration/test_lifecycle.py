@@ -1,0 +1,127 @@
+"""The daemon's beginning and end: its socket, what systemd and it tell each other, and what signals do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client.protocol import Failure, Generate, Generated, OpenSession, Piece, SessionOpened
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import Daemon, wait_for
+from tests.support.served import Wire
+
+
+@pytest.fixture
+def daemons() -> Iterator[DaemonStarter]:
+    with DaemonStarter() as start:
+        yield start
+
+
+def streaming(daemon: Daemon, wire: Wire, tokens: int) -> str:
+    """The session of a stream that has begun."""
+    opened = wire.ask(OpenSession(id=1, model=MODEL))
+    while not isinstance(opened, SessionOpened):
+        opened = wire.reply()
+    request = Generate(id=2, session=opened.session.id, text="def f(", max_tokens=tokens, ignore_eos=True, stream=True)
+    assert isinstance(wire.ask(request), Piece)
+    return opened.session.id
+
+
+def last_of(wire: Wire) -> Generated | Failure:
+    while isinstance(reply := wire.reply(), Piece):
+        pass
+    assert isinstance(reply, Generated | Failure)
+    return reply
+
+
+def test_sigterm_lets_what_runs_finish(daemons: DaemonStarter) -> None:
+    daemon = daemons()
+    with Wire(daemon.address) as busy, Wire(daemon.address) as idle:
+        streaming(daemon, busy, tokens=600)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
+        refused = idle.ask(OpenSession(id=1, model=MODEL))
+        assert isinstance(refused, Failure)
+        assert refused.code == "shutting_down"
+        last = last_of(busy)
+        assert isinstance(last, Generated)
+        assert (last.finish_reason, last.usage.generated_tokens) == ("length", 600)
+        assert busy.reply() is None  # everything was said
+    assert daemon.wait() == 0
+    assert daemon.left_behind() == []
+
+
+def test_a_second_sigterm_does_not_wait(daemons: DaemonStarter) -> None:
+    daemon = daemons({"limits": {"shutdown_grace": "1h"}})
+    with Wire(daemon.address) as busy, daemon.client() as client:
+        streaming(daemon, busy, tokens=1900)
+        daemon.signal(signal.SIGTERM)
+        wait_for(lambda: client.status().state == "draining")
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    assert daemon.left_behind() == []
+
+
+def test_the_successor_of_a_daemon_that_was_killed(daemons: DaemonStarter) -> None:
+    """What is left of it is taken away. While the successor lives, nobody else gets its socket."""
+    killed = daemons()
+    djinn.load(MODEL, address=killed.address)
+    killed.kill()
+    assert killed.shared_memory()
+    assert os.path.exists(killed.address)
+
+    successor = daemons({"socket": killed.address})
+    assert killed.shared_memory() == []
+    with djinn.Session(MODEL, address=killed.address) as s:
+        assert len(s.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
+        late = daemons.prepare({"socket": killed.address})
+        late.start()
+        assert late.wait() == 1
+        assert f"a daemon runs at {killed.address} already (pid {successor.pid}): stop it, or use --socket" in late.log
+        assert len(s.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
+    successor.signal(signal.SIGTERM)
+    assert successor.wait() == 0
+    assert killed.left_behind() == []
+
+
+# What systemd does for a service with a socket: the listener is descriptor 3, and LISTEN_PID the service's pid.
+ACTIVATE = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1", LISTEN_FDNAMES="djinnd.socket")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def test_as_a_service_of_systemd(daemons: DaemonStarter) -> None:
+    folder = daemons.folder()
+    address = str(folder / "s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        wrapper = [sys.executable, "-c", ACTIVATE, str(listener.fileno())]
+        daemon = daemons.prepare(wrapper=wrapper, environ={"WATCHDOG_USEC": "600000"})
+        with Wire.__new__(Wire) as early:  # connects before there is a daemon
+            daemon.start(pass_fds=[listener.fileno()])
+            early.__init__(address)  # type: ignore[misc]
+            daemon.wait_until_ready()
+        with djinn.Client(address) as client:
+            assert client.status().address == address
+            client.load(MODEL)
+        assert not os.path.exists(daemon.address)  # the configured one is not used
+        daemon.wait_until_told(lambda told: told.get("STATUS", "").startswith("starting"))
+        daemon.wait_until_told(lambda told: "models: djinn-tiny" in told.get("STATUS", ""))
+        beats = sum("WATCHDOG" in told for told in daemon.notifications)
+        wait_for(lambda: sum("WATCHDOG" in told for told in daemon.notifications) >= beats + 3)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
+        assert daemon.wait() == 0
+        assert os.path.exists(address)  # systemd's
+    assert daemon.left_behind() == []
+    assert daemon.unexpected_errors() == []
