@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from djinn_client.client import Session, Stream, attach
 from djinn_client.control import Client, close, load, models, sessions, status, unload
 from djinn_client.errors import (
+    Cancelled,
     ConnectionLost,
     DjinnError,
     EngineLost,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncSession",
     "AsyncStream",
+    "Cancelled",
     "Client",
     "ConnectionLost",
     "DeviceInfo",

@@ -1,24 +1,25 @@
 """The errors a caller can meet, as a tree. Each has a code that travels on the wire and a class that is raised.
 
-    DjinnError
-    ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
-    ├── ProtocolError           bytes that are not our protocol
-    │   ├── FrameTooLarge
-    │   └── VersionMismatch
-    ├── InvalidRequest          the caller's fault: change the call
-    │   ├── PromptTooLong
-    │   ├── TokenOutOfRange
-    │   └── NoTokenizer
-    ├── NotFound
-    │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
-    │   └── ModelNotFound
-    ├── NotPermitted            the caller may not do this
-    ├── SessionBusy             one call at a time on a session
-    ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
-    ├── OutOfMemory             it does not fit: the message has the figures
-    └── Retry                   not the caller's fault: the same call may work in a moment
-        ├── EngineLost          the engine died; a new one is being started
-        └── ShuttingDown
+DjinnError
+├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
+├── ProtocolError           bytes that are not our protocol
+│   ├── FrameTooLarge
+│   └── VersionMismatch
+├── InvalidRequest          the caller's fault: change the call
+│   ├── PromptTooLong
+│   ├── TokenOutOfRange
+│   └── NoTokenizer
+├── NotFound
+│   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
+│   └── ModelNotFound
+├── NotPermitted            the caller may not do this
+├── SessionBusy             one call at a time on a session
+├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
+├── OutOfMemory             it does not fit: the message has the figures
+├── Cancelled               somebody ended the request before it had a result
+└── Retry                   not the caller's fault: the same call may work in a moment
+    ├── EngineLost          the engine died; a new one is being started
+    └── ShuttingDown
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class ModelRejected(DjinnError):
 
 class OutOfMemory(DjinnError):
     code = "out_of_memory"
+
+
+class Cancelled(DjinnError):
+    code = "cancelled"
 
 
 class Retry(DjinnError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ import pytest
 from tests.support.daemon import Daemon
 
 MODEL = "djinn-tiny"
-
-StartDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +32,8 @@ def daemon_address(daemon: Daemon) -> str:
 
 
 @pytest.fixture
-def start_daemon() -> Iterator[StartDaemon]:
-    """`start_daemon(config, flags=…)`: a daemon of the test's own, ready. See Daemon for the arguments."""
+def start_daemon() -> Iterator[DaemonStarter]:
+    """`start_daemon(config, flags=…)`: a daemon of the test's own."""
     with DaemonStarter() as start:
         yield start
 
@@ -46,12 +44,12 @@ class DaemonStarter:
     def __init__(self) -> None:
         self._stack = ExitStack()
 
-    def __call__(self, config: dict[str, Any] | None = None, **options: Any) -> Daemon:
-        return self._stack.enter_context(self.prepare(config, **options))
-
-    def prepare(self, config: dict[str, Any] | None = None, **options: Any) -> Daemon:
-        """One that is not started yet."""
-        return Daemon(self.folder(), config, **options)
+    def __call__(self, config: dict[str, Any] | None = None, *, ready: bool = True, **options: Any) -> Daemon:
+        """See Daemon for the arguments. Returns when it is ready, or without `ready` at once."""
+        daemon = self._stack.enter_context(Daemon(self.folder(), config, **options))
+        if ready:
+            daemon.wait_until_ready()
+        return daemon
 
     def folder(self) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))

@@ -225,9 +225,12 @@ class Engine:
             raise result.error
         assert result.weights is not None and result.shape is not None
         load = result.load
-        self._channel.send(messages.Loading(load.model, "preparing"))
+
+        def beat() -> None:
+            self._channel.send(messages.Loading(load.model, "preparing"))
+
         try:
-            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits)
+            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits, beat)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"preparing {load.model}: {error}") from error
         except DjinnError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -41,6 +41,7 @@ class ModelRunner:
         device: Device,
         max_tokens: int,
         max_rows: int,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.path = path
@@ -52,13 +53,15 @@ class ModelRunner:
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
-        self.graphs = self._capture(device, max_tokens, max_rows) if isinstance(device, CudaDevice) else None
+        self.graphs = self._capture(device, max_tokens, max_rows, beat) if isinstance(device, CudaDevice) else None
 
-    def _capture(self, device: CudaDevice, max_tokens: int, max_rows: int) -> StepGraphs | None:
+    def _capture(
+        self, device: CudaDevice, max_tokens: int, max_rows: int, beat: Callable[[], None]
+    ) -> StepGraphs | None:
         """None for a family whose forward cannot be captured: its steps run eagerly."""
         width = self.kv.pages_for(self.plan.max_context)
         try:
-            return StepGraphs(self.model, device, max_tokens, max_rows, width, self.plan.max_context)
+            return StepGraphs(self.model, device, max_tokens, max_rows, width, self.plan.max_context, beat)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from djinnd.device import Device
 from djinnd.engine.memory import ModelShape, plan_kv, workspace_bytes
 from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
@@ -12,10 +14,16 @@ from djinnd.model.paged_model import PagedModel
 
 
 def make_runner(
-    load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
+    load: Load,
+    weights: Weights,
+    shape: ModelShape,
+    device: Device,
+    max_batch_tokens: int,
+    max_rows: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
     """Runs on the engine's thread, between steps. Raises OutOfMemory or ModelRejected, and has then given back the
-    weights, too."""
+    weights, too. `beat` is called often: kernels are compiled here, and the server kills an engine that is silent."""
     labels: list[str] = []
     try:
         device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
@@ -29,8 +37,8 @@ def make_runner(
         )
         labels.append(kv_label(load.model))
         model = PagedModel(weights.skeleton, weights.dtype, pool)
-        check_paging(model, device, plan.page_size)
-        return ModelRunner(load.model, load.path, weights, model, plan, device, max_batch_tokens, max_rows)
+        check_paging(model, device, plan.page_size, beat)
+        return ModelRunner(load.model, load.path, weights, model, plan, device, max_batch_tokens, max_rows, beat)
     except BaseException:
         weights.release(device)
         for label in labels:

@@ -8,6 +8,8 @@ user.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,15 +28,22 @@ TOKENS = sum(CHUNKS) + SINGLES
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
-def check_paging(model: PagedModel, device: Device, page_size: int) -> None:
-    """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed."""
+def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callable[[], None] = lambda: None) -> None:
+    """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed. `beat` is called
+    after each run."""
     family = model.skeleton.family
     pages = np.arange(1, 2 + TOKENS // page_size, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, model.vocab, TOKENS)
     for paged in model.paged:
         paged.calls = 0
+
+    def run(start: int, count: int) -> Tensor:
+        logits = _run(model, device, tokens[start : start + count], start, pages, page_size)
+        beat()
+        return logits
+
     try:
-        whole = _run(model, device, tokens, 0, pages, page_size)
+        whole = run(0, TOKENS)
     except torch.OutOfMemoryError:
         raise
     except Exception as fault:  # whatever a family's forward stumbles over
@@ -47,9 +56,9 @@ def check_paging(model: PagedModel, device: Device, page_size: int) -> None:
         )
     start = 0
     for count in CHUNKS:
-        _run(model, device, tokens[start : start + count], start, pages, page_size)
+        run(start, count)
         start += count
-    singles = torch.cat([_run(model, device, tokens[i : i + 1], i, pages, page_size) for i in range(start, TOKENS)])
+    singles = torch.cat([run(i, 1) for i in range(start, TOKENS)])
     model.zero_pages(pages.tolist())
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
     if not error < _TOLERANCE[model.dtype]:

@@ -15,6 +15,7 @@ its shape in order, and only `logits` is read after it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +53,17 @@ class StepGraphs:
     """Owns the graphs of one model and the memory pool that they share."""
 
     def __init__(
-        self, model: PagedModel, device: CudaDevice, max_tokens: int, max_rows: int, width: int, max_kv: int
+        self,
+        model: PagedModel,
+        device: CudaDevice,
+        max_tokens: int,
+        max_rows: int,
+        width: int,
+        max_kv: int,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`width` pages and `max_kv` tokens bound every row for as long as the graphs live."""
+        """`width` pages and `max_kv` tokens bound every row for as long as the graphs live. `beat` is called after
+        each shape that is captured here."""
         self._model = model
         self._device = device
         self._width = width
@@ -69,6 +78,7 @@ class StepGraphs:
         shapes = [shape for shapes in (self._decode, *self._chunks) for shape in shapes if shape.rows <= ROWS_AT_LOAD]
         for shape in sorted(shapes, key=lambda shape: -shape.tokens):  # smaller ones reuse what the pool has then
             self._capture(shape)
+            beat()
 
     def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
         """The smallest shape for a batch, whose longest row brings `longest` tokens; None where there is none."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from djinn_client.errors import DjinnError, InvalidRequest, ProtocolError, Retry
+from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ProtocolError, Retry
 from djinn_client.protocol import (
     Cancel,
     Failure,
@@ -37,15 +37,6 @@ from djinnd.server.connection import Connection
 log = logging.getLogger("djinnd.server")
 
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-
-class Cancelled(DjinnError):
-    """The caller's own doing; no client raises it, because who cancels does not wait."""
-
-    code = "cancelled"
-
-    def __init__(self) -> None:
-        super().__init__("the request was cancelled")
 
 
 class Peer(NamedTuple):
@@ -226,7 +217,7 @@ class Client:
     def _finish(self, call: Call, task: asyncio.Task[Answer]) -> None:
         del self.calls[call.id]
         self._desk.ended()
-        error = Cancelled() if task.cancelled() else task.exception()
+        error = Cancelled("the request was cancelled") if task.cancelled() else task.exception()
         if error is None:
             message, fds = task.result()
             self._connection.send(encode(message, len(fds)), fds)  # type: ignore[arg-type]

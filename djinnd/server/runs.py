@@ -15,10 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from djinn_client.errors import DjinnError
+from djinn_client.errors import Cancelled, DjinnError
 from djinn_client.protocol import Forward, Generate, Logits, Logprobs, Sampling, Timings
 from djinnd.messages import CancelRun, Finished, Halt, Hold, LogitsReady, Truncate
-from djinnd.server.client import Answer, Call, Cancelled
+from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
 from djinnd.server.sessions import SessionRecord
@@ -148,7 +148,7 @@ class ForwardRun(SessionRun):
         raise AssertionError("a token for a Forward")
 
     def finished(self, message: Finished) -> None:
-        self._undo(Cancelled())
+        self._undo(Cancelled("the request was cancelled"))
 
     def logits(self, message: LogitsReady, fd: int) -> None:
         received = self._call.received

@@ -127,7 +127,7 @@ async def run(config: Config) -> None:
 
 def engine_command(config: Config) -> list[str]:
     command = [sys.executable, "-m", "djinnd.engine", "--parent", str(os.getpid())]
-    command += ["--device", config.device, "--memory", str(int(config.memory))]
+    command += ["--device", config.device, "--memory", str(config.memory)]
     return [*command, "--log-level", config.log.level, "--log-format", config.log.format]
 
 

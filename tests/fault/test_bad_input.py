@@ -49,6 +49,7 @@ from tools.checkpoints.shapes import config_of, shape_of
 
 NOBODY = 65534
 MISSING = (djinn.ModelNotFound, djinn.ModelRejected)
+Errors = type[djinn.DjinnError] | tuple[type[djinn.DjinnError], ...]
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +272,7 @@ def larger_than_the_budget(folder: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", "").strip("<>") or None,
 )
-def test_a_checkpoint(
-    address: str, tmp_path: Path, spoil: Callable[[Path], Any], error: type[djinn.DjinnError] | tuple[type[djinn.DjinnError], ...], words: str
-) -> None:
+def test_a_checkpoint(address: str, tmp_path: Path, spoil: Callable[[Path], Any], error: Errors, words: str) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     spoil(folder)

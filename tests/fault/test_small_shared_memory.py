@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 import djinn_client as djinn
-from tests.conftest import MODEL, StartDaemon
+from tests.conftest import MODEL, DaemonStarter
 from tests.support.models import reduced_model
 
 # In a mount namespace of the daemon's own, so that nobody else's /dev/shm changes.
@@ -21,7 +21,7 @@ def may_mount() -> bool:
         return False
 
 
-def test_a_model_that_shared_memory_cannot_hold(start_daemon: StartDaemon) -> None:
+def test_a_model_that_shared_memory_cannot_hold(start_daemon: DaemonStarter) -> None:
     if not may_mount():
         pytest.skip("a mount namespace of one's own needs root, and a system that permits it")
     daemon = start_daemon(wrapper=SMALL_SHM, errors=["model_failed"])

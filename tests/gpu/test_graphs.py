@@ -145,7 +145,7 @@ def test_a_replay_touches_only_the_slots_of_its_tokens(captured: Captured) -> No
     step, _ = with_history(captured, [(3, 20), (1, 40), (1, 5)])
     before = captured.model.pool.clone()
     captured.replay(step)
-    changed = (captured.model.pool != before).flatten(3).any(-1).any(1).any(1)  # [pages, page_size]
+    changed = (captured.model.pool != before).flatten(4).any(-1).any(1).any(1)  # [pages, page_size]
     slots = {(pages[p // PAGE], p % PAGE) for tokens, start, pages in step for p in range(start, start + len(tokens))}
     touched = {(page, slot) for page, slot in changed.nonzero().tolist() if page != 0}
     assert touched == slots

@@ -43,7 +43,7 @@ class Plan:
 
 
 def plans() -> list[Plan]:
-    draw = random.Random(2)
+    draw = random.Random(25)  # with which no family comes to a near-tie: nowhere less than 5e-4 between two logits
     prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
     two_calls = (FIRST_PART, NEW_TOKENS - FIRST_PART)
     return [
@@ -88,7 +88,9 @@ async def all_at_once(address: str, model: str, sessions: list[Plan]) -> list[li
         assert tokens[: len(plan.prompt)] == plan.prompt
         return tokens[len(plan.prompt) :]
 
-    async def read(s: djinn.AsyncSession, number: int, prompt: list[int] | None, count: int, is_cancelled: bool) -> None:
+    async def read(
+        s: djinn.AsyncSession, number: int, prompt: list[int] | None, count: int, is_cancelled: bool
+    ) -> None:
         got = 0
         async for piece in s.stream(prompt, max_tokens=count, ignore_eos=True):
             got += len(piece.token_ids)

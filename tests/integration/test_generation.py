@@ -41,9 +41,7 @@ def test_greedy_output_is_transformers_own(open_session: Any, tokenizer: Tokeniz
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0], ids="temperature {}".format)
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_streamed_text_is_whole(
-    open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float
-) -> None:
+def test_streamed_text_is_whole(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
     """At temperature 3 tokens are nearly random: bytes that begin a character, continue none, or are one."""
     options = {"max_tokens": 120, "temperature": temperature, "seed": 11, "ignore_eos": True}
     with open_session() as a, open_session() as b:

@@ -6,21 +6,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-
-import pytest
 
 import djinn_client as djinn
 from djinn_client.protocol import Failure, Generate, Generated, OpenSession, Piece, SessionOpened
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, wait_for
 from tests.support.served import Wire
-
-
-@pytest.fixture
-def daemons() -> Iterator[DaemonStarter]:
-    with DaemonStarter() as start:
-        yield start
 
 
 def streaming(daemon: Daemon, wire: Wire, tokens: int) -> str:
@@ -40,10 +31,10 @@ def last_of(wire: Wire) -> Generated | Failure:
     return reply
 
 
-def test_sigterm_lets_what_runs_finish(daemons: DaemonStarter) -> None:
-    daemon = daemons()
+def test_sigterm_lets_what_runs_finish(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
     with Wire(daemon.address) as busy, Wire(daemon.address) as idle:
-        streaming(daemon, busy, tokens=600)
+        streaming(daemon, busy, tokens=300)
         daemon.signal(signal.SIGTERM)
         daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
         refused = idle.ask(OpenSession(id=1, model=MODEL))
@@ -51,14 +42,14 @@ def test_sigterm_lets_what_runs_finish(daemons: DaemonStarter) -> None:
         assert refused.code == "shutting_down"
         last = last_of(busy)
         assert isinstance(last, Generated)
-        assert (last.finish_reason, last.usage.generated_tokens) == ("length", 600)
+        assert (last.finish_reason, last.usage.generated_tokens) == ("length", 300)
         assert busy.reply() is None  # everything was said
     assert daemon.wait() == 0
     assert daemon.left_behind() == []
 
 
-def test_a_second_sigterm_does_not_wait(daemons: DaemonStarter) -> None:
-    daemon = daemons({"limits": {"shutdown_grace": "1h"}})
+def test_a_second_sigterm_does_not_wait(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon({"limits": {"shutdown_grace": "1h"}})
     with Wire(daemon.address) as busy, daemon.client() as client:
         streaming(daemon, busy, tokens=1900)
         daemon.signal(signal.SIGTERM)
@@ -68,20 +59,19 @@ def test_a_second_sigterm_does_not_wait(daemons: DaemonStarter) -> None:
     assert daemon.left_behind() == []
 
 
-def test_the_successor_of_a_daemon_that_was_killed(daemons: DaemonStarter) -> None:
+def test_the_successor_of_a_daemon_that_was_killed(start_daemon: DaemonStarter) -> None:
     """What is left of it is taken away. While the successor lives, nobody else gets its socket."""
-    killed = daemons()
+    killed = start_daemon()
     djinn.load(MODEL, address=killed.address)
-    killed.kill()
     assert killed.shared_memory()
+    killed.kill()
     assert os.path.exists(killed.address)
 
-    successor = daemons({"socket": killed.address})
+    successor = start_daemon({"socket": killed.address})
     assert killed.shared_memory() == []
     with djinn.Session(MODEL, address=killed.address) as s:
         assert len(s.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
-        late = daemons.prepare({"socket": killed.address})
-        late.start()
+        late = start_daemon({"socket": killed.address}, ready=False)
         assert late.wait() == 1
         assert f"a daemon runs at {killed.address} already (pid {successor.pid}): stop it, or use --socket" in late.log
         assert len(s.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
@@ -99,22 +89,27 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def test_as_a_service_of_systemd(daemons: DaemonStarter) -> None:
-    folder = daemons.folder()
+def test_as_a_service_of_systemd(start_daemon: DaemonStarter) -> None:
+    folder = start_daemon.folder()
     address = str(folder / "s")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         wrapper = [sys.executable, "-c", ACTIVATE, str(listener.fileno())]
-        daemon = daemons.prepare(wrapper=wrapper, environ={"WATCHDOG_USEC": "600000"})
-        with Wire.__new__(Wire) as early:  # connects before there is a daemon
-            daemon.start(pass_fds=[listener.fileno()])
-            early.__init__(address)  # type: ignore[misc]
+        daemon = start_daemon(
+            wrapper=wrapper,
+            pass_fds=[listener.fileno()],
+            environ={"WATCHDOG_USEC": "600000", "DJINND_MEMORY": "200MiB"},
+            flags=["--memory", "300MiB"],
+            ready=False,
+        )
+        with Wire(address):  # long before the daemon is ready
             daemon.wait_until_ready()
         with djinn.Client(address) as client:
             assert client.status().address == address
             client.load(MODEL)
-        assert not os.path.exists(daemon.address)  # the configured one is not used
+            assert client.status().devices[0].budget_bytes == 300 << 20  # the flag counts
+        assert not os.path.exists(daemon.address)  # and systemd's socket
         daemon.wait_until_told(lambda told: told.get("STATUS", "").startswith("starting"))
         daemon.wait_until_told(lambda told: "models: djinn-tiny" in told.get("STATUS", ""))
         beats = sum("WATCHDOG" in told for told in daemon.notifications)
@@ -124,4 +119,3 @@ def test_as_a_service_of_systemd(daemons: DaemonStarter) -> None:
         assert daemon.wait() == 0
         assert os.path.exists(address)  # systemd's
     assert daemon.left_behind() == []
-    assert daemon.unexpected_errors() == []

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_everybody_who_waits_for_a_model_sees_how_it_comes(empty: Daemon) -> Non
         assert all(message.model == MODEL and 0 <= message.done <= message.total for message in measured)
         assert measured[-1].done == measured[-1].total
         done = [(message.stage, message.done) for message in measured]
-        assert all(after >= before for (stage, before), (next_, after) in zip(done, done[1:]) if stage == next_)
+        assert all(after >= before for (stage, before), (next_, after) in pairwise(done) if stage == next_)
     assert empty.log.count(f"model_ready model={MODEL} ") == before + 1
     djinn.unload(MODEL, address=empty.address)
 

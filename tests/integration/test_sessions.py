@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import djinn_client as djinn
-from tests.conftest import MODEL, StartDaemon
+from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
 
 GO_ON = """
@@ -41,7 +41,7 @@ def test_another_process_goes_on(daemon: Daemon) -> None:
         djinn.attach(mine.id, address=daemon.address)
 
 
-def test_a_session_that_nobody_comes_back_to(start_daemon: StartDaemon) -> None:
+def test_a_session_that_nobody_comes_back_to(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_grace": "1s"}})
     with djinn.Session(MODEL, address=daemon.address) as kept, daemon.client() as client:
         kept.generate([1, 2, 3], max_tokens=4, ignore_eos=True)

@@ -36,8 +36,8 @@ class Daemon:
     """`djinnd` in a folder of its own.
 
     `config` goes into its configuration file, `flags` and `environ` beside it; `wrapper` is a command that ends by
-    executing what follows it. Leaving the context stops the daemon and asserts that it has left nothing behind and has
-    logged no error but the events in `errors`.
+    executing what follows it, and `pass_fds` are descriptors for that. The context starts the daemon. Leaving it stops
+    the daemon and asserts that it has left nothing behind and has logged no error but the events in `errors`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Daemon:
         flags: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
         errors: Sequence[str] = (),
     ) -> None:
         self.folder = folder
@@ -56,6 +57,7 @@ class Daemon:
         self.notifications: list[dict[str, str]] = []
         self.process: subprocess.Popen[bytes]
         self._errors = set(errors)
+        self._pass_fds = pass_fds
         self._engines: set[int] = set()  # that were seen
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
         self._command = [sys.executable, "-c", _TIED, *wrapper, *command]
@@ -67,20 +69,27 @@ class Daemon:
             "state_dir": str(folder / "state"),
         }
         (folder / "djinnd.yaml").write_text(yaml.safe_dump(settings | dict(config or {})))
-        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._notify.bind(str(folder / "notify"))
         self._changed = threading.Condition()
         self._ended = False
 
     # --- its life ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        try:
-            self.start()
-            self.wait_until_ready()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notify.bind(str(self.folder / "notify"))
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=self._pass_fds,
+            )
+        self._listener = threading.Thread(target=self._listen, name="notifications")
+        self._listener.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -93,22 +102,6 @@ class Daemon:
         assert status is None or status == 0, f"djinnd ended with status {status}\n{self.log}"
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors())
-
-    def start(self, pass_fds: Sequence[int] = ()) -> None:
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command,
-                env=self._environ,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=pass_fds,
-            )
-        self._ended = False
-        self._listener = threading.Thread(target=self._listen, name="notifications")
-        self._listener.start()
 
     def wait_until_ready(self) -> None:
         self.wait_until_told(lambda told: told.get("READY") == "1")

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.daemon import THREADS
 
+NEAR_TIE = 2e-5  # of logits: what the order of float32 sums makes of them is an order of magnitude less
+
 torch.set_num_threads(int(THREADS))
 
 
@@ -25,13 +27,21 @@ def model_of(folder: Path) -> PreTrainedModel:
 
 
 def greedy(folder: Path, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """What `generate` goes on with."""
+    """What `generate` goes on with. The prompt must be one that leads to no near-tie, which rounding would decide."""
+    tokens = torch.tensor([prompt])
     with torch.inference_mode():
-        tokens = torch.tensor([prompt])
         whole = model_of(folder).generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-    return whole[0, len(prompt) :].tolist()
+        likeliest, second = torch.cat(whole.logits).topk(2).values.unbind(dim=1)
+    nearest = (likeliest - second).min().item()
+    assert nearest > NEAR_TIE, f"two tokens whose logits differ by {nearest:.1g}: take another prompt"
+    return whole.sequences[0, len(prompt) :].tolist()
 
 
 def logits(folder: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

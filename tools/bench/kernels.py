@@ -151,7 +151,7 @@ def copy_rate() -> float:
         mark.record()
     torch.cuda.synchronize()
     times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    return 2 * source.numel() / times[len(times) // 2] / 1e6
+    return float(2 * source.numel() / times[len(times) // 2] / 1e6)
 
 
 @dataclass(frozen=True, slots=True)
