@@ -127,6 +127,9 @@ class Handlers:
     async def _load_model(self, call: Call, request: protocol.LoadModel) -> Answer:
         if request.kv_bytes < 0:
             raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
+        model = self._models.find(request.model)
+        if model.engine is not None and request.kv_bytes not in (0, model.kv_bytes):
+            raise InvalidRequest(f"{model.name} is loaded already: unload it first, to give it other KV memory")
         await self._models.ready(request.model, _telling(call), request.kv_bytes)
         model = self._models.find(request.model)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))

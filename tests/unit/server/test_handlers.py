@@ -321,6 +321,7 @@ def test_loading_what_is_loaded_answers_at_once(wire):
         (OpenSession(id=3, model="/not/there"), "model_not_found"),
         (LoadModel(id=3, model="what"), "model_not_found"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
+        (LoadModel(id=3, model="djinn-tiny", kv_bytes=1 << 30), "invalid_request"),  # it is loaded already
         (UnloadModel(id=3, model="what"), "model_not_found"),
         (Hello(id=3), "protocol_error"),
     ],
