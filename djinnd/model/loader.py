@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from djinn_client.errors import InvalidRequest, OutOfMemory
+from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinnd.device import Device
 from djinnd.device.budget import gib
 from djinnd.model.fused import fuse
@@ -68,6 +68,7 @@ class Loader:
         self.device = device
         self.checkpoint = Checkpoint(folder)
         config = read_config(folder)
+        _check_depth(config.num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, self.checkpoint.dtype, device)
         model = build(config, self.dtype)
         recipes = RecipeBook(model, self.checkpoint)
@@ -154,6 +155,17 @@ class Loader:
 
             for module in (skeleton.model, *blocks):
                 replace_norms(module)
+
+
+def _check_depth(blocks: int, checkpoint: Checkpoint) -> None:
+    """Before any module is built, which takes time for each block: every block has tensors of its own."""
+    if blocks > len(checkpoint.tensors):
+        raise ModelRejected(
+            f"{checkpoint.folder / 'config.json'} promises {blocks:,} blocks, the checkpoint has "
+            f"{len(checkpoint.tensors):,} tensors in all",
+            blocks=blocks,
+            tensors=len(checkpoint.tensors),
+        )
 
 
 def compute_dtype(wanted: str, stored: torch.dtype, device: Device) -> torch.dtype:

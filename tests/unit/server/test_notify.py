@@ -22,6 +22,15 @@ def test_where_nobody_listens_nothing_happens(environ):
     Notifier(environ).tell(READY=1)
 
 
+def test_a_listener_that_does_not_read_holds_nobody_up(folder):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(f"{folder}/notify")
+        notifier = Notifier({"NOTIFY_SOCKET": f"{folder}/notify"})
+        for number in range(2000):  # more than any queue of datagrams holds
+            notifier.tell(STATUS=number)
+        assert listener.recv(100) == b"STATUS=0"
+
+
 @pytest.mark.parametrize(
     ("environ", "seconds"),
     [
