@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -213,12 +214,17 @@ class Engine:
     def _adopt_loaded(self) -> None:
         while not self._loads.results.empty():
             result = self._loads.results.get()
+            load, refusal = result.load, None
             try:
                 self._adopt(result)
             except DjinnError as error:
-                log.warning("model_refused model=%s error=%s", result.load.model, error.message)
+                log.warning("model_refused model=%s error=%s", load.model, error.message)
+                refusal = error.with_traceback(None)
+            if refusal is not None:
+                del result
                 self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
-                self._refuse(result.load.request, error)
+                gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
+                self._refuse(load.request, refusal)
 
     def _adopt(self, result: LoadResult) -> None:
         if result.error is not None:
