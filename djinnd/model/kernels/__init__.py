@@ -1,10 +1,33 @@
 """Triton kernels of the model's hot path. Importing this needs Triton, which comes with CUDA builds of torch."""
 
 from djinnd.model.kernels.decode import MAX_QUERY, decode
+from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
+from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.kv_write import kv_write
+from djinnd.model.kernels.matvec import matvec
+from djinnd.model.kernels.packed_product import MAX_TOKENS, packed_product, product_fits
 from djinnd.model.kernels.prefill import prefill
 from djinnd.model.kernels.rms_norm import rms_norm
+from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import Tiles
+from djinnd.model.kernels.unpack import unpack
 
-__all__ = ["MAX_QUERY", "Scratch", "Tiles", "decode", "kv_write", "prefill", "rms_norm"]
+__all__ = [
+    "MAX_QUERY",
+    "MAX_TOKENS",
+    "Scratch",
+    "Tiles",
+    "decode",
+    "fetch_packed",
+    "fetch_plain",
+    "gated",
+    "kv_write",
+    "matvec",
+    "packed_product",
+    "prefill",
+    "product_fits",
+    "rms_norm",
+    "rope",
+    "unpack",
+]

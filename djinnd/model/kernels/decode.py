@@ -24,8 +24,8 @@ from djinnd.model.kernels.tile import (
     PagedRows,
     Tiles,
     attend_tiles,
-    block_strides,
     load_rows,
+    pool_strides,
     score_factors,
 )
 
@@ -68,7 +68,7 @@ def first_key(length, queries, window, TILE: tl.constexpr, WINDOW: tl.constexpr)
 @triton.jit(do_not_specialize=["table_row", "window", "max_query", "splits"])
 def decode_kernel(
     query, keys, values, out, partial, stats, query_starts, kv_lengths, page_table, sinks,
-    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    query_token, query_head, pool_page, pool_token, pool_head, table_row,
     score_scale, cap, window, max_query, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -101,20 +101,20 @@ def decode_kernel(
         total += 1.0
     acc = tl.zeros([ROWS, DIM], tl.float32)
     position = length - queries + token
-    keys += kv_head * key_head
-    values += kv_head * value_head
+    keys += kv_head * pool_head
+    values += kv_head * pool_head
     table = page_table + row.to(tl.int64) * table_row
     whole = first  # keys [first, whole) are seen by all queries
     if not WINDOW:
         whole = tl.maximum(tl.minimum(last, length - queries + 1) // TILE * TILE, first)
         acc, peak, total = attend_tiles(
             acc, peak, total, q, first, whole, position, length, window,
-            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            keys, values, table, pool_page, pool_token, score_scale, cap,
             PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
         )  # fmt: skip
     acc, peak, total = attend_tiles(
         acc, peak, total, q, whole, last, position, length, window,
-        keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+        keys, values, table, pool_page, pool_token, score_scale, cap,
         PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
     )  # fmt: skip
 
@@ -198,6 +198,7 @@ def decode(
     if splits is None:
         splits = split_count(rows, kv_heads, batch.max_kv, scratch.processors)
     tiles = tiles or decode_tiles(max_query * group, dim, q.element_size())
+    assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
     pieces = rows * max_query * heads * splits
     partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
     shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
@@ -205,7 +206,7 @@ def decode(
     decode_kernel[(splits, kv_heads, rows)](
         q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table,
         q if sinks is None else sinks,
-        q.stride(0), q.stride(1), *block_strides(keys), *block_strides(values), batch.page_table.stride(0),
+        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
         *score_factors(scale, softcap), window, max_query, splits,
         GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softcap > 0, UPCAST=INTERPRETED,
         num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,

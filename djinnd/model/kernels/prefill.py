@@ -20,25 +20,26 @@ from djinnd.model.kernels.tile import (
     PagedRows,
     Tiles,
     attend_tiles,
-    block_strides,
     load_rows,
+    pool_strides,
     score_factors,
 )
 
 
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
-    """A Hopper warpgroup of 4 warps takes 64 rows; others have half the shared memory or less."""
+    """A Hopper warpgroup of 4 warps takes 64 rows; others have half the shared memory or less. Two warpgroups share the
+    tiles that they load, which pays once there are programs enough to fill the device."""
     if dim * itemsize > 256:
         return Tiles(64, 32, warps=4, stages=2)
-    if packed_rows <= 64 or not hopper:
+    if not hopper:
         return Tiles(64, 64, warps=4, stages=2)
-    return Tiles(128, 64, warps=8, stages=3)
+    return Tiles(64, 64, warps=4, stages=3) if packed_rows <= 512 else Tiles(128, 64, warps=8, stages=3)
 
 
 @triton.jit(do_not_specialize=["table_row", "window", "skip"])
 def prefill_kernel(
     query, keys, values, out, query_starts, kv_lengths, page_table, sinks,
-    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    query_token, query_head, pool_page, pool_token, pool_head, table_row,
     score_scale, cap, window, skip,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
@@ -77,23 +78,23 @@ def prefill_kernel(
         peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    keys += kv_head * key_head
-    values += kv_head * value_head
+    keys += kv_head * pool_head
+    values += kv_head * pool_head
     table = page_table + row.to(tl.int64) * table_row
     if WINDOW:
         acc, peak, total = attend_tiles(
             acc, peak, total, q, begin, whole_begin, position, length, window,
-            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            keys, values, table, pool_page, pool_token, score_scale, cap,
             PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
         )  # fmt: skip
     acc, peak, total = attend_tiles(
         acc, peak, total, q, whole_begin, whole_end, position, length, window,
-        keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+        keys, values, table, pool_page, pool_token, score_scale, cap,
         PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
     )  # fmt: skip
     acc, peak, total = attend_tiles(
         acc, peak, total, q, whole_end, newest + 1, position, length, window,
-        keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+        keys, values, table, pool_page, pool_token, score_scale, cap,
         PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
     )  # fmt: skip
     at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
@@ -125,9 +126,10 @@ def prefill(
     group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
+    assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
     prefill_kernel[(kv_heads, batch.kv_lengths.numel(), triton.cdiv(packed_rows, tiles.rows))](
         q, keys, values, out, batch.query_starts, batch.kv_lengths, batch.page_table, q if sinks is None else sinks,
-        q.stride(0), q.stride(1), *block_strides(keys), *block_strides(values), batch.page_table.stride(0),
+        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
         *score_factors(scale, softcap), window, skip,
         HEADS=heads, GROUP=group, PAGE=page_size, HEAD_DIM=head_dim, DIM=dim, ROWS=tiles.rows, TILE=tiles.keys,
         WINDOW=window > 0, CAP=softcap > 0, SINKS=sinks is not None, UPCAST=INTERPRETED,

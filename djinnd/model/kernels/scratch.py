@@ -15,7 +15,7 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.processors = _processors(device)
+        self.processors = processors(device)
         self._buffers: list[Tensor] = []
 
     @property
@@ -31,7 +31,7 @@ class Scratch:
         return self._buffers[-1][:total].split(sizes)
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1

@@ -76,11 +76,12 @@ def load_rows(pointers, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: 
 @triton.jit
 def attend_tiles(
     acc, peak, total, q, first, last, position, length, window,
-    keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+    keys, values, table, page_stride, token_stride, score_scale, cap,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Lets the queries q [rows, DIM], at `position` [rows], see the keys [first, last), in tiles from `first` on.
+    """Lets the queries q [rows, DIM], at `position` [rows], see the keys [first, last), in tiles from `first` on, which
+    is a multiple of TILE. Either TILE or PAGE divides the other.
 
     keys, values: one KV head's base in one block of the pool. table: the session's page ids. Without MASKED, every
     query must see every key of the range; with it, causality, the window and the session's length are applied.
@@ -89,17 +90,17 @@ def attend_tiles(
     """
     dims = tl.arange(0, DIM)
     dim_mask = dims < HEAD_DIM
-    at = first + tl.arange(0, TILE)
-    next_page = tl.load(table + at // PAGE, mask=at < length, other=0)
+    inside = tl.arange(0, TILE)
+    page_of = inside // PAGE  # within a tile; 0 where a page holds several tiles
+    row_of = (inside % PAGE) * token_stride
+    next_page = tl.load(table + first // PAGE + page_of, mask=first + inside < length, other=0)
     for start in range(first, last, TILE):
-        at = start + tl.arange(0, TILE)
+        at = start + inside
         there = at < length
-        page = next_page.to(tl.int64)
-        next_page = tl.load(table + (at + TILE) // PAGE, mask=at + TILE < length, other=0)
-        key_rows = keys + page * key_page + (at % PAGE) * key_token
-        value_rows = values + page * value_page + (at % PAGE) * value_token
-        k = load_rows(key_rows[:, None] + dims[None, :], there, dim_mask, MASKED, HEAD_DIM != DIM)
-        v = load_rows(value_rows[:, None] + dims[None, :], there, dim_mask, MASKED, HEAD_DIM != DIM)
+        rows = next_page.to(tl.int64) * page_stride + (row_of + start % PAGE * token_stride)
+        next_page = tl.load(table + (start + TILE) // PAGE + page_of, mask=at + TILE < length, other=0)
+        k = load_rows(keys + (rows[:, None] + dims[None, :]), there, dim_mask, MASKED, HEAD_DIM != DIM)
+        v = load_rows(values + (rows[:, None] + dims[None, :]), there, dim_mask, MASKED, HEAD_DIM != DIM)
 
         score = dot(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
         factor = score_scale
@@ -129,6 +130,12 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return 2.0 * LOG2_E.value * scale / softcap, LOG2_E.value * softcap
     return LOG2_E.value * scale, 0.0
+
+
+def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, int, int]:
+    """Strides by page, token and head of keys and values [pages, page_size, kv_heads, head_dim] of one pool."""
+    assert keys.stride() == values.stride() and keys.stride(3) == 1
+    return keys.stride(0), keys.stride(1), keys.stride(2)
 
 
 def block_strides(x: Tensor) -> tuple[int, int, int]:

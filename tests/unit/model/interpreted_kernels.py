@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch.nn.functional import gelu, linear, silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from djinnd.model.attention import TritonAttention
 from djinnd.model.kernels import kv_write, rms_norm
+from djinnd.model.kernels.gate import gated
+from djinnd.model.kernels.matvec import matvec
+from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.tile import INTERPRETED
 from tests.support.paged import Scene, check, same_bytes
 
@@ -113,3 +117,38 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
     else:  # one unit in the last place, and that seldom
         torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
         assert (got == wanted).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(40, 40, 128), (4, 2, 64), (5, 1, 80)])
+def test_rope_is_llamas_to_the_bit(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """q and k as attention has them: parts of one product."""
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    parts = torch.randn(1, 3, sum(sizes)).to(dtype).split(sizes, -1)
+    q, k = (part.view(1, 3, -1, head_dim).transpose(1, 2) for part in parts[:2])
+    cos, sin = (torch.randn(1, 3, head_dim).to(dtype) for _ in range(2))
+    for got, wanted in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        assert same_bytes(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's: infinity is what is wanted
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("width", [64, 1100])
+def test_gated_rounds_as_tensor_operations_do(width: int, dtype: torch.dtype) -> None:
+    gate, up = (4 * torch.randn(1, 5, 2 * width)).to(dtype).split(width, -1)
+    eps = torch.finfo(dtype).eps
+    for activation, own in (("silu", silu), ("gelu_tanh", lambda x: gelu(x, approximate="tanh"))):
+        got = gated(gate, up, activation)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, own(gate) * up, rtol=4 * eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize(("out", "width"), [(7, 64), (5, 1500), (9, 5120)])
+def test_one_row_times_a_matrix(out: int, width: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, 1, width), (out, width), (out,)))
+    for term in (None, bias):
+        wanted = linear(x.double(), weight.double(), None if term is None else term.double())
+        got = matvec(x, weight, term)
+        assert got.shape == (1, 1, out) and got.dtype == dtype
+        assert (got - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
+from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
+from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
+from djinnd.model.kernels.matvec import matvec_kernel
+from djinnd.model.kernels.packed_product import matrix_kernel, sum_kernel, vector_kernel
 from djinnd.model.kernels.prefill import prefill_kernel, prefill_tiles
 from djinnd.model.kernels.rms_norm import rms_norm_kernel
+from djinnd.model.kernels.rope import rope_kernel
 from djinnd.model.kernels.tile import INTERPRETED, Tiles
+from djinnd.model.kernels.unpack import patch_kernel, unpack_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 
@@ -26,11 +33,14 @@ SHARED_MEMORY = {AMPERE: 163 << 10, HOPPER: 227 << 10}  # bytes a program may ha
 POINTERS = {
     **dict.fromkeys(("query_starts", "kv_lengths", "page_table"), "*i32"),
     **dict.fromkeys(("partial", "stats"), "*fp32"),
-    **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight"), "*bf16"),
+    **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias"), "*bf16"),
+    **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
     "slots": "*i64",
+    **dict.fromkeys(("sm", "nibbles"), "*u8"),
+    **dict.fromkeys(("bases", "stripes", "patches", "head", "picked", "source", "target"), "*i32"),
 }
 FLOATS = ("score_scale", "cap", "eps")
-STRIDES = ("_token", "_head", "_page")
+STRIDES = ("_token", "_head", "_page", "_row")
 LLAMA_13B = {"HEADS": 40, "GROUP": 1, "PAGE": 16, "HEAD_DIM": 128, "DIM": 128}
 LLAMA_8B = {"HEADS": 32, "GROUP": 4, "PAGE": 32, "HEAD_DIM": 128, "DIM": 128}
 PLAIN = {"WINDOW": False, "CAP": False, "SINKS": False, "UPCAST": False}
@@ -43,7 +53,7 @@ def compile_for(capability: int, kernel: Any, warps: int = 4, stages: int = 3, *
     for i, name in enumerate(kernel.arg_names):
         kind = POINTERS.get(name) or ("fp32" if name in FLOATS else "i32")
         signature[name] = "constexpr" if name in constants else kind
-        if name in POINTERS or name.endswith(STRIDES):
+        if name in POINTERS or name.endswith(STRIDES) or name in ("pairs", "words"):
             divisible[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, divisible)
     options = {"num_warps": warps, "num_stages": stages}
@@ -85,3 +95,49 @@ def test_the_small_kernels(capability: int) -> None:
     compile_for(capability, combine_kernel, HEADS=32, HEAD_DIM=80, DIM=128, TILE=64, SPLITS=16, WINDOW=True, SINKS=True)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_the_kernels_of_the_fast_path(capability: int) -> None:
+    compile_for(capability, rope_kernel, Q_HEADS=40, K_HEADS=8, HEAD_DIM=128, HALF=64, HEADS=32)
+    compile_for(capability, rope_kernel, Q_HEADS=3, K_HEADS=1, HEAD_DIM=80, HALF=64, HEADS=4)
+    for activation in ACTIVATIONS:
+        compile_for(capability, gate_kernel, WIDTH=13_824, BLOCK=1024, ACTIVATION=activation)
+
+
+def test_a_row_of_weights_is_read_16_bytes_at_a_time() -> None:
+    ptx = compile_for(HOPPER, matvec_kernel, IN=5120, BLOCK=2048, BIAS=True).asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and not re.search(r"ld\.global\S*\.v2\.b32", ptx)
+
+
+PACKED = {"COLS": 5120, "PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_products_of_packed_weights(capability: int) -> None:
+    one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **PACKED)
+    assert "ld.global.v4" in one.asm["ptx"]
+    assert one.metadata.shared == 0  # x stays with the threads that read it
+    tile = {"ROWS": 64, "PAIRS": 128, "STAGES": 3, "SPLITS": 3, "TOKENS": 16}
+    several = compile_for(capability, matrix_kernel, **tile, **PACKED)
+    assert "mma.sync" in several.asm["ptx"]
+    # Decoded in the registers that multiply: a tile of bf16 never goes through shared memory.
+    loop = several.asm["ttgir"].split("scf.for")[1]
+    assert loop.count("local_load") == 5 and "local_alloc" not in loop and "convert_layout" not in loop
+    compile_for(capability, sum_kernel, SPLITS=3, BLOCK=512)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_unpacking_writes_16_bytes_at_a_time(capability: int) -> None:
+    compiled = compile_for(capability, unpack_kernel, PAIRS=1024, PLAINLY=False)
+    assert compiled.asm["ptx"].count("st.global.v4") == 2 and compiled.metadata.shared == 0
+    compile_for(capability, patch_kernel, PATCHES=1024)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_fetching_writes_16_bytes_at_a_time(capability: int) -> None:
+    compiled = compile_for(capability, fetch_packed_kernel, PAIRS=1024, PLAINLY=False)
+    assert compiled.asm["ptx"].count("st.global.v4") == 2
+    plain = compile_for(capability, fetch_plain_kernel, WORDS=2048).asm["ptx"]
+    assert plain.count("ld.global.v4") == plain.count("st.global.v4") == 4
+    compile_for(capability, fetch_patches_kernel, PATCHES=512, STRIPE=8)

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 from djinnd.model.kernels.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, split_count
 from djinnd.model.kernels.scratch import Scratch
 
-CASES = Path(__file__).with_name("interpreted_kernels.py")
+CASES = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
 
 
 @pytest.mark.timeout(300)
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *CASES]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
 

@@ -1,0 +1,82 @@
+"""Puts one kernel between the products of a gated MLP: down(activation(gate(x)) * up(x)).
+
+Which modules compute just that is decided by trying, on a copy whose products are replaced by random results: nothing
+is asked about their weights, which may be anywhere, nor about the modules that multiply by them.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.kernels.gate import ACTIVATIONS, gated
+
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+_WIDTH = 512  # of the trial
+
+
+class GatedMLP(nn.Module):
+    """[..., width] → [..., width], rounded after the activation and after the product, as tensor operations do."""
+
+    def __init__(self, own: nn.Module, activation: str) -> None:
+        """Takes over the products of the family's `own`."""
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (own.get_submodule(name) for name in PRODUCTS)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        return out
+
+
+class _Given(nn.Module):
+    """In the place of a product: gives what it was made with, or else its input."""
+
+    def __init__(self, result: Tensor | None = None) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.result is None else self.result
+
+
+@torch.inference_mode()
+def replace_mlps(root: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Replaces every gated MLP below `root` that agrees with ours on random input; says how many."""
+    replaced = 0
+    for parent in root.modules():
+        for name, mlp in list(parent._modules.items()):
+            if mlp is None or isinstance(mlp, GatedMLP) or set(mlp._modules) - {"act_fn"} != set(PRODUCTS):
+                continue
+            activation = _activation_of(mlp, dtype, device)
+            if activation:
+                setattr(parent, name, GatedMLP(mlp, activation))
+                replaced += 1
+    return replaced
+
+
+def _activation_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
+    """With which of the kernel's activations it computes the same; "" where with none."""
+    generator = torch.Generator(device).manual_seed(0)
+    gate, up = (4 * torch.randn(1, 4, _WIDTH, device=device, generator=generator) for _ in range(2))
+    gate, up = gate.to(dtype), up.to(dtype)
+    trial = copy.copy(mlp)
+    trial._modules = {**mlp._modules, "gate_proj": _Given(gate), "up_proj": _Given(up), "down_proj": _Given()}
+    try:
+        wanted = trial(gate)
+    except Exception:  # it looks at its products more closely than a stand-in allows
+        return ""
+    agreeing = (name for name in ACTIVATIONS if _agree(wanted, gated(gate, up, name)))
+    return next(agreeing, "")
+
+
+def _agree(wanted: object, got: Tensor) -> bool:
+    """To two units in the last place, and to what is left where 1 + tanh cancels out."""
+    return (
+        isinstance(wanted, Tensor)
+        and wanted.dtype == got.dtype
+        and wanted.shape == got.shape
+        and torch.allclose(wanted, got, rtol=4 * torch.finfo(got.dtype).eps, atol=1e-5)
+    )

@@ -1,0 +1,83 @@
+"""Puts one kernel in the place of a family's `apply_rotary_pos_emb`, where it computes the same to the bit.
+
+Families' attention calls that function by its name in the family's own file, so it is replaced there, in this process
+only. Layouts and roundings differ (interleaved pairs, angles of half a head, float32 to the end): which the kernel
+serves is decided by trying. All other calls, tensors on the CPU among them, go to the family's own function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.kernels.rope import rope
+
+NAME = "apply_rotary_pos_emb"
+
+Rope = Callable[..., tuple[Tensor, Tensor]]
+
+
+class FastRope:
+    """Stands where the family's function `own` stood."""
+
+    def __init__(self, own: Rope) -> None:
+        self.own = own
+        self._served: set[tuple[torch.dtype, torch.dtype]] = set()  # of q and k, and of the angles
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and self._serves(*args):
+            return rope(*args)
+        return self.own(*args, **kwargs)
+
+    def _serves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        return (q.dtype, cos.dtype) in self._served and _is_plain(q, k, cos, sin)
+
+    def try_with(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether there is anything to serve for queries and keys of `dtype`."""
+        agreeing = {angles for angles in (dtype, torch.float32) if self._agrees(dtype, angles, device)}
+        self._served |= {(dtype, angles) for angles in agreeing}
+        return bool(agreeing)
+
+    def _agrees(self, dtype: torch.dtype, angles: torch.dtype, device: torch.device) -> bool:
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, cos, sin = (
+            torch.randn(shape, device=device, dtype=kind, generator=generator)
+            for shape, kind in (((1, 4, 5, 64), dtype), ((1, 2, 5, 64), dtype), *[((1, 5, 64), angles)] * 2)
+        )
+        try:
+            wanted = self.own(q, k, cos, sin)
+        except Exception:  # a function of that name that takes other arguments
+            return False
+        got = rope(q, k, cos, sin)
+        return len(wanted) == 2 and all(
+            isinstance(w, Tensor) and w.dtype == g.dtype and torch.equal(w, g) for w, g in zip(wanted, got, strict=True)
+        )
+
+
+def _is_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """A flattened batch on a CUDA device whose angles cover whole heads."""
+    angles = (1, q.shape[2], q.shape[3])
+    return (
+        q.is_cuda
+        and q.dtype == k.dtype
+        and q.shape[0] == 1
+        and cos.shape == sin.shape == angles
+        and cos.stride() == sin.stride()
+        and q.stride(3) == k.stride(3) == cos.stride(2) == 1
+    )
+
+
+@torch.inference_mode()
+def replace_rope(root: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces the function in the files of all modules under `root` whose forward calls it."""
+    for kind in {type(module) for module in root.modules()}:
+        forward = inspect.unwrap(kind.forward)
+        names = forward.__globals__
+        if NAME in forward.__code__.co_names and NAME in names:
+            fast = names[NAME] if isinstance(names[NAME], FastRope) else FastRope(names[NAME])
+            if fast.try_with(dtype, device):
+                names[NAME] = fast

@@ -1,0 +1,126 @@
+"""What the fast path puts its kernels in the place of, decided on the CPU with interpreted kernels.
+
+Run by test_kernels.py, like interpreted_kernels.py.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from djinnd.model.fast_linear import FastLinear, fast_linear, replace_linears
+from djinnd.model.fast_mlp import GatedMLP, replace_mlps
+from djinnd.model.fast_rope import NAME, FastRope, replace_rope
+from djinnd.model.kernels.tile import INTERPRETED
+
+assert INTERPRETED
+
+# The exponential of a large number is infinite on the GPU, and its inverse 0, as it should be; numpy warns.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+CPU = torch.device("cpu")
+
+
+def fast_rope(family: str) -> FastRope:
+    own = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), NAME)
+    return FastRope(own.own if isinstance(own, FastRope) else own)
+
+
+@pytest.mark.parametrize(
+    ("family", "angles"),
+    [
+        ("llama", [torch.float16]),
+        ("olmo2", [torch.float16, torch.float32]),  # float32 angles, and the type of q again at the end
+        ("cohere", []),  # pairs side by side
+        ("gpt_oss", []),  # angles of half a head
+    ],
+)
+def test_which_rope_is_served_is_found_by_trying(family: str, angles: list[torch.dtype]) -> None:
+    fast = fast_rope(family)
+    fast.try_with(torch.float16, CPU)
+    assert fast._served == {(torch.float16, kind) for kind in angles}
+
+
+def test_what_is_on_the_cpu_goes_to_the_familys_own_function() -> None:
+    fast = fast_rope("llama")
+    fast.try_with(torch.float32, CPU)
+    q, cos = torch.randn(1, 2, 3, 64), torch.randn(1, 3, 64)
+    assert fast._served and torch.equal(fast(q, q, cos, cos)[0], fast.own(q, q, cos, cos)[0])
+    assert fast(q, q, cos, cos)[0].is_contiguous()  # ours has a token's heads side by side
+
+
+def test_a_function_that_takes_other_arguments_stays() -> None:
+    module = import_module(GPTJAttention.__module__)
+    own = getattr(module, NAME)
+    attention = GPTJAttention.__new__(GPTJAttention)
+    nn.Module.__init__(attention)
+    replace_rope(attention, torch.float32, CPU)
+    assert getattr(module, NAME) is own
+
+
+def test_rope_is_replaced_once_in_the_familys_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module(LlamaAttention.__module__)
+    monkeypatch.setattr(module, NAME, getattr(module, NAME))
+    attention = LlamaAttention.__new__(LlamaAttention)
+    nn.Module.__init__(attention)
+    for _ in range(2):
+        replace_rope(attention, torch.float32, CPU)
+        replaced = getattr(module, NAME)
+        assert isinstance(replaced, FastRope) and not isinstance(replaced.own, FastRope)
+
+
+def mlp(kind: type[nn.Module], activation: str) -> nn.Sequential:
+    config = SimpleNamespace(
+        hidden_size=24, intermediate_size=40, mlp_bias=False, hidden_act=activation, hidden_activation=activation
+    )
+    return nn.Sequential(kind(config))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("kind", "activation"), [(LlamaMLP, "silu"), (GemmaMLP, "gelu_pytorch_tanh")])
+def test_a_gated_mlp_is_replaced_by_one_that_gives_the_same(kind: type[nn.Module], activation: str) -> None:
+    parent, x = mlp(kind, activation), torch.randn(1, 3, 24)
+    wanted = parent(x)
+    assert replace_mlps(parent, torch.float32, CPU) == 1 and isinstance(parent[0], GatedMLP)
+    torch.testing.assert_close(parent(x), wanted, rtol=1e-5, atol=1e-6)
+    assert replace_mlps(parent, torch.float32, CPU) == 0
+
+
+class Clamped(LlamaMLP):
+    """Looks like the plain one, and limits what it multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1) * self.up_proj(x))
+
+
+class Curious(LlamaMLP):
+    """Looks at its weights in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.gate_proj.weight.dtype))
+
+
+@pytest.mark.parametrize(("kind", "activation"), [(LlamaMLP, "relu"), (Clamped, "silu"), (Curious, "silu")])
+def test_an_mlp_that_computes_something_else_stays(kind: type[nn.Module], activation: str) -> None:
+    parent = mlp(kind, activation)
+    assert replace_mlps(parent, torch.float32, CPU) == 0 and type(parent[0]) is kind
+
+
+def test_linears_share_their_parameters_with_what_replaces_them() -> None:
+    parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8))
+    parameters, wanted = list(parent.parameters()), parent(torch.ones(1, 8))
+    assert replace_linears(parent) == 2 and isinstance(parent[0], FastLinear)
+    assert all(a is b for a, b in zip(parameters, parent.parameters(), strict=True))
+    assert torch.equal(parent(torch.ones(1, 8)), wanted)
+
+
+def test_weights_on_the_cpu_are_torchs_to_multiply() -> None:
+    x, weight = torch.randn(1, 1, 8), torch.randn(4, 8)
+    assert torch.equal(fast_linear(x, weight, None), nn.functional.linear(x, weight))
