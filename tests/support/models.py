@@ -31,6 +31,16 @@ _SHAPES = {
     "gpt2": "gpt2",
     "gpt-j": "gpt-j-6b",
     "mixtral": "mixtral-8x7b",
+    "gemma-2": "gemma-2-9b",
+    "gemma-3": "gemma-3-1b",
+    "phi-3": "phi-3-mini-4k",
+    "olmo-2": "olmo-2-7b",
+    "gpt-neox": "gpt-neox-20b",
+    "opt": "opt-6.7b",
+    "falcon-7b": "falcon-7b",
+    "falcon-40b": "falcon-40b",
+    "qwen3-moe": "qwen3-30b-a3b",
+    "gpt-oss": "gpt-oss-20b",
 }
 FAMILIES = tuple(_SHAPES)
 

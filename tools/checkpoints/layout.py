@@ -4,6 +4,7 @@
 |---------|-----------------------------------------------------------------------------------------------|
 | mixtral | one matrix an expert: block_sparse_moe.experts.E.w1, w3 and w2, and block_sparse_moe.gate     |
 | gpt2    | no `transformer.` before the names; a causal mask a block                                     |
+| neox    | a causal mask a block, of booleans                                                            |
 | llama-2 | rope frequencies a block                                                                      |
 | all     | a tied head is not stored                                                                     |
 """
@@ -18,7 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from .shapes import Config, Shape
+from .shape import Config, Shape
+
+_MASKS = {"gpt2": ("h.{}.attn.bias", torch.float32), "gpt_neox": ("gpt_neox.layers.{}.attention.bias", torch.bool)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,9 @@ def _leftovers(shape: Shape, config: PreTrainedConfig, dtype: torch.dtype) -> It
     """Buffers of old modules that the hub's files still hold and every loader must pass over."""
     for block_idx in range(config.num_hidden_layers):
         if shape.leftovers == "causal masks":
-            size = (1, 1, config.n_positions, config.n_positions)
-            yield StoredTensor(f"h.{block_idx}.attn.bias", size, torch.float32)
+            name, stored = _MASKS[config.model_type]
+            size = (1, 1, config.max_position_embeddings, config.max_position_embeddings)
+            yield StoredTensor(name.format(block_idx), size, stored)
         elif shape.leftovers == "rope frequencies":
             head_dim = config.hidden_size // config.num_attention_heads
             yield StoredTensor(f"model.layers.{block_idx}.self_attn.rotary_emb.inv_freq", (head_dim // 2,), dtype)

@@ -15,7 +15,8 @@ from .corpus import sample
 from .files import write_config, write_json, write_weights
 from .layout import StoredTensor, shards, stored_tensors
 from .random_weights import RandomWeights
-from .shapes import REDUCED_VOCABULARY, config_of, shape_of
+from .shape import REDUCED_VOCABULARY
+from .shapes import config_of, shape_of
 from .tokenizer import train_bpe, write_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from .layout import StoredTensor
-from .shapes import Config
+from .shape import Config
 from .tokenizer import END_OF_TEXT_ID
 
 ROW_SPREAD = 0.35
 NORM_NOISE = 0.05
 BIAS_NOISE = 0.02
 ROPE_BASE = 10000.0
+
+_HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+_EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight")
+_NORMS_AROUND_0 = ("gemma2", "gemma3_text")  # they multiply by 1 + weight
+_NORMS_BEHIND_MATRICES = ("gemma2", "gemma3_text", "olmo2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class RandomWeights:
 
     def values(self, tensor: StoredTensor) -> Tensor:
         """In host memory."""
-        if tensor.name.endswith(".attn.bias"):
+        if tensor.name.endswith((".attn.bias", ".attention.bias")):
             return torch.ones(tensor.size, dtype=tensor.dtype).tril()
         if tensor.name.endswith(".rotary_emb.inv_freq"):
             return (ROPE_BASE ** -(torch.arange(tensor.size[0]) / tensor.size[0])).to(tensor.dtype)
@@ -54,17 +59,33 @@ class RandomWeights:
         return values.cpu()
 
     def _mean_and_deviation(self, tensor: StoredTensor) -> tuple[float, float]:
+        if tensor.name.endswith(".sinks"):  # logits
+            return 0.0, 1.0
+        if tensor.name.endswith("bias"):
+            return 0.0, BIAS_NOISE
         if len(tensor.size) == 1:
-            return (0.0, BIAS_NOISE) if tensor.name.endswith("bias") else (1.0, NORM_NOISE)
-        # GPT-2's block matrices lie [inputs, outputs], all others [outputs, inputs].
-        transposed = self.config["model_type"] == "gpt2" and tensor.name.startswith("h.")
-        inputs = tensor.size[0] if transposed else tensor.size[-1]
+            return self._norm_factor(tensor.name), NORM_NOISE
+        inputs = tensor.size[-2] if self._lies_transposed(tensor) else tensor.size[-1]
         return 0.0, (1.0 if self._gives_logits(tensor) else self.gain) / inputs**0.5
+
+    def _norm_factor(self, name: str) -> float:
+        """Its mean. Behind a matrix a norm decides what the matrix's gain decides in other families: the size of a
+        branch, the spread of the scores."""
+        family, norm = self.config["model_type"], name.split(".")[-2]
+        factor = 1.0
+        if family in _NORMS_BEHIND_MATRICES:
+            factor = self.gain if norm.startswith("post_") else self.gain**0.5 if norm in ("q_norm", "k_norm") else 1.0
+        return factor - (1.0 if family in _NORMS_AROUND_0 else 0.0)
+
+    def _lies_transposed(self, tensor: StoredTensor) -> bool:
+        """[inputs, outputs] as in GPT-2's blocks and gpt-oss's experts; all others are [outputs, inputs]."""
+        family = self.config["model_type"]
+        return (family == "gpt2" and tensor.name.startswith("h.")) or (family == "gpt_oss" and len(tensor.size) == 3)
 
     def _gives_logits(self, tensor: StoredTensor) -> bool:
         """Whether its first dimension is the vocabulary on the way out."""
         tied = self.config.get("tie_word_embeddings", True)
-        return tensor.name.endswith(("lm_head.weight", "lm_head.bias")) or (tied and tensor.name.endswith("wte.weight"))
+        return tensor.name.endswith(_HEADS) or (tied and tensor.name.endswith(_EMBEDDINGS))
 
     def _seed_of(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()

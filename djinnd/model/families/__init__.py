@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from djinnd.model.families import gptj
+from djinnd.model.families import falcon, gptj
 
 # Families whose attention ignores transformers' attention interface, but for which we brought a subclass.
-PATCHED = {"gptj": gptj.install}
+PATCHED = {"falcon": falcon.install, "gptj": gptj.install}

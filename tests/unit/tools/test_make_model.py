@@ -19,7 +19,8 @@ from tests.support.models import FAMILIES, REPOSITORY, reduced_model, tiny_model
 from tools.checkpoints.corpus import Corpus, standard_library
 from tools.checkpoints.layout import StoredTensor, shards, stored_tensors
 from tools.checkpoints.random_model import make_random, prepare_folder
-from tools.checkpoints.shapes import REDUCED_VOCABULARY, SHAPES, config_of, shape_of
+from tools.checkpoints.shape import REDUCED_VOCABULARY
+from tools.checkpoints.shapes import SHAPES, config_of, shape_of
 from tools.checkpoints.tiny import MAX_FOLDER_BYTES, make_tiny
 from tools.checkpoints.tokenizer import END_OF_TEXT_ID
 from tools.checkpoints.training import Recipe, train
@@ -39,7 +40,19 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "gpt-j-6b": 6_050_882_784,
     "gpt2": 124_439_808,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "phi-3-mini-4k": 3_821_079_552,
+    "olmo-2-7b": 7_298_617_344,
+    "gpt-neox-20b": 20_554_567_680,
+    "opt-6.7b": 6_658_473_984,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
+
+LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attention.bias")
 
 
 def load(folder: Path) -> Any:
@@ -59,7 +72,7 @@ def names_in(folder: Path) -> set[str]:
 def test_full_shapes_have_the_published_number_of_parameters(name: str) -> None:
     config = config_of(name, dtype="bfloat16")
     tensors = stored_tensors(shape_of(name), config, torch.bfloat16)
-    sizes = [torch.Size(t.size).numel() for t in tensors if not t.name.endswith((".inv_freq", ".attn.bias"))]
+    sizes = [torch.Size(t.size).numel() for t in tensors if not t.name.endswith(LEFTOVERS)]
     assert sum(sizes) == PARAMETERS[name]
 
 
@@ -108,6 +121,18 @@ def test_names_are_those_of_the_hub() -> None:
     assert "lm_head.weight" not in gpt2
     assert {"lm_head.weight", "lm_head.bias"} <= names_in(reduced_model("gpt-j"))
     assert "model.layers.3.self_attn.rotary_emb.inv_freq" in names_in(reduced_model("llama-2"))
+    neox = names_in(reduced_model("gpt-neox"))
+    assert {"embed_out.weight", "gpt_neox.layers.3.attention.bias"} <= neox
+    experts = {name for name in names_in(reduced_model("qwen3-moe")) if ".experts." in name}
+    assert len(experts) == 3 * 4 * 3  # blocks (the fourth is dense), experts, matrices
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in experts
+    gpt_oss = names_in(reduced_model("gpt-oss"))
+    assert {"model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.gate_up_proj_bias"} <= gpt_oss
+
+
+def test_as_many_blocks_as_asked_for_have_kinds() -> None:
+    config = config_of("gpt-oss-20b", dtype="bfloat16", blocks=3)
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def test_shards_hold_every_tensor_once_and_stay_under_the_limit(tmp_path: Path) -> None:

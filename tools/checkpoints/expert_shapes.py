@@ -1,0 +1,45 @@
+"""Mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .shape import Shape, llama, reduced_llama
+
+_MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "max_position_embeddings": 32768}
+_QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}
+_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+EXPERT_SHAPES: Mapping[str, Shape] = {
+    "mixtral-8x7b": Shape(
+        llama(4096, 14336, 32, 32, 8, **_MIXTRAL, rope_theta=1e6, sliding_window=None)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False},
+        reduced_llama(intermediate_size=96, num_local_experts=4),
+    ),
+    "qwen3-30b-a3b": Shape(
+        llama(2048, 6144, 48, 32, 4, **_QWEN_3_MOE, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6)
+        | {"head_dim": 128, "attention_bias": False, "sliding_window": None, "use_sliding_window": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48, "output_router_logits": False},
+        # block 1 is dense: blocks of two layouts in one model
+        reduced_llama(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+        | {"mlp_only_layers": [1], "max_window_layers": 4},
+    ),
+    "gpt-oss-20b": Shape(  # as in the BF16 checkpoints: the original's experts are mxfp4
+        llama(2880, 2880, 24, 64, 8, **_GPT_OSS, max_position_embeddings=131072, rope_theta=150000.0)
+        | {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "rope_scaling": _YARN, "swiglu_limit": 7.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "output_router_logits": False}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4},
+        reduced_llama(intermediate_size=48, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+        | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
+    ),
+}
