@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from djinn_client.client import Session, Stream, attach
-from djinn_client.control import Client, close, load, models, sessions, status, unload
+from djinn_client.control import Client, close, load, models, plan, sessions, set_budget, status, trace, unload
 from djinn_client.errors import (
     Cancelled,
     ConnectionLost,
@@ -39,8 +39,10 @@ from djinn_client.errors import (
     TokenOutOfRange,
     VersionMismatch,
 )
-from djinn_client.options import GenerateOptions
+from djinn_client.options import GenerateOptions, PlacingOptions
+from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
+    BudgetReply,
     DeviceInfo,
     Generated,
     Logprobs,
@@ -48,19 +50,23 @@ from djinn_client.protocol import (
     Piece,
     Progress,
     SessionInfo,
+    Span,
     StatusReply,
     Timings,
+    TraceReply,
     Usage,
 )
 from djinn_client.version import __version__
 
 if TYPE_CHECKING:
     from djinn_client.aio import AsyncSession, AsyncStream, attach_async
+    from djinn_client.sharing import ModelHandle, share_model
     from djinn_client.tensors import as_torch
 
 __all__ = [
     "AsyncSession",
     "AsyncStream",
+    "BudgetReply",
     "Cancelled",
     "Client",
     "ConnectionLost",
@@ -72,14 +78,17 @@ __all__ = [
     "Generated",
     "InvalidRequest",
     "Logprobs",
+    "ModelHandle",
     "ModelInfo",
     "ModelNotFound",
+    "ModelPlan",
     "ModelRejected",
     "NoTokenizer",
     "NotFound",
     "NotPermitted",
     "OutOfMemory",
     "Piece",
+    "PlacingOptions",
     "Progress",
     "PromptTooLong",
     "ProtocolError",
@@ -89,10 +98,12 @@ __all__ = [
     "SessionInfo",
     "SessionNotFound",
     "ShuttingDown",
+    "Span",
     "StatusReply",
     "Stream",
     "Timings",
     "TokenOutOfRange",
+    "TraceReply",
     "Usage",
     "VersionMismatch",
     "__version__",
@@ -102,12 +113,18 @@ __all__ = [
     "close",
     "load",
     "models",
+    "plan",
     "sessions",
+    "set_budget",
+    "share_model",
     "status",
+    "trace",
     "unload",
 ]
 
 _LATER = {
+    "ModelHandle": "djinn_client.sharing",
+    "share_model": "djinn_client.sharing",
     "AsyncSession": "djinn_client.aio",
     "AsyncStream": "djinn_client.aio",
     "attach_async": "djinn_client.aio",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -52,13 +53,16 @@ class Connection:
         self._socket.close()
         self._exchange.close()
 
-    def call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Answer[R]]:
-        """Sends the request and returns its final reply; given up when the caller stops or `on_progress` raises.
+    def call(
+        self, request: Request, expected: type[R], on_progress: OnProgress | None = None, fds: Sequence[int] = ()
+    ) -> Steps[Answer[R]]:
+        """Sends the request and returns its final reply; given up when the caller stops or `on_progress` raises. The
+        daemon gets duplicates of `fds`, which stay the caller's.
 
         Raises the error of a Failure; ConnectionLost; ProtocolError for a reply of another kind than `expected`.
         """
         try:
-            yield from self.start(request)
+            yield from self.start(request, fds)
             while True:
                 delivery = yield from self.receive()
                 if not isinstance(delivery.message, Progress):
@@ -73,7 +77,7 @@ class Connection:
         close_all(delivery.fds)
         raise self.unexpected(delivery)
 
-    def start(self, request: Request) -> Steps[None]:
+    def start(self, request: Request, fds: Sequence[int] = ()) -> Steps[None]:
         """Sends the request. What is still in flight has no reader any more and is given up; its last reply is awaited.
 
         Raises InvalidRequest for a number that the wire cannot carry, FrameTooLarge, ConnectionLost.
@@ -82,7 +86,7 @@ class Connection:
         while self._next() is None and not self._exchange.settled:
             yield Wait("read", self._socket.fileno())
             self._read()
-        yield from self._send(request)
+        yield from self._send(request, fds)
 
     def receive(self) -> Steps[Delivery]:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
@@ -111,12 +115,14 @@ class Connection:
         self.close()
         return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
 
-    def _send(self, request: Request) -> Steps[None]:
+    def _send(self, request: Request, fds: Sequence[int]) -> Steps[None]:
         try:
-            rest = memoryview(self._exchange.start(request))
+            rest = memoryview(self._exchange.start(request, len(fds)))
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             while rest:
                 try:
-                    rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
+                    rest = rest[self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL) :]
+                    rights = []  # they went with the first byte
                 except BlockingIOError:
                     yield Wait("write", self._socket.fileno())
         except (BrokenPipeError, ConnectionResetError):

@@ -55,15 +55,15 @@ class Exchange:
         """What has come ends in the middle of a frame."""
         return self._decoder.pending > 0
 
-    def start(self, request: Request) -> bytes:
-        """Gives the request its id and returns its frame.
+    def start(self, request: Request, fds: int = 0) -> bytes:
+        """Gives the request its id and returns its frame, with which `fds` descriptors travel.
 
         Raises InvalidRequest for a number that the wire cannot carry, FrameTooLarge.
         """
         assert self.settled, "a request is in flight"
         request.id = self._last_id + 1
         try:
-            frame = encode(request)  # type: ignore[arg-type]  # every subclass of Request is a ClientMessage
+            frame = encode(request, fds)  # type: ignore[arg-type]  # every subclass of Request is a ClientMessage
         except OverflowError as error:
             raise InvalidRequest(f"a number in this call is too large: {error}") from error
         length = len(frame) - HEADER.size

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import msgspec
 
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
+from djinn_client.placing import ring_bytes
 from djinn_client.protocol import Generate, Request, Sampling
 
 R = TypeVar("R", bound=Request)
@@ -49,6 +50,29 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
 
 
+class PlacingOptions(TypedDict, total=False):
+    """The keyword arguments of `load` and `plan` that say where a model's blocks go. Without any, and where all are
+    None, the daemon's configuration holds; with one, the defaults below hold for the others.
+
+    resident             an int: so many blocks stay on the device; a float from 0.0 to 1.0: that share of them;
+                         "auto" (the default): as many as fit
+    ring_gb              device memory for the ring that the others stream through, in 10^9 bytes; default: by slots
+    slots                of the ring, each for the largest streamed block; default: the engine decides
+    packing              False: no block is put into the lossless 12-bit code; default True
+    keep_host            False: the copy in host memory goes once every block is resident; default True
+    prefetch             False: each copy waits for its block's turn, for comparison; default True
+    piece_bytes          of one copy over the bus; default: the engine decides
+    """
+
+    resident: int | float | Literal["auto"] | None
+    ring_gb: float | None
+    slots: int | None
+    packing: bool | None
+    keep_host: bool | None
+    prefetch: bool | None
+    piece_bytes: int | None
+
+
 _SAMPLING = frozenset(Sampling.__struct_fields__)
 
 
@@ -69,6 +93,19 @@ def generate_request(
     elif prompt is not None:
         fields["token_ids"] = token_ids(prompt)
     return build(Generate, session=session, sampling=sampling, stream=stream, **fields)
+
+
+def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
+    """The fields of a Placing; None: as configured. Raises TypeError for an option that does not exist, InvalidRequest
+    for gigabytes that are none."""
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if unknown := sorted(options.keys() - PlacingOptions.__annotations__.keys()):
+        raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(PlacingOptions.__annotations__)}")
+    if fields.get("resident") == "auto":
+        fields["resident"] = None
+    if "ring_gb" in fields:
+        fields["ring_bytes"] = ring_bytes(fields.pop("ring_gb"))
+    return fields or None
 
 
 def token_ids(tokens: Iterable[Any]) -> list[int]:

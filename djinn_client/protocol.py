@@ -22,6 +22,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from djinn_client.errors import FrameTooLarge, InvalidRequest, ProtocolError, VersionMismatch
+from djinn_client.image import Dtype, Image
+from djinn_client.placing import ModelPlan as ModelPlan
+from djinn_client.placing import Placing as Placing
 
 VERSION = 1
 MAGIC = b"DJ"
@@ -188,6 +191,13 @@ class GetStatus(Request, tag="status"):
     check: bool = False  # audit the pools too: what was found is in StatusReply.integrity
 
 
+class GetTrace(Request, tag="trace"):
+    """What the device does in its next `steps` steps, or in `seconds`, whichever ends first. For administrators."""
+
+    steps: int = 4
+    seconds: float = 10.0
+
+
 class ListSessions(Request, tag="sessions"):
     pass
 
@@ -201,11 +211,64 @@ class LoadModel(Request, tag="load"):
 
     model: str
     kv_bytes: int = 0
+    placing: Placing | None = None  # None: as configured
+
+
+class PlanModel(Request, tag="plan"):
+    """What loading would come to. The model may be loaded or not, and nothing about it changes."""
+
+    model: str
+    memory_bytes: int = 0  # 0: the device's budget
+    kv_bytes: int = 0  # 0: as configured
+    placing: Placing | None = None  # None: as configured
 
 
 class UnloadModel(Request, tag="unload"):
     model: str
     force: bool = False  # closes the sessions that use it
+
+
+class ShareModel(Request, tag="share"):
+    """The first of two requests that hand a model over. Answered by ShareDescribed: what the daemon wants to be given.
+
+    A descriptor comes with it: a memfd that begins with the `files` of the model, name → bytes, one after another.
+    The share belongs to this connection, and ends with it, when limits.session_grace is over."""
+
+    model: str  # "": the daemon makes a name up
+    files: dict[str, int]
+    stored: Dtype  # of the weights, as the client has them
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # to compute in
+    kv_bytes: int = 0  # 0: as the daemon sees fit
+    placing: Placing = Placing()
+    public: bool = False  # other users may have sessions of it, too
+
+
+class ShareWeights(Request, tag="share_weights"):
+    """The second. Answers with Progress until the model is there.
+
+    A descriptor comes with it: a memfd that is the image, sealed against shrinking, growing and writing."""
+
+    share: str
+
+
+class EndShare(Request, tag="end_share"):
+    """No new session may use the model; when the last has gone, it goes. Done also where there is no such share."""
+
+    share: str
+
+
+class SetBudget(Request, tag="set_budget"):
+    """Changes the device's budget while sessions run: blocks that no longer fit stream, or become resident again."""
+
+    memory_bytes: int
+
+
+class Restart(Request, tag="restart"):
+    """The daemon drains and starts again as the same process. Answered by Done before it drains; sessions end with it.
+
+    `warm`: what is in shared memory of the loaded models stays there, and they are loaded again from it."""
+
+    warm: bool = False
 
 
 ClientMessage = (
@@ -220,10 +283,17 @@ ClientMessage = (
     | GetTokens
     | Cancel
     | GetStatus
+    | GetTrace
     | ListSessions
     | ListModels
     | LoadModel
+    | PlanModel
     | UnloadModel
+    | ShareModel
+    | ShareWeights
+    | EndShare
+    | SetBudget
+    | Restart
 )
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -344,6 +414,12 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     dtype: str = ""
     parameters: int = 0
     blocks: int = 0
+    blocks_plain: int = 0  # resident as in the checkpoint
+    blocks_packed: int = 0  # resident in the 12-bit code
+    blocks_streamed: int = 0
+    streamed_bytes: int = 0  # over the bus in one pass
+    ring_bytes: int = 0  # of device memory
+    scratch_bytes: int = 0  # of device memory, where packed blocks are decoded
     vocab: int = 0
     max_context: int = 0
     weight_bytes: int = 0
@@ -354,10 +430,30 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     pages_used: int = 0
     sessions: int = 0
     error: str = ""
+    notes: list[str] = []  # why blocks stay plain, and such
 
 
 class ModelReply(Reply, tag="model"):
     model: ModelInfo
+
+
+class ShareDescribed(Reply, tag="share_described"):
+    share: str
+    model: str
+    image: Image
+
+
+class PlanReply(Reply, tag="plan_reply"):
+    plan: ModelPlan
+
+
+class BudgetReply(Reply, tag="budget_reply"):
+    """Final reply of SetBudget; `seconds` is what the change took."""
+
+    budget_bytes: int
+    used_bytes: int
+    seconds: float
+    models: list[ModelInfo]
 
 
 class Models(Reply, tag="model_list"):
@@ -392,6 +488,29 @@ class StatusReply(Reply, tag="status_reply"):
     integrity: list[str] = []  # findings, where a check was asked for
 
 
+class Span(msgspec.Struct, frozen=True):
+    """Something that a device did. On a track one span follows another.
+
+    track      its spans                                             their args
+    step       `step`                                                model, rows, tokens that the rows bring
+    compute    `prologue`, `block N` with its decoding, `epilogue`   of a block: place (plain, packed or streamed)
+    copy       `block N`, a piece of it, queued in one of the steps  bytes
+    """
+
+    track: str
+    name: str
+    start_us: float  # since the first span began
+    duration_us: float
+    args: dict[str, Any] = {}
+
+
+class TraceReply(Reply, tag="trace_reply"):
+    """Final reply of GetTrace: spans by time. None, where nothing ran."""
+
+    device: str
+    spans: list[Span]
+
+
 ServerMessage = (
     Welcome
     | Done
@@ -404,8 +523,12 @@ ServerMessage = (
     | TokenIds
     | Sessions
     | ModelReply
+    | ShareDescribed
+    | PlanReply
+    | BudgetReply
     | Models
     | StatusReply
+    | TraceReply
 )
 Partial = Progress | Piece  # the replies that are not final
 

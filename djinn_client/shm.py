@@ -1,4 +1,4 @@
-"""Windows: memory that another process passed to this one as a file descriptor."""
+"""Windows: memory that passes between processes as a file descriptor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import weakref
 from djinn_client.errors import OutOfMemory, ProtocolError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+IMAGE_SEALS = SEALS | fcntl.F_SEAL_WRITE  # of what a client hands over for good
 
 
 def map_window(fd: int, nbytes: int) -> memoryview:
@@ -25,8 +26,20 @@ def map_window(fd: int, nbytes: int) -> memoryview:
     past the end of an object that its other holder has truncated would kill this process with SIGBUS.
     """
     _check(fd, nbytes)
+    return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+
+
+def map_read_only(fd: int, nbytes: int) -> memoryview:
+    """Maps the first `nbytes` of a sealed memfd, shared, as `map_window` does otherwise. The view says that it is
+    writable, as torch and others want it; whoever writes to it dies. (A private mapping would be copied page by page
+    where it is pinned; and of a descriptor that can write, some kernels give no shared one once writing is sealed.)"""
+    _check(fd, nbytes)
+    return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
+
+
+def _map(fd: int, nbytes: int, access: int, flags: int) -> memoryview:
     libc = _libc()
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    address = libc.mmap(None, nbytes, access, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OutOfMemory(f"cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}", bytes=nbytes)
     window = (ctypes.c_char * nbytes).from_address(address)

@@ -53,12 +53,16 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
 
     from djinnd.server.server import run  # not needed to check a configuration
     from djinnd.server.socket_path import StartError
+    from djinnd.server.succession import succeed
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(effective.config))
+            handed_over = runner.run(run(effective.config))
     except StartError as error:
         raise click.ClickException(str(error)) from error
+    if handed_over:
+        log.info("djinnd_succeeded pid=%d", os.getpid())
+        succeed(handed_over)
 
 
 def _allow_many_connections() -> None:

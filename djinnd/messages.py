@@ -8,16 +8,22 @@ Loading asks for shared memory in mid-way: only the engine knows the layout, and
 
     server ──Load──► engine ──NeedArena──► server ──ArenaReady──► engine ──Loading…──► Loaded
                                                 └──ArenaRefused──► engine ──► Failed
+
+A model that a client shares is laid out before it is loaded: DescribeImage, ImageDescribed. Its ArenaReady brings the
+client's image, a descriptor that travels with the frame.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from djinn_client.errors import ProtocolError
-from djinn_client.protocol import HEADER, MAGIC, VERSION, Class, FinishReason, Logprobs, ModelInfo, Sampling
+from djinn_client.image import Dtype, Image
+from djinn_client.placing import ModelPlan, Placing
+from djinn_client.protocol import HEADER, MAGIC, VERSION, Class, FinishReason, Logprobs, ModelInfo, Sampling, Span
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
@@ -29,21 +35,69 @@ class Load(msgspec.Struct, tag="load"):
     kv_bytes: int = 0  # 0: the engine decides
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_context: int = 0  # 0: the model's own
+    placing: Placing = Placing()
+    shared: Dtype | None = None  # the dtype that a client has given its weights in; None: they are in the checkpoint
 
 
 class ArenaReady(msgspec.Struct, tag="arena_ready"):
-    """`complete`: an earlier engine filled it with the same fingerprint; nothing need be read from disk."""
+    """`complete`: an earlier engine, or a client, filled it with the same fingerprint; nothing need be read from disk.
+
+    Of a model that a client shares there is no name but a descriptor, which is the receiver's: `fd` is its number."""
 
     request: int
     name: str
     offset: int  # bytes of header before the first block
     complete: bool
+    fd: int = -1
 
 
 class ArenaRefused(msgspec.Struct, tag="arena_refused"):
     request: int
     message: str
     data: dict[str, Any] = {}
+
+
+class Plan(msgspec.Struct, tag="plan"):
+    """What a Load with these fields would come to, in a budget of `memory_bytes`. Answered by Planned or Failed."""
+
+    request: int
+    model: str
+    path: str
+    dtype: str = "auto"
+    kv_bytes: int = 0  # 0: the engine decides
+    max_context: int = 0  # 0: the model's own
+    placing: Placing = Placing()
+    memory_bytes: int = 0  # 0: the engine's budget
+    shared: Dtype | None = None  # as in Load
+
+
+class DescribeImage(msgspec.Struct, tag="describe_image"):
+    """How the weights of a model are to lie that a Load with these fields finds complete. Answered by ImageDescribed or
+    Failed."""
+
+    request: int
+    model: str
+    path: str
+    dtype: str
+    placing: Placing
+    shared: Dtype
+
+
+class SetBudget(msgspec.Struct, tag="set_budget"):
+    """Answered by BudgetSet when blocks and pages are where the new budget has them, or by Failed, and then nothing has
+    changed: `out_of_memory` with the figure that it could go down to."""
+
+    request: int
+    memory_bytes: int
+
+
+class Trace(msgspec.Struct, tag="trace"):
+    """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with what there is then; by
+    Failed(retry) where one is being recorded already."""
+
+    request: int
+    steps: int
+    seconds: float
 
 
 class Unload(msgspec.Struct, tag="unload"):
@@ -120,6 +174,10 @@ ToEngine = (
     Load
     | ArenaReady
     | ArenaRefused
+    | Plan
+    | DescribeImage
+    | SetBudget
+    | Trace
     | Unload
     | Open
     | Close
@@ -157,6 +215,13 @@ class ArenaFilled(msgspec.Struct, tag="arena_filled"):
     model: str
 
 
+class HostReleased(msgspec.Struct, tag="host_released"):
+    """One-way: no block of the model needs the arena any more, and it is not mapped. The server removes the object; a
+    later engine gets an empty one."""
+
+    model: str
+
+
 class Loading(msgspec.Struct, tag="loading"):
     """One-way: progress of a Load."""
 
@@ -169,6 +234,29 @@ class Loading(msgspec.Struct, tag="loading"):
 class Loaded(msgspec.Struct, tag="loaded"):
     request: int
     model: ModelInfo
+
+
+class Planned(msgspec.Struct, tag="planned"):
+    request: int
+    plan: ModelPlan
+
+
+class ImageDescribed(msgspec.Struct, tag="image_described"):
+    request: int
+    image: Image
+
+
+class BudgetSet(msgspec.Struct, tag="budget_set"):
+    request: int
+    budget_bytes: int
+    used_bytes: int
+    seconds: float  # that the change took
+    models: list[ModelInfo]
+
+
+class Traced(msgspec.Struct, tag="traced"):
+    request: int
+    spans: list[Span]
 
 
 class Unloaded(msgspec.Struct, tag="unloaded"):
@@ -254,8 +342,13 @@ FromEngine = (
     Ready
     | NeedArena
     | ArenaFilled
+    | HostReleased
     | Loading
     | Loaded
+    | Planned
+    | ImageDescribed
+    | BudgetSet
+    | Traced
     | Unloaded
     | Stepped
     | Finished
@@ -277,8 +370,13 @@ def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
     return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
 
 
-def decode_to_engine(payload: bytes) -> ToEngine:
+def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
+    """`fds`: the descriptors that came with the frame, which are the message's then."""
     message: ToEngine = _decode(_to_engine, payload)
+    if isinstance(message, ArenaReady):
+        (message.fd,) = fds or (-1,)
+    else:
+        assert not fds, message
     return message
 
 

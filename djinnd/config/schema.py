@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from djinnd.config.units import Device, Seconds, Size, User
+from djinn_client.errors import InvalidRequest
+from djinn_client.placing import MAX_SLOTS, Placing, ring_bytes
+from djinnd.config.units import Device, Gigabytes, Packing, Resident, Seconds, Size, User
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -20,6 +22,7 @@ class Limits(Struct, frozen=True):
     sessions: Count = 4096  # in all
     sessions_per_user: Count = 1024
     connections_per_user: Count = 1024
+    shared_models_per_user: Count = 8
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
     request_bytes: Size = 16 << 20  # of one frame from a client
@@ -38,6 +41,32 @@ class Model(Struct, frozen=True):
     kv: Size = 0  # of device memory for pages; 0: the engine decides
     max_context: Annotated[int, Meta(ge=0)] = 0  # tokens; 0: the model's own
     preload: bool = False
+    resident: Resident = None  # blocks, or a share of them; None: as many as fit
+    ring_gb: Gigabytes = 0.0  # of device memory, in 10^9 bytes; 0: by slots
+    slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0  # of the ring; 0: the engine decides
+    packing: Packing = True
+    keep_host: bool = True
+    prefetch: bool = True
+    piece: Size = 0  # of one copy over the bus; 0: the engine decides
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that do not go together, or go nowhere."""
+        try:
+            self.placing.validate()
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
+
+    @property
+    def placing(self) -> Placing:
+        return Placing(
+            resident=self.resident,
+            ring_bytes=ring_bytes(self.ring_gb),
+            slots=self.slots,
+            packing=self.packing,
+            keep_host=self.keep_host,
+            prefetch=self.prefetch,
+            piece_bytes=self.piece,
+        )
 
 
 class Config(Struct, frozen=True):

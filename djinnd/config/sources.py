@@ -64,7 +64,7 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[Key, str 
     if problems:
         raise ConfigError("\n".join(problems))
     origins = {key: setting.origin for key, setting in settings.items()}
-    return Effective(_build(Config, (), values), origins, _unknown(environ))
+    return Effective(_build(Config, (), values, file.sections), origins, _unknown(environ))
 
 
 class _File:
@@ -184,9 +184,13 @@ def _convert(setting: Setting, type_: Any) -> Any:
     return msgspec.convert(setting.value, type_, strict=not setting.is_text)
 
 
-def _build(type_: Any, key: Key, values: Mapping[Key, Any]) -> Any:
-    """The struct (or mapping of structs) at `key`, from the values below it; the rest are defaults."""
+def _build(type_: Any, key: Key, values: Mapping[Key, Any], sections: Mapping[Key, str]) -> Any:
+    """The struct (or mapping of structs) at `key`, from the values below it; the rest are defaults. Raises ConfigError
+    for values that are right alone and not together."""
     names = dict.fromkeys(k[len(key)] for k in values if k[: len(key)] == key)
     inner = {name: (*key, name) for name in names}
-    parts = {n: values[k] if k in values else _build(_type_of(k), k, values) for n, k in inner.items()}
-    return parts if get_origin(type_) is dict else type_(**parts)
+    parts = {n: values[k] if k in values else _build(_type_of(k), k, values, sections) for n, k in inner.items()}
+    try:
+        return parts if get_origin(type_) is dict else type_(**parts)
+    except ValueError as error:
+        raise ConfigError(f"{sections[key]}: {dotted(key)}: {error}") from error

@@ -1,4 +1,4 @@
-"""Values that are written otherwise than they are kept: sizes, times, users, devices.
+"""Values that are written otherwise than they are kept: sizes, times, users, devices, places of blocks.
 
 A schema's type carries its `Unit`, which reads what YAML, a variable or a flag gave, or raises ValueError with what is
 wrong with it, and writes a value so that it reads it back. What is kept is a plain int, float or str.
@@ -75,6 +75,32 @@ def read_device(value: Any) -> str:
     raise ValueError(f"{value!r} is no device: auto, cpu, or cuda:N as in cuda:0")
 
 
+def read_resident(value: Any) -> int | float | None:
+    """None for `auto`; blocks for a whole number, a share of them for one with a decimal point."""
+    if value == "auto":
+        return None
+    if type(value) is int and value >= 0:
+        return value
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
+    raise ValueError(f"{value!r} is no number of blocks: auto, a count as in 29, or a share from 0.0 to 1.0 as in 0.73")
+
+
+def read_gigabytes(value: Any) -> float:
+    if type(value) not in (int, float) or not 0.0 <= value <= 1e9:
+        raise ValueError(f"{value!r} is no number of gigabytes (10^9 bytes): write it as in 4.5")
+    return float(value)
+
+
+def read_packing(value: Any) -> bool:
+    """YAML reads a bare `off` as false."""
+    if value == "auto":
+        return True
+    if value is False or value == "off":
+        return False
+    raise ValueError(f"{value!r} is not one of auto, off")
+
+
 def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(value)) if type(value) in (int, float, str) else None
     if match is None:
@@ -87,3 +113,8 @@ Size = Annotated[int, Meta(extra={"unit": Unit(read_size, write_size)})]
 Seconds = Annotated[float, Meta(extra={"unit": Unit(read_seconds, write_seconds)})]
 User = Annotated[int, Meta(extra={"unit": Unit(read_user)})]
 Device = Annotated[str, Meta(extra={"unit": Unit(read_device)})]
+Resident = Annotated[
+    int | float | None, Meta(extra={"unit": Unit(read_resident, lambda value: "auto" if value is None else value)})
+]
+Gigabytes = Annotated[float, Meta(extra={"unit": Unit(read_gigabytes)})]
+Packing = Annotated[bool, Meta(extra={"unit": Unit(read_packing, lambda value: "auto" if value else "off")})]

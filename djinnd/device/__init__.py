@@ -6,7 +6,8 @@ everything above runs the same code on both.
 
 from __future__ import annotations
 
-from djinnd.device.device import Device, Event
+from djinnd.device.device import Device, Event, Mark, Rates
+from djinnd.device.trace import Stamp, Trace
 
 
 def open_device(name: str, memory: int) -> Device:
@@ -22,4 +23,4 @@ def open_device(name: str, memory: int) -> Device:
     return CpuDevice(memory) if name == "cpu" else CudaDevice(name, memory)
 
 
-__all__ = ["Device", "Event", "open_device"]
+__all__ = ["Device", "Event", "Mark", "Rates", "Stamp", "Trace", "open_device"]

@@ -37,6 +37,20 @@ class MemoryBudget:
     def release(self, label: str) -> None:
         del self._reserved[label]
 
+    def rename(self, label: str, new: str) -> None:
+        assert new not in self._reserved, new
+        self._reserved[new] = self._reserved.pop(label)
+
+    def resize(self, total: int) -> None:
+        """Raises OutOfMemory with the figures when more than `total` is reserved."""
+        if total < self.used:
+            raise OutOfMemory(
+                f"a budget of {gib(total)} is less than the {gib(self.used)} that are in use",
+                needed=self.used,
+                budget=total,
+            )
+        self.total = total
+
     def check_integrity(self) -> None:
         assert all(n >= 0 for n in self._reserved.values()), self._reserved
         assert self.used <= self.total, (self.used, self.total)

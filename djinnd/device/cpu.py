@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.device import Device
+from djinnd.device.device import Device, Mark, Rates
 
 _DEFAULT_SHARE = 0.5  # of the memory that is available when the engine starts
+_RATE_BYTES = 64 << 20
+_RATE_SIDE = 512  # of square matrices
 
 
 class _CopyEvent:
@@ -34,35 +38,91 @@ class _CopyEvent:
         self.wait()  # the compute "stream" is the calling thread itself
 
 
+class _Passed:
+    """The compute "stream" is the calling thread itself: it has passed whatever it marks."""
+
+
+class _Stamp:
+    def __init__(self) -> None:
+        self._at = 0.0  # of the host's clock; 0 until it is passed
+
+    def pass_now(self) -> None:
+        self._at = time.perf_counter()
+
+    @property
+    def passed(self) -> bool:
+        return self._at > 0
+
+    def since(self, earlier: _Stamp) -> float:
+        return (self._at - earlier._at) * 1e6
+
+
+@dataclass(slots=True)
+class _Copy:
+    target: Tensor
+    source: Tensor
+    event: _CopyEvent
+    stamps: tuple[_Stamp, _Stamp] | None  # of its span in a trace
+
+    def begun(self) -> None:
+        if self.stamps is not None:
+            self.stamps[0].pass_now()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.stamps is not None:
+            self.stamps[1].pass_now()
+        self.event.finish(error)
+
+
 class CpuDevice(Device):
     def __init__(self, memory: int) -> None:
         self.torch_device = torch.device("cpu")
         self.description = f"CPU, {torch.get_num_threads()} threads"
         self.budget = MemoryBudget(memory or int(_available_memory() * _DEFAULT_SHARE))
-        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, _CopyEvent] | None] = queue.SimpleQueue()
+        self._rates: Rates | None = None
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
         self._engine.start()
 
     @torch.inference_mode()  # tensors that were made in it let nobody else write to them
     def _copy_loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            target, source, event = job
+            job.begun()
             try:
-                target.copy_(source)
+                job.target.copy_(job.source)
             except BaseException as error:  # told to whoever waits for the copy
-                event.finish(error)
+                job.finish(error)
             else:
-                event.finish()
+                job.finish()
 
     def trim(self) -> None:
         pass  # the C library's allocator knows no streams
 
-    def copy(self, target: Tensor, source: Tensor) -> _CopyEvent:
-        event = _CopyEvent()
-        self._queue.put((target, source, event))
+    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
+        event, trace, stamps = _CopyEvent(), self.trace, None
+        if trace is not None:
+            stamps = (_Stamp(), _Stamp())
+            trace.add("copy", name, *stamps, bytes=source.nbytes)
+        self._queue.put(_Copy(target, source, event, stamps))
         return event
 
-    def pin(self, pieces: Sequence[Tensor]) -> None:
+    def mark(self) -> _Passed:
+        return _Passed()
+
+    def stamp(self) -> _Stamp:
+        stamp = _Stamp()
+        stamp.pass_now()
+        return stamp
+
+    def rates(self) -> Rates:
+        if self._rates is None:
+            self._rates = Rates(_copy_rate(), 2 * _copy_rate(), _product_rate())
+        return self._rates
+
+    def resize(self, budget: int) -> None:
+        self.budget.resize(budget)
+
+    def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
         pass  # every host page is as near as any other
 
     def unpin(self, pieces: Sequence[Tensor]) -> None:
@@ -77,6 +137,26 @@ class CpuDevice(Device):
     def close(self) -> None:
         self._queue.put(None)
         self._engine.join()
+
+
+def _copy_rate() -> float:
+    source = torch.ones(_RATE_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return _RATE_BYTES / _least_seconds(lambda: target.copy_(source))
+
+
+def _product_rate() -> float:
+    a = torch.ones(_RATE_SIDE, _RATE_SIDE)
+    return 2 * _RATE_SIDE**3 / _least_seconds(lambda: a @ a)
+
+
+def _least_seconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _available_memory() -> int:

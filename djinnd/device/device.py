@@ -5,22 +5,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from djinnd.device.budget import MemoryBudget
+from djinnd.device.trace import Stamp, Trace
 
 
 class Event(Protocol):
     """A point in the queue of copies."""
 
     def wait(self) -> None:
-        """The host waits until the copy has happened."""
+        """The host waits until the copy has happened. Raises what went wrong with it."""
 
     def order(self) -> None:
-        """Work that is queued on the compute stream from now on runs after the copy; the host does not wait."""
+        """Work that is queued on the compute stream from now on runs after the copy; the host does not wait. Raises
+        what is known by now to have gone wrong with the copy."""
+
+
+class Mark(Protocol):
+    """A point in the compute stream, for copies to wait for. The device that made it knows what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device does in a second, measured on it."""
+
+    bus: float  # bytes, pinned host memory to device
+    memory: float  # bytes, read and written
+    products: float  # floating-point operations of a large bfloat16 matrix product
 
 
 class Device(ABC):
@@ -29,6 +45,8 @@ class Device(ABC):
     torch_device: torch.device
     description: str
     budget: MemoryBudget
+    reserved = 0  # bytes of the budget that are the device's own: its context and libraries
+    trace: Trace | None = None  # where the step that is being run is recorded
 
     @property
     def name(self) -> str:
@@ -57,13 +75,45 @@ class Device(ABC):
         have it."""
 
     @abstractmethod
-    def copy(self, target: Tensor, source: Tensor) -> Event:
-        """Queues a copy between host and device memory; dtypes may differ. Copies happen in the order queued."""
+    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> Event:
+        """Queues a copy between host and device memory; dtypes may differ. Copies happen in the order queued, this one
+        not before the compute stream has passed `after`. `name`: of its span in a trace."""
 
     @abstractmethod
-    def pin(self, pieces: Sequence[Tensor]) -> None:
+    def mark(self) -> Mark:
+        """Where the compute stream is now: after all work that has been queued on it."""
+
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """Where the compute stream is now, for a trace."""
+
+    @contextmanager
+    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        """What is queued on the compute stream meanwhile is a span of the trace, where one is recorded."""
+        trace = self.trace
+        if trace is not None:
+            trace.begin(track, name, **args)
+        yield
+        if trace is not None:
+            trace.end(track)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The thread's work goes to a stream of its own, in nobody's way; it has happened when the context ends."""
+        yield
+
+    @abstractmethod
+    def rates(self) -> Rates:
+        """Measured at the first call, which takes a fraction of a second and some memory beside the budget's."""
+
+    @abstractmethod
+    def resize(self, budget: int) -> None:
+        """Changes the budget, whose reservations fit the new one. Raises OutOfMemory when the device lacks it."""
+
+    @abstractmethod
+    def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
         """Registers mapped host memory so that copies run at the speed of the bus. A piece is uint8, starts on a host
-        page, and no copy reaches from one into another: the driver refuses that.
+        page, and no copy reaches from one into another: the driver refuses that. `read_only`: it is mapped so.
 
         Raises OutOfMemory where the host lets no more be pinned, and then none of the pieces is."""
 

@@ -1,15 +1,14 @@
-"""`python -m djinnd.engine`: started by the server, which holds the other end of the socket pair."""
+"""`python -m djinnd.engine`: the server, which holds the other end of the socket pair, has it forked or starts it."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import signal
 
 import click
 
 from djinn_client.errors import DjinnError
+from djinnd.engine.lifeline import tie_to
 from djinnd.telemetry import configure_logging
 
 # (tokens, rows) of one step: a chunk that keeps the device busy without keeping others waiting for long.
@@ -18,13 +17,14 @@ _LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 
 @click.command()
 @click.option("--fd", type=int, required=True, help="Connected stream socket to the server.")
-@click.option("--parent", type=int, default=0, help="The server's pid: the engine ends when it does.")
+@click.option("--parent", type=int, default=0, help="Its pid: the engine ends when it does.")
 @click.option("--device", default="auto")
 @click.option("--memory", type=int, default=0, help="Budget in bytes; 0: the device's default.")
 @click.option("--log-level", default="info")
 @click.option("--log-format", default="text")
 def main(fd: int, parent: int, device: str, memory: int, log_level: str, log_format: str) -> None:
-    _die_with(parent)
+    if parent:
+        tie_to(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which then says Shutdown
     configure_logging(log_level, log_format)
     from djinnd.device import open_device  # torch takes seconds to import: after the signals are in order
@@ -43,14 +43,6 @@ def main(fd: int, parent: int, device: str, memory: int, log_level: str, log_for
     finally:
         opened.close()
         channel.close()
-
-
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when the server's dies, however that happens."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if parent and os.getppid() != parent:
-        raise SystemExit("the server is gone already")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from djinn_client.protocol import FrameDecoder
+from djinn_client.protocol import MAX_FDS, FrameDecoder
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine, decode_to_engine, encode
 
 _READ = 1 << 18
+_FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 
 class ServerGone(Exception):
@@ -33,6 +35,7 @@ class Channel:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(True)
         self._decoder = FrameDecoder(MAX_FRAME)
+        self._fds: deque[int] = deque()  # that have come with the first bytes of frames
         self._sending = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -46,12 +49,17 @@ class Channel:
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 continue
-            messages += [decode_to_engine(frame.payload) for frame in self._decoder.feed(self._read())]
+            for frame in self._decoder.feed(self._read()):
+                fds = [self._fds.popleft() for _ in range(frame.fds)]
+                messages.append(decode_to_engine(frame.payload, fds))
         return messages
 
     def _read(self) -> bytes:
         with _gone_where_broken():
-            data = self._socket.recv(_READ)
+            data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, rights in ancillary:
+            assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
+            self._fds.extend(array.array("i", rights))
         if not data:
             raise ServerGone
         return data
@@ -73,3 +81,5 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
         os.close(self._wake)
+        for fd in self._fds:
+            os.close(fd)

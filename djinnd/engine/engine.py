@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.errors import DjinnError, InvalidRequest, OutOfMemory
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
+from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.loading import LoadQueue, LoadResult
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.serving import make_runner
+from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
 from djinnd.scheduler.scheduler import Scheduler
 
@@ -38,6 +40,7 @@ class Engine:
         self._limits = (max_batch_tokens, max_rows)
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
         self._loads = LoadQueue(channel, device, max_batch_tokens)
+        self._tracer = Tracer(device, channel.send)
         self._runners: dict[str, ModelRunner] = {}
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
@@ -47,6 +50,10 @@ class Engine:
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Load: self._loads.submit,
+            messages.Plan: self._loads.submit,
+            messages.DescribeImage: self._loads.submit,
+            messages.SetBudget: self._set_budget,
+            messages.Trace: self._tracer.start,
             messages.ArenaReady: self._loads.arena,
             messages.ArenaRefused: self._loads.arena,
             messages.Unload: self._unload,
@@ -71,7 +78,8 @@ class Engine:
                 for message in self._channel.receive(0.0 if busy else ALIVE_EVERY):
                     self._handlers[type(message)](message)
                 self._adopt_loaded()
-                busy = self._step()
+                busy = self._step() or self._prepare()
+                self._tracer.answer()
                 self._beat()
         except ServerGone:
             log.warning("server_gone")
@@ -87,7 +95,8 @@ class Engine:
             return False
         started = self._note_started(batch)
         try:
-            sampled = self._runners[batch.model].run(batch)
+            with self._tracer.step(batch):
+                sampled = self._runners[batch.model].run(batch)
         except Exception as error:
             self._fail_batch(batch, error)
             return True
@@ -100,6 +109,10 @@ class Engine:
         for request in self._scheduler.complete(batch, sampled.tokens):
             self._finish(request)
         return True
+
+    def _prepare(self) -> bool:
+        """In an idle moment: does for one model what its later steps would have to do."""
+        return any(runner.prepare() for runner in self._runners.values())
 
     def _note_started(self, batch: Batch) -> list[messages.Started]:
         if not self._waiting:
@@ -125,6 +138,7 @@ class Engine:
         """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
         log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
         self._device.synchronize()  # raises again where the error sticks, and so ends the engine
+        self._runners[batch.model].recover()
         told = DjinnError(f"the step failed: {error!r}")
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
@@ -212,8 +226,7 @@ class Engine:
     # --- models -----------------------------------------------------------------------------------------------------
 
     def _adopt_loaded(self) -> None:
-        while not self._loads.results.empty():
-            result = self._loads.results.get()
+        while (result := self._loads.take()) is not None:
             load, refusal = result.load, None
             try:
                 self._adopt(result)
@@ -244,9 +257,35 @@ class Engine:
         except Exception as error:
             log.exception("preparing_failed model=%s", load.model)
             raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
+        self._release_host(runner)
         self._runners[load.model] = runner
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks)
         self._channel.send(messages.Loaded(load.request, runner.info()))
+
+    def _release_host(self, runner: ModelRunner) -> None:
+        """Gives back the model's copy on the host, where that is wished and nothing needs it."""
+        if runner.load.placing.keep_host:
+            return
+        if runner.places.streamed:
+            runner.weights.notes.append("the copy on the host stays: blocks stream from it")
+            return
+        runner.weights.release_host(self._device)
+        self._channel.send(messages.HostReleased(runner.name))
+
+    def _set_budget(self, message: messages.SetBudget) -> None:
+        began = time.monotonic()
+        try:
+            if self._loads.is_busy:
+                raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
+            change_budget(self._device, self._runners.values(), self._scheduler, message.memory_bytes)
+        except DjinnError as error:
+            self._refuse(message.request, error)
+            return
+        budget, models = self._device.budget, [runner.info() for runner in self._runners.values()]
+        log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
+        self._channel.send(
+            messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)
+        )
 
     def _unload(self, message: messages.Unload) -> None:
         """The server has closed the model's sessions before."""

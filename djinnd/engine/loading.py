@@ -1,4 +1,4 @@
-"""Loads models one after another, beside the step loop.
+"""Loads models one after another, beside the step loop, and says what loading one would come to.
 
     engine thread:  submit ─────────────────────────────────────────────► adopt: KV pool, check, graphs → Loaded
     loader thread:     read ─ NeedArena ─ wait ─ fill ─ pin ─ upload ─┘
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import queue
 import threading
 from dataclasses import dataclass
@@ -22,13 +23,31 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.placing import ModelPlan
+from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
-from djinnd.engine.memory import ModelShape, least_bytes
-from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Load, Loading, NeedArena
+from djinnd.engine.memory import ModelShape
+from djinnd.engine.planning import bytes_beside, describe
+from djinnd.messages import (
+    ArenaFilled,
+    ArenaReady,
+    ArenaRefused,
+    DescribeImage,
+    Failed,
+    ImageDescribed,
+    Load,
+    Loading,
+    NeedArena,
+    Plan,
+    Planned,
+)
+from djinnd.model.image import image_of
 from djinnd.model.loader import Loader, Weights
 
 log = logging.getLogger("djinnd.engine")
+
+Job = Load | Plan | DescribeImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +70,71 @@ class LoadQueue:
         self._device = device
         self._max_batch_tokens = max_batch_tokens
         self._closing = False
-        self._jobs: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: there will be no more
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: there will be no more
+        self._unfinished = 0  # loads whose results the engine has not taken
         self._arenas: queue.SimpleQueue[ArenaReady | ArenaRefused | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="djinn-load", daemon=True)
         self._thread.start()
 
-    def submit(self, load: Load) -> None:
-        self._jobs.put(load)
+    def submit(self, job: Job) -> None:
+        self._unfinished += isinstance(job, Load)
+        self._jobs.put(job)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a load is under way: memory is taken that no runner has yet."""
+        return self._unfinished > 0
+
+    def take(self) -> LoadResult | None:
+        """The next result, if there is one."""
+        if self.results.empty():
+            return None
+        self._unfinished -= 1
+        return self.results.get()
 
     def arena(self, answer: ArenaReady | ArenaRefused) -> None:
         self._arenas.put(answer)
 
     def _work(self) -> None:
         """Keeps no result: its memory must go with the model."""
-        while (load := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
             try:
-                self.results.put(self._load(load))
+                self._do(job)
             except (_Closing, ServerGone):
                 return
-            except DjinnError as error:
-                self.results.put(LoadResult(load, None, None, error))
-            except torch.OutOfMemoryError as error:
-                self.results.put(LoadResult(load, None, None, OutOfMemory(f"loading {load.model}: {error}")))
-            except Exception as error:
-                log.exception("load_failed model=%s", load.model)
-                told = DjinnError(f"loading {load.model} failed: {error!r}")
-                self.results.put(LoadResult(load, None, None, told))
             self._channel.wake()
+
+    def _do(self, job: Job) -> None:
+        try:
+            match job:
+                case Plan():
+                    self._channel.send(Planned(job.request, self._plan(job)))
+                case DescribeImage():
+                    self._channel.send(ImageDescribed(job.request, image_of(self._loader(job))))
+                case Load():
+                    self.results.put(self._load(job))
+            return
+        except (_Closing, ServerGone):
+            raise
+        except DjinnError as error:
+            told = error
+        except torch.OutOfMemoryError as error:
+            told = OutOfMemory(f"loading {job.model}: {error}")
+        except Exception as error:
+            log.exception("load_failed model=%s", job.model)
+            told = DjinnError(f"loading {job.model} failed: {error!r}")
+        if isinstance(job, Load):
+            self.results.put(LoadResult(job, None, None, told))
+        else:
+            self._channel.send(Failed(job.request, told.code, told.message, told.data))
+
+    def _loader(self, job: Job) -> Loader:
+        return Loader(job.model, Path(job.path), self._device, job.dtype, job.placing, job.shared)
+
+    def _plan(self, job: Plan) -> ModelPlan:
+        loader = self._loader(job)
+        return describe(job, loader, model_shape(loader), self._device, self._max_batch_tokens)
 
     def _load(self, load: Load) -> LoadResult:
         def progress(stage: str, done: int, total: int) -> None:
@@ -87,11 +143,18 @@ class LoadQueue:
             self._channel.send(Loading(load.model, stage, done, total))
 
         progress("opening", 0, 0)
-        loader = Loader(load.model, Path(load.path), self._device, load.dtype)
+        self._device.rates()  # measured while the device has room for it
+        loader = self._loader(load)
         shape = model_shape(loader)
-        loader.admit(least_bytes(shape, self._max_batch_tokens))
-        weights = loader.run(lambda nbytes, fingerprint: self._open_arena(load, nbytes, fingerprint), progress)
-        self._channel.send(ArenaFilled(load.model))
+        budget = self._device.budget
+        beside = bytes_beside(loader, shape, load.kv_bytes, self._max_batch_tokens, budget.total, budget.free)
+
+        def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+            return self._open_arena(load, nbytes, fingerprint)
+
+        weights = loader.run(arena, progress, beside)
+        if load.shared is None:
+            self._channel.send(ArenaFilled(load.model))
         return LoadResult(load, weights, shape, None)
 
     def _open_arena(self, load: Load, nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
@@ -102,7 +165,8 @@ class LoadQueue:
         assert answer.request == load.request, (answer, load.request)
         if isinstance(answer, ArenaRefused):
             raise OutOfMemory(answer.message, **answer.data)
-        return map_arena(answer, nbytes), answer.complete
+        memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
+        return memory, answer.complete
 
     def close(self) -> None:
         """Returns when the thread has ended; a load that was under way is broken off."""
@@ -123,11 +187,19 @@ def map_arena(answer: ArenaReady, nbytes: int) -> Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=answer.offset, count=nbytes)
 
 
+def map_image(fd: int, nbytes: int) -> Tensor:
+    """A client's image as uint8 [nbytes], for reading only. Closes `fd`; the mapping lives as long as the tensor."""
+    try:
+        return torch.frombuffer(map_read_only(fd, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
 def model_shape(loader: Loader) -> ModelShape:
     skeleton = loader.skeleton
     config = skeleton.config
-    blocks = [skeleton.block_layout(index) for index in range(skeleton.num_blocks)]
-    projections = [entry.shape for block in blocks for entry in block.entries.values() if len(entry.shape) > 1]
+    layouts = [buffer.layout for buffer in loader.store.buffers[:-1]]  # of blocks and experts
+    projections = [entry.shape for layout in layouts for entry in layout.entries.values() if len(entry.shape) > 1]
     return ModelShape(
         num_blocks=skeleton.num_blocks,
         kv_heads=skeleton.kv_shape.kv_heads,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from djinn_client.placing import Placing
 from djinnd.kvcache.manager import page_size_for
 from djinnd.model.sampler import TEMPORARY_BYTES
+from djinnd.weights.plan import Place, Plan
 
 MIN_TOKENS = 512  # a model is not worth loading for shorter sessions
 FULL_SESSIONS = 64  # automatic KV: never more than so many sessions of full length could use
 _SHARE = 0.5  # automatic KV: of what the budget has left, so that a second model can still be loaded
+_FLOOR = 1 / 32  # automatic KV: of the budget, before weights get any of it
 LOGIT_ROWS = 256  # rows of logits that exist at once
 
 
@@ -46,18 +49,21 @@ def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
     return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 
-def least_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """What a model needs beside its weights to be served at all."""
+def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
+    """Bytes of pages that come before weights: those asked for, or a small part of the budget."""
     size = page_size_for(shape.token_bytes)
     pages = -(-min(MIN_TOKENS, shape.max_positions) // size) + 1
-    return workspace_bytes(shape, max_batch_tokens) + pages * size * shape.token_bytes
+    return max(wanted or int(budget * _FLOOR), pages * size * shape.token_bytes)
 
 
-def plan_kv(shape: ModelShape, free: int, wanted: int, max_context: int) -> KvPlan:
-    """`free`: bytes left when weights and workspace are placed; `wanted`: bytes asked for, 0 for automatic.
+def takes_all(placing: Placing, places: Plan) -> bool:
+    """Whether a model's pages may have all that its blocks leave: they do not fit plain, so no second model would."""
+    return placing.resident is None and places.count(Place.PLAIN) < len(places.places)
 
-    The caller has checked `least_bytes`. Wanting more than is free is the budget's OutOfMemory to raise.
-    """
+
+def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: int, takes_all: bool = False) -> KvPlan:
+    """`free`: bytes left when weights and workspace are placed; `wanted`: bytes asked for, 0 for automatic: then half
+    of what is free (all of it where the model takes all), or `floor` where that is more and there is as much."""
     size = page_size_for(shape.token_bytes)
     page_bytes = size * shape.token_bytes
     context = min(max_context or shape.max_positions, shape.max_positions)
@@ -66,5 +72,6 @@ def plan_kv(shape: ModelShape, free: int, wanted: int, max_context: int) -> KvPl
         pages = max(wanted // page_bytes, least)
     else:
         full = FULL_SESSIONS * -(-context // size) + 1
-        pages = max(min(int(free * _SHARE) // page_bytes, full), least)
+        share = free if takes_all else int(free * _SHARE)
+        pages = max(min(max(share, min(floor, free)) // page_bytes, full), least)
     return KvPlan(size, page_bytes, pages, min(context, (pages - 1) * size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,15 +18,19 @@ from djinnd.core.request import Request
 from djinnd.device import Device
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.logits_window import LogitsWindow
-from djinnd.engine.memory import LOGIT_ROWS, KvPlan
+from djinnd.engine.memory import LOGIT_ROWS, KvPlan, ModelShape, workspace_bytes
 from djinnd.kvcache.manager import KvManager
+from djinnd.messages import Load
 from djinnd.model.graphs import StepGraphs
 from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.sampler import Sampled, Sampler
+from djinnd.weights.plan import Place, Plan
 
 log = logging.getLogger("djinnd.engine")
+
+_PAGES_AT_ONCE = 32  # that are moved from one pool to another: what is held twice
 
 
 class ModelRunner:
@@ -33,41 +38,104 @@ class ModelRunner:
 
     def __init__(
         self,
-        name: str,
-        path: str,
+        load: Load,
         weights: Weights,
         model: PagedModel,
+        shape: ModelShape,
         plan: KvPlan,
         device: Device,
         max_tokens: int,
         max_rows: int,
-        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name = name
-        self.path = path
+        self.name = weights.name
+        self.load = load
         self.weights = weights
         self.model = model
+        self.shape = shape
         self.plan = plan
         self.device = device
+        self._limits = (max_tokens, max_rows)
         self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
-        self.graphs = self._capture(device, max_tokens, max_rows, beat) if isinstance(device, CudaDevice) else None
+        self.graphs = self._new_graphs()
 
-    def _capture(
-        self, device: CudaDevice, max_tokens: int, max_rows: int, beat: Callable[[], None]
-    ) -> StepGraphs | None:
-        """None for a family whose forward cannot be captured: its steps run eagerly."""
-        width = self.kv.pages_for(self.plan.max_context)
-        try:
-            return StepGraphs(self.model, device, max_tokens, max_rows, width, self.plan.max_context, beat)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            device.synchronize()  # raises again where the error sticks
-            log.warning("graphs_off model=%s error=%s", self.name, error)
+    def _new_graphs(self) -> StepGraphs | None:
+        if not isinstance(self.device, CudaDevice):
             return None
+        return StepGraphs(
+            self.model, self.device, *self._limits, self.kv.pages_for(self.plan.max_context), self.plan.max_context
+        )
+
+    def prepare(self) -> bool:
+        """Does some of what later steps would have to do, in a tenth of a second; False: there is nothing left."""
+        return self.graphs is not None and self._attempt(self.graphs, self.graphs.capture_next)
+
+    def _attempt(self, graphs: StepGraphs, capture: Callable[[], object]) -> bool:
+        """Captures; a family whose forward cannot be captured runs eagerly from then on. → whether it did something."""
+        try:
+            return bool(capture())
+        except torch.OutOfMemoryError as error:
+            log.warning("graphs_full model=%s error=%s", self.name, error)
+            graphs.stop_capturing()
+        except RuntimeError as error:
+            self.device.synchronize()  # raises again where the error sticks
+            log.warning("graphs_off model=%s error=%s", self.name, error)
+            self.graphs = None
+        self.recover()
+        return False
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.plan.num_pages * self.plan.page_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the device's budget."""
+        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0])
+
+    def move(self, places: Plan, num_pages: int) -> None:
+        """Between steps: brings blocks to their places and the pages that are held into a pool of `num_pages`, with the
+        scratch page. What shrinks makes room first for what grows."""
+        residency = self.weights.residency
+        self.graphs = None  # they hold addresses, and memory
+        self.device.synchronize()
+        residency.make_room(places)
+        if num_pages != self.plan.num_pages:
+            self._resize_pool(num_pages)
+        residency.move(places)
+        self.graphs = self._new_graphs()
+
+    @torch.inference_mode()
+    def _resize_pool(self, num_pages: int) -> None:
+        moved = self.kv.resize(num_pages)
+        device = self.model.pool.device
+        old, new = (torch.tensor(list(pages), dtype=torch.long, device=device) for pages in (moved, moved.values()))
+        shape = (num_pages, *self.model.pool.shape[1:])
+        fits = num_pages * self.plan.page_bytes <= self.device.budget.free
+        if fits:
+            kept = self.model.pool
+        else:  # by way of the host
+            kept, old = self.model.pool.index_select(0, old).cpu(), torch.arange(len(moved))
+            self.model.use_pool(self.model.pool[:0].clone())
+            self.device.release(kv_label(self.name))
+            self.device.trim()
+        pool = self.device.allocate(f"new {kv_label(self.name)}", shape, self.model.dtype, zero=True)
+        for some, there in zip(old.split(_PAGES_AT_ONCE), new.split(_PAGES_AT_ONCE), strict=True):
+            pool.index_copy_(0, there, kept.index_select(0, some).to(pool.device))
+        self.device.synchronize()
+        self.model.use_pool(pool)
+        del kept
+        if fits:
+            self.device.release(kv_label(self.name))
+        self.device.trim()
+        self.device.budget.rename(f"new {kv_label(self.name)}", kv_label(self.name))
+        self.plan = replace(self.plan, num_pages=num_pages)
+
+    def recover(self) -> None:
+        """After a step that was broken off."""
+        self.model.residency.restart()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
@@ -87,18 +155,22 @@ class ModelRunner:
         return self.graphs is not None and all(row.request.logits_from is None for row in batch.rows)
 
     def _replay(self, rows: tuple[Row, ...]) -> Tensor | None:
-        assert self.graphs is not None
+        graphs = self.graphs
+        assert graphs is not None
         counts = [row.count for row in rows]
-        shape = self.graphs.fitting(sum(counts), len(rows), max(counts))
+        shape = graphs.fitting(sum(counts), len(rows), max(counts))
         if shape is None:
             return self._mixed(rows)
-        inputs = self.graphs.inputs(shape)
+        inputs = graphs.inputs(shape)
         self._compose(inputs, rows)
         sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
         inputs.host["picks"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
         inputs.send()
-        return self.graphs.replay(shape, len(sampling))
+        logits = graphs.run(shape, len(sampling))
+        if graphs.wants(shape):
+            self._attempt(graphs, lambda: graphs.capture(shape))
+        return logits
 
     def _mixed(self, rows: tuple[Row, ...]) -> Tensor | None:
         """→ logits of the rows that sample, if any does."""
@@ -172,11 +244,17 @@ class ModelRunner:
         for label in labels:
             self.device.release(label)
 
+    @property
+    def places(self) -> Plan:
+        plan = self.weights.residency.plan
+        assert plan is not None
+        return plan
+
     def info(self) -> ModelInfo:
-        kv = self.kv
+        kv, places = self.kv, self.places
         return ModelInfo(
             name=self.name,
-            path=self.path,
+            path=self.load.path,
             family=self.model.skeleton.family,
             state="ready",
             dtype=str(self.model.dtype).removeprefix("torch."),
@@ -185,6 +263,13 @@ class ModelRunner:
             vocab=self.model.vocab,
             max_context=self.plan.max_context,
             weight_bytes=self.weights.nbytes,
+            blocks_plain=places.count(Place.PLAIN),
+            blocks_packed=places.count(Place.PACKED),
+            blocks_streamed=places.count(Place.STREAMED),
+            streamed_bytes=places.streamed_bytes,
+            ring_bytes=places.ring_bytes,
+            scratch_bytes=places.scratch_bytes,
+            notes=[*self.weights.notes, *places.notes],
             kv_bytes=self.plan.num_pages * self.plan.page_bytes,
             page_size=self.plan.page_size,
             page_bytes=self.plan.page_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from djinnd.device import Device
-from djinnd.engine.memory import ModelShape, plan_kv, workspace_bytes
+from djinnd.engine.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
 from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.messages import Load
 from djinnd.model.check import check_paging
@@ -28,7 +28,10 @@ def make_runner(
     try:
         device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
         labels.append(workspace_label(load.model))
-        plan = plan_kv(shape, device.budget.free, load.kv_bytes, load.max_context)
+        floor = kv_floor(shape, load.kv_bytes, device.budget.total)
+        assert weights.residency.plan is not None
+        greedy = takes_all(load.placing, weights.residency.plan)
+        plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
         pool = device.allocate(
             kv_label(load.model),
             (plan.num_pages, shape.num_blocks, 2, plan.page_size, shape.kv_heads, shape.head_dim),
@@ -36,9 +39,9 @@ def make_runner(
             zero=True,
         )
         labels.append(kv_label(load.model))
-        model = PagedModel(weights.skeleton, weights.dtype, pool)
+        model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
         check_paging(model, device, plan.page_size, beat)
-        return ModelRunner(load.model, load.path, weights, model, plan, device, max_batch_tokens, max_rows, beat)
+        return ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
     except BaseException:
         weights.release(device)
         for label in labels:

@@ -39,11 +39,14 @@ class KvManager:
         self.page_size = page_size
         self.page_bytes = page_bytes
         self.max_context = max_context
-        width = min(self.pages_for(max_context), self.pool.capacity)
-        self._table: npt.NDArray[np.int32] = np.full((FIRST_ROWS, width), SCRATCH, np.int32)
+        self._table: npt.NDArray[np.int32] = np.full((FIRST_ROWS, self._width), SCRATCH, np.int32)
         self._row: dict[str, int] = {}
         self._held = [0] * FIRST_ROWS  # pages, by row
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
+
+    @property
+    def _width(self) -> int:
+        return min(self.pages_for(self.max_context), self.pool.capacity)
 
     @property
     def capacity_tokens(self) -> int:
@@ -115,6 +118,17 @@ class KvManager:
         pages = self._table[row, positions // self.page_size].astype(np.int64)
         slots: npt.NDArray[np.int64] = pages * self.page_size + positions % self.page_size
         return slots
+
+    def resize(self, num_pages: int) -> dict[int, int]:
+        """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move."""
+        places = self.pool.resize(num_pages)
+        renamed = np.full(max(places, default=0) + 1, SCRATCH, np.int32)
+        renamed[list(places)] = list(places.values())
+        width = min(self._width, self._table.shape[1])
+        table = np.full((len(self._table), self._width), SCRATCH, np.int32)
+        table[:, :width] = renamed[self._table[:, :width]]
+        self._table = table
+        return places
 
     def take_stale(self) -> list[int]:
         """See PagePool.take_stale: to be called, and the pages zeroed, between `reserve` and the step."""

@@ -70,6 +70,25 @@ class PagePool:
             if self._references[page] == 0:
                 self._free.append(page)
 
+    def resize(self, num_pages: int) -> dict[int, int]:
+        """Another pool with the same holders: where each held page is there, of all that are held. The pages that
+        nobody holds are new ones, which no tenant has ever had. At least as many as are held must fit."""
+        assert self.used < num_pages, f"{self.used} pages are held, {num_pages - 1} would be left"
+        held = [page for page, count in enumerate(self._references) if count]
+        places = {page: page for page in held if page < num_pages}
+        vacant = (page for page in range(1, num_pages) if page not in places)
+        places |= {page: next(vacant) for page in held if page >= num_pages}
+        references, last_tenant, stale = self._references, self._last_tenant, self._stale
+        self.capacity = num_pages - 1
+        self._references = [0] * num_pages
+        self._last_tenant = [None] * num_pages
+        for old, new in places.items():
+            self._references[new], self._last_tenant[new] = references[old], last_tenant[old]
+        self._stale = {places[page] for page in stale if page in places}
+        taken = set(places.values())
+        self._free = [page for page in range(num_pages - 1, SCRATCH, -1) if page not in taken]
+        return places
+
     def take_stale(self) -> list[int]:
         """The pages to zero on the device, in rising order, each told once: the caller zeroes them before the next
         step touches the pool. None of them holds anything of its present holder yet."""

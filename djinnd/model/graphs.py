@@ -10,12 +10,13 @@ boundaries; all replays of a step together cost the host little more than one (2
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays all graphs of
 its shape in order, and only `logits` is read after it.
+
+A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from djinnd.model.paged_model import PagedModel
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 CHUNK_ROWS = 16
-ROWS_AT_LOAD = 64  # shapes of more rows are captured when they are first needed
+ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when they are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class Shape:
 class _Captured:
     """Holds the tensors that several graphs of a shape use, and what is read after the step."""
 
-    inputs: StepInputs
     graphs: list[torch.cuda.CUDAGraph]
     prologue: Prologue
     logits: Tensor
@@ -60,10 +60,8 @@ class StepGraphs:
         max_rows: int,
         width: int,
         max_kv: int,
-        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`width` pages and `max_kv` tokens bound every row for as long as the graphs live. `beat` is called after
-        each shape that is captured here."""
+        """`width` pages and `max_kv` tokens bound every row for as long as the graphs live."""
         self._model = model
         self._device = device
         self._width = width
@@ -73,12 +71,13 @@ class StepGraphs:
             [Shape(tokens, rows, tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
             for rows in _up_to((CHUNK_ROWS,), max_rows)
         ]
+        self._inputs: dict[Shape, StepInputs] = {}
         self._captured: dict[Shape, _Captured] = {}
+        self._is_full = False
         self._memory = torch.cuda.graph_pool_handle()
-        shapes = [shape for shapes in (self._decode, *self._chunks) for shape in shapes if shape.rows <= ROWS_AT_LOAD]
-        for shape in sorted(shapes, key=lambda shape: -shape.tokens):  # smaller ones reuse what the pool has then
-            self._capture(shape)
-            beat()
+        shapes = [shape for shapes in (self._decode, *self._chunks) for shape in shapes]
+        # The last comes first: smaller shapes reuse the memory of larger ones.
+        self._in_advance = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
 
     def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
         """The smallest shape for a batch, whose longest row brings `longest` tokens; None where there is none."""
@@ -90,43 +89,80 @@ class StepGraphs:
         return candidates[at] if at < len(candidates) else None
 
     def inputs(self, shape: Shape) -> StepInputs:
-        """Where to put the batch that `replay` then runs."""
-        if shape not in self._captured:
-            self._capture(shape)
-        return self._captured[shape].inputs
+        """Where to put the batch that `run` then runs."""
+        if shape not in self._inputs:
+            self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
+        return self._inputs[shape]
 
-    def replay(self, shape: Shape, picks: int) -> Tensor | None:
-        """Runs the step. → logits [picks, vocab], valid until the next replay; None where none are wanted."""
-        captured = self._captured[shape]
-        *body, epilogue = captured.graphs
-        for graph in body:
-            graph.replay()
+    def run(self, shape: Shape, picks: int) -> Tensor | None:
+        """Runs the step, by graphs if the shape has been captured. → logits [picks, vocab], valid until the next step;
+        None where none are wanted."""
+        captured, residency = self._captured.get(shape), self._model.residency
+        if captured is None:
+            return self._run_eagerly(shape, picks)
+        prologue, *blocks, epilogue = captured.graphs
+        with self._device.span("compute", "prologue"):
+            prologue.replay()
+        if residency.streams or self._device.trace is not None:
+            for index, graph in enumerate(blocks):
+                residency.begin(index)
+                graph.replay()
+                residency.end(index)
+        else:
+            for graph in blocks:
+                graph.replay()
         if not picks:
             return None
-        epilogue.replay()
+        with self._device.span("compute", "epilogue"):
+            epilogue.replay()
         return captured.logits[:picks]
 
+    def _run_eagerly(self, shape: Shape, picks: int) -> Tensor | None:
+        model, inputs = self._model, self.inputs(shape)
+        hidden = model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
+        return model.logits(hidden, inputs.picks(shape.rows))[:picks] if picks else None
+
+    def wants(self, shape: Shape) -> bool:
+        """Whether the shape should be captured, now that it has been run."""
+        return shape not in self._captured and not self._is_full
+
+    def stop_capturing(self) -> None:
+        """There is no memory for more: other shapes run eagerly."""
+        self._is_full = True
+
     @torch.inference_mode()
-    def _capture(self, shape: Shape) -> None:
-        model, adapter = self._model, self._model.adapter
-        inputs = StepInputs(self._device, shape.tokens, shape.rows, self._width)
-        inputs.pad(0, 0, 0)
-        picks = inputs.picks(shape.rows)
-        with self._device.computing():
-            inputs.send()
-            # Outside of the capture: kernels are compiled and libraries set up. It also tells attention the batch.
-            model.logits(model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False), picks)
+    def capture_next(self) -> bool:
+        """Captures one shape that nobody has needed yet; False when there is none left. Takes a tenth of a second.
+
+        Nothing of a model that streams: the pass over it that comes before would have to wait for the bus."""
+        while self._in_advance and not self._is_full and not self._model.residency.streams:
+            shape = self._in_advance.pop()
+            if shape not in self._captured:
+                inputs = self.inputs(shape)
+                inputs.pad(0, 0, 0)
+                with self._device.computing():
+                    inputs.send()
+                    self._run_eagerly(shape, shape.rows)
+                self.capture(shape)
+                return True
+        return False
+
+    @torch.inference_mode()
+    def capture(self, shape: Shape) -> None:
+        """Of a shape that has just been run, so that its kernels are compiled and libraries set up."""
+        model, adapter, inputs = self._model, self._model.adapter, self.inputs(shape)
         self._device.synchronize()
+        model.attend(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
             prologue = adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
         for index, arguments in enumerate(prologue.arguments):
             with self._record(graphs):
-                hidden = adapter.run_block(index, hidden, arguments)
+                hidden = model.run_block(index, hidden, arguments)
         with self._record(graphs):
-            logits = adapter.epilogue(hidden.index_select(1, picks))
-        self._captured[shape] = _Captured(inputs, graphs, prologue, logits)
+            logits = adapter.epilogue(hidden.index_select(1, inputs.picks(shape.rows)))
+        self._captured[shape] = _Captured(graphs, prologue, logits)
 
     def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
         graphs.append(torch.cuda.CUDAGraph())

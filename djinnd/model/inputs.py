@@ -62,6 +62,11 @@ class StepInputs:
     def positions(self) -> Tensor:
         return self._views["positions"].unsqueeze(0)
 
+    @property
+    def real(self) -> Tensor:
+        """int32 [1]: how many tokens belong to rows; those behind them pad."""
+        return self._views["starts"][-1:]
+
     def picks(self, count: int) -> Tensor:
         """Indices of the tokens whose logits are wanted: the first `count` of them."""
         return self._views["picks"][:count]

@@ -1,9 +1,9 @@
 """From a checkpoint folder to modules over device buffers.
 
     read     config, tensors' headers, the family's modules on meta, layouts      nothing large is touched
-    admit    weights + the least KV must fit the budget                           or OutOfMemory with the figures
-    fill     files → arena (skipped where an earlier engine has filled it)
-    upload   arena → device buffers on the copy stream; modules are bound to them
+    plan     a place for each block within the budget                             or OutOfMemory with the figures
+    fill     files → arena, packed where that can be (skipped where it has been filled before)
+    move     every block to its place; modules are bound to them
 
 Runs in a thread of its own: sessions of other models go on meanwhile.
 """
@@ -11,155 +11,269 @@ Runs in a thread of its own: sessions of other models go on meanwhile.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
+from djinn_client.packed import MAX_UNITS, Unpackable
+from djinn_client.protocol import Placing
 from djinnd.device import Device
 from djinnd.device.budget import gib
-from djinnd.model.fused import fuse
+from djinnd.model.projections import Product, install_products
 from djinnd.model.recipes import RecipeBook
+from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, read_config
 from djinnd.weights.checkpoint import Checkpoint
-from djinnd.weights.store import Buffer, WeightStore
+from djinnd.weights.filling import fill
+from djinnd.weights.layout import Layout
+from djinnd.weights.plan import Plan, plan_places
+from djinnd.weights.store import Buffer, Routing, WeightStore
+
+log = logging.getLogger("djinnd.engine")
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 Arena = Callable[[int, str], tuple[Tensor, bool]]  # bytes, fingerprint → uint8 [bytes], already filled
+
+MAX_SHARED_BLOCKS = 1024
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(slots=True)
 class Weights:
-    """A loaded model's weights and the memory under them. `labels` name its reservations in the device's budget."""
+    """A loaded model's weights and the memory under them."""
 
+    name: str
     skeleton: Skeleton
     store: WeightStore
-    host: Tensor
+    residency: Residency
     dtype: torch.dtype
     parameters: int
-    buffers: list[Tensor] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    notes: list[str]
+    rest: Tensor | None = None  # the buffer of what belongs to no block
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """On the device."""
+        return self.residency.nbytes + (0 if self.rest is None else self.rest.nbytes)
+
+    def release_host(self, device: Device) -> None:
+        """Every block is resident, and is not to move again."""
+        device.unpin(self.store.pieces())
+        self.store.detach()
 
     def release(self, device: Device) -> None:
         """The model's modules must not run any more. The arena is the server's to remove."""
         device.synchronize()
         device.unpin(self.store.pieces())
-        self.buffers.clear()
-        for label in self.labels:
-            device.release(label)
-        self.labels.clear()
+        self.residency.release()
+        if self.rest is not None:
+            self.rest = None
+            device.release(rest_label(self.name))
 
 
 class Loader:
-    """Loads one model: `Loader(…)`, `admit`, `run`. What fails leaves nothing behind on the device."""
+    """Loads one model: `Loader(…)`, `plan`, `run`. What fails leaves nothing behind on the device."""
 
-    def __init__(self, name: str, folder: Path, device: Device, dtype: str) -> None:
-        """Raises ModelNotFound, ModelRejected, or InvalidRequest for a `dtype` that is none."""
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        device: Device,
+        dtype: str,
+        placing: Placing | None = None,
+        shared: str | None = None,
+    ) -> None:
+        """`shared`: the folder has no weights; a client has them in this dtype, and the arena comes filled by it.
+
+        Raises ModelNotFound, ModelRejected, or InvalidRequest for a `dtype` that is none."""
         self.name = name
         self.device = device
-        self.checkpoint = Checkpoint(folder)
+        self.placing = placing or Placing()
+        self.checkpoint = Checkpoint(folder) if shared is None else None
+        given = DTYPES[shared] if shared is not None else self.checkpoint.dtype
         config = read_config(folder)
         _check_depth(config.num_hidden_layers, self.checkpoint)
-        self.dtype = compute_dtype(dtype, self.checkpoint.dtype, device)
+        self.dtype = compute_dtype(dtype, given, device)
         model = build(config, self.dtype)
-        recipes = RecipeBook(model, self.checkpoint)
+        recipes = None if self.checkpoint is None else RecipeBook(model, self.checkpoint)
         self.skeleton = Skeleton(model)
-        recipes.require(self.skeleton.names, self.skeleton.tied)
-        layouts = [(prefix, self.skeleton.block_layout(i)) for i, prefix in enumerate(self.skeleton.prefixes)]
-        layouts.append(("", self.skeleton.rest_layout()))
-        self.store = WeightStore(
-            [Buffer(pre, lay, {name: recipes.recipe(pre + name) for name in lay.entries}) for pre, lay in layouts],
-            self.checkpoint.dtype,
-        )
+        if recipes is not None:
+            recipes.require(self.skeleton.names, self.skeleton.tied)
+        self._buffers = [
+            Buffer(pre, lay, {} if recipes is None else {n: recipes.recipe(pre + n) for n in lay.entries}, routing)
+            for pre, lay, routing in _layouts(self.skeleton)
+        ]
+        # A bus carries the dtype that is computed in; where there is none, the weights' own takes less memory.
+        self._stored = given if device.torch_device.type == "cpu" else self.dtype
+        self.notes: list[str] = []
+        self.store = self._make_store()
+
+    def _make_store(self) -> WeightStore:
+        why = self._why_plain()
+        if not why:
+            try:
+                return WeightStore(self._buffers, self._stored, packed=True)
+            except Unpackable as error:
+                why = str(error)
+        self.notes.append(f"blocks stay plain: {why}")
+        return WeightStore(self._buffers, self._stored, packed=False)
+
+    def _why_plain(self) -> str:
+        if not self.placing.packing:
+            return "packing is off"
+        if self._stored != torch.bfloat16 or self.dtype != torch.bfloat16:
+            stored, computed = (str(dtype).removeprefix("torch.") for dtype in (self._stored, self.dtype))
+            what = stored if stored == computed else f"{stored}, computed in {computed}"
+            return f"the code is for bfloat16 weights, these are {what}"
+        units = max(len(buffer.layout.units) for buffer in self._buffers[:-1])
+        if units > MAX_UNITS:
+            return f"they have {units} matrices, the code has room for {MAX_UNITS}"
+        return ""
 
     @property
-    def device_bytes(self) -> int:
-        return sum(buffer.layout.nbytes(self.dtype) for buffer in self.store.buffers)
+    def rest_bytes(self) -> int:
+        """Of what belongs to no block and is always resident: embedding, final norm, head."""
+        return self._buffers[-1].layout.nbytes(self.dtype)
 
     @property
     def fingerprint(self) -> str:
-        layout = "".join(f"{b.name} {b.layout.numel};" for b in self.store.buffers)
-        return hashlib.sha256(f"{self.checkpoint.fingerprint()} {layout}".encode()).hexdigest()
+        """Of the store's bytes: of the checkpoint, and of where its tensors are in the store."""
+        weights = "shared" if self.checkpoint is None else self.checkpoint.fingerprint()
+        extents = zip(self._buffers, self.store.extents, strict=True)
+        layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
+        return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
-    def admit(self, more: int) -> None:
-        """Raises OutOfMemory. `more`: bytes that the model needs on the device beside its weights, at the least."""
-        need, free = self.device_bytes + more, self.device.budget.free
-        if need > free:
+    def plan(self, beside: int, free: int | None = None, budget: int = 0) -> Plan:
+        """A place for every block in `free` bytes of a `budget`, by default the device's, of which KV and workspace
+        take `beside`. Raises OutOfMemory with the figures, InvalidRequest for a placing that the model cannot have."""
+        free = self.device.budget.free if free is None else free
+        staging = max((form.nbytes for form in self.store.forms if form is not None), default=0)
+        try:
+            return plan_places(self.store.sizes(self.dtype), free - beside - self.rest_bytes, self.placing, staging)
+        except OutOfMemory as error:
+            need = error.data["needed"] + beside + self.rest_bytes
+            total = budget or self.device.budget.total
             raise OutOfMemory(
-                f"{self.name} needs {gib(need)} of device memory ({gib(self.device_bytes)} of weights as "
-                f"{str(self.dtype).removeprefix('torch.')}, {gib(more)} for KV and workspace); {gib(free)} of the "
-                f"budget of {gib(self.device.budget.total)} is free: unload a model or raise --memory",
+                f"{self.name} needs {gib(need)} of device memory at the least, {gib(free)} of the budget of "
+                f"{gib(total)} is free: {gib(self.rest_bytes)} for embedding and head, {gib(beside)} for KV and "
+                f"workspace, and {error.message}",
                 needed=need,
                 free=free,
-                budget=self.device.budget.total,
-            )
+                budget=total,
+            ) from error
 
-    def run(self, arena: Arena, progress: Progress) -> Weights:
+    def run(self, arena: Arena, progress: Progress, beside: int) -> Weights:
         """Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
-        host, filled = arena(self.store.nbytes, self.fingerprint)
-        self.store.attach(host)
-        if not filled:
-            self.store.fill(lambda done, total: progress("reading", done, total))
-        for buffer in self.store.buffers:
-            buffer.recipes.clear()  # they hold the checkpoint's files open
-        parameters = sum(e.numel for b in self.store.buffers for e in b.layout.entries.values())
-        weights = Weights(self.skeleton, self.store, host, self.dtype, parameters)
-        self.device.trim()  # of what models had that have gone
-        self.device.pin(self.store.pieces())
+        blocks = self.skeleton.adapter.blocks
+        products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]
         try:
-            self._allocate(weights)
-            self._upload(weights.buffers, progress)
-            self._bind(weights.buffers)
+            return self._run(products, arena, progress, beside)
+        except Unpackable as why:
+            self.notes.append(f"blocks stay plain: {why}")
+            self.store = WeightStore(self._buffers, self._stored, packed=False)
+            return self._run(products, arena, progress, beside)
+
+    def _run(self, products: list[list[Product]], arena: Arena, progress: Progress, beside: int) -> Weights:
+        self.plan(beside)  # before anything large is touched
+        store = self.store
+        host, filled = arena(store.nbytes, self.fingerprint)
+        store.attach(host)
+        if self.checkpoint is None:
+            _check_image(self.name, store)
+        self.device.trim()  # of what models had that have gone
+        clock = _Clock(self.name)
+        self.device.pin(store.pieces(), read_only=self.checkpoint is None)
+        clock.told("host_pinned", store.nbytes)
+        weights = self._weights(products)
+        try:
+            assert filled or self.checkpoint is not None
+            if not filled:
+                fill(store, self.device, lambda done, total: progress("reading", done, total))
+                clock.told("checkpoint_read", store.nbytes)
+            weights.residency.move(self.plan(beside), lambda done, total: progress("uploading", done, total))
+            self._bring_rest(weights)
+            clock.told("blocks_placed", weights.nbytes)
         except BaseException:
             weights.release(self.device)
+            store.detach()
             raise
+        for buffer in self._buffers:
+            buffer.recipes.clear()  # they hold the checkpoint's files open
         return weights
 
-    def _allocate(self, weights: Weights) -> None:
-        for buffer in self.store.buffers:
-            label = f"weights of {self.name}, {buffer.name or 'rest'}"
-            weights.buffers.append(self.device.allocate(label, (buffer.layout.numel,), self.dtype))
-            weights.labels.append(label)
+    def _weights(self, products: list[list[Product]]) -> Weights:
+        skeleton, store = self.skeleton, self.store
+        blocks = skeleton.adapter.blocks
+        residency = Residency(self.name, self.device, store, self.dtype, blocks, products, self.placing)
+        parameters = sum(e.numel for b in self._buffers for e in b.layout.entries.values())
+        return Weights(self.name, skeleton, store, residency, self.dtype, parameters, self.notes)
 
-    def _upload(self, buffers: list[Tensor], progress: Progress) -> None:
-        events = [self.device.copy(buffer, self.store.host(index)) for index, buffer in enumerate(buffers)]
-        done, total = 0, self.device_bytes
-        for buffer, event in zip(buffers, events, strict=True):
-            event.wait()
-            done += buffer.nbytes
-            progress("uploading", done, total)
-
-    def _bind(self, buffers: list[Tensor]) -> None:
-        skeleton = self.skeleton
+    def _bring_rest(self, weights: Weights) -> None:
+        skeleton, layout = self.skeleton, self._buffers[-1].layout
+        weights.rest = self.device.allocate(rest_label(self.name), (layout.numel,), self.dtype)
+        self.device.copy(weights.rest, self.store.host(len(self._buffers) - 1)).wait()
         blocks = skeleton.adapter.blocks
         materialise_buffers(skeleton.model, blocks, self.device.torch_device)
-        *block_buffers, rest = buffers
-        for block, buffer, memory in zip(blocks, self.store.buffers[:-1], block_buffers, strict=True):
-            bind(block, buffer.layout.views(memory))
-            fuse(block, buffer.layout, memory)
-        views = self.store.buffers[-1].layout.views(rest)
+        views = layout.views(weights.rest)
         for first, others in skeleton.tied.items():
             views |= dict.fromkeys(others, views[first])
         bind(skeleton.model, views)
         if self.device.torch_device.type == "cuda":
-            from djinnd.model.fast_norm import replace_norms  # needs Triton, which comes with CUDA builds of torch
+            from djinnd.model import fast_path  # needs Triton, which comes with CUDA builds of torch
 
-            for module in (skeleton.model, *blocks):
-                replace_norms(module)
+            fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device)
 
 
-def _check_depth(blocks: int, checkpoint: Checkpoint) -> None:
+def _layouts(skeleton: Skeleton) -> Iterator[tuple[str, Layout, Routing | None]]:
+    """Of the store's buffers, in its order: their names' prefix, the layout, and of experts how they are picked."""
+    for index, prefix in enumerate(skeleton.prefixes):
+        yield prefix, skeleton.block_layout(index), None
+    for index, stack in enumerate(skeleton.stacks):
+        if stack is not None:
+            yield skeleton.prefixes[index], skeleton.experts_layout(index), stack.routing
+    yield "", skeleton.rest_layout(), None
+
+
+class _Clock:
+    """Logs how long each part of a load took."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._began = time.monotonic()
+
+    def told(self, event: str, nbytes: int) -> None:
+        began, self._began = self._began, time.monotonic()
+        log.info("%s model=%s bytes=%d seconds=%.2f", event, self._model, nbytes, self._began - began)
+
+
+def rest_label(name: str) -> str:
+    return f"rest of {name}"
+
+
+def _check_image(name: str, store: WeightStore) -> None:
+    """Raises ModelRejected where a client's image has something else in the place of a packed block. What is inside of
+    one can make the model wrong, and nothing else."""
+    for index, buffer in enumerate(store.buffers):
+        try:
+            store.travelling(index)
+        except ValueError as error:
+            where = buffer.name.removesuffix(".")
+            raise ModelRejected(f"{name}: the shared weights of {where}: {error}", block=where) from error
+
+
+def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
     """Before any module is built, which takes time for each block: every block has tensors of its own."""
-    if blocks > len(checkpoint.tensors):
+    if checkpoint is None:
+        if blocks > MAX_SHARED_BLOCKS:
+            raise ModelRejected(f"a model of {blocks:,} blocks is not taken; at most {MAX_SHARED_BLOCKS:,}")
+    elif blocks > len(checkpoint.tensors):
         raise ModelRejected(
             f"{checkpoint.folder / 'config.json'} promises {blocks:,} blocks, the checkpoint has "
             f"{len(checkpoint.tensors):,} tensors in all",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from djinnd.model.attention import attention_for
 from djinnd.model.hf_attention import AttentionContext, BlockKV
 from djinnd.model.inputs import StepInputs
+from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton
 
 
@@ -15,12 +18,18 @@ class PagedModel:
     """Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim], page-major: a page of all blocks is one
     contiguous stretch. Page 0 is the scratch page."""
 
-    def __init__(self, skeleton: Skeleton, dtype: torch.dtype, pool: Tensor) -> None:
+    def __init__(self, skeleton: Skeleton, residency: Residency, dtype: torch.dtype, pool: Tensor) -> None:
         self.skeleton = skeleton
         self.adapter = skeleton.adapter
+        self.residency = residency
+        self.device = residency.device
         self.dtype = dtype
-        self.pool = pool
         self.context = AttentionContext(attention_for(pool.device))
+        self.use_pool(pool)
+
+    def use_pool(self, pool: Tensor) -> None:
+        """Graphs that were captured over another pool are of no use any more."""
+        self.pool = pool
         self.paged = [BlockKV(self.context, pool[:, i, 0], pool[:, i, 1]) for i in range(self.num_blocks)]
         for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
             for module in block.modules():
@@ -38,17 +47,31 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> Tensor:
         """Runs the batch in `inputs` through all blocks → hidden [1, tokens, width]."""
-        self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
-        prologue = self.adapter.prologue(inputs.ids, inputs.positions)
+        self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
+        with self.device.span("compute", "prologue"):
+            prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
         for index, arguments in enumerate(prologue.arguments):
-            hidden = self.adapter.run_block(index, hidden, arguments)
+            self.residency.begin(index)
+            hidden = self.run_block(index, hidden, arguments)
+            self.residency.end(index)
         return hidden
+
+    def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
+        """Attention, until told otherwise, is that of the batch in `inputs`, and experts are fetched for its tokens."""
+        self.residency.tokens.real = inputs.real
+        self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
+
+    def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Decodes the block where that is needed, and computes it: what a captured graph holds of it."""
+        self.residency.prepare(index, hidden.shape[1])
+        return self.adapter.run_block(index, hidden, arguments)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, picks: Tensor) -> Tensor:
         """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of those tokens."""
-        return self.adapter.epilogue(hidden.index_select(1, picks))
+        with self.device.span("compute", "epilogue"):
+            return self.adapter.epilogue(hidden.index_select(1, picks))
 
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:

@@ -5,9 +5,9 @@ Only names, shapes and arithmetic: no parameter has memory until its block's buf
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
 from djinnd.model.adapter import Adapter, Prologue, find_blocks
+from djinnd.model.experts import find_stack
 from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
+from djinnd.model.rope import fix_frequencies, stop_choosing
 from djinnd.weights.layout import Layout
 
-# Frequencies that depend on the longest row of the batch: one session would change another's output.
-_LEAKY_ROPE = {"dynamic", "longrope"}
+# Kinds of blocks, as families' configurations name them. None: the configuration names none.
+_FULL = ("full_attention", "attention", None)
+_SLIDING = ("sliding_attention", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +41,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises nearly anything here; all of it is the checkpoint's fault
         raise ModelRejected(f"{folder / 'config.json'}: {error}", path=str(folder)) from error
-    rope = _rope_types(getattr(config, "rope_parameters", None)) & _LEAKY_ROPE
-    if rope:
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ModelRejected(
-            f"{config.model_type} with {', '.join(sorted(rope))} RoPE is refused: its frequencies depend on the "
-            "longest row of a batch, so sessions would change each other's output",
+            f"{config.model_type} is no plain decoder (its configuration has no num_hidden_layers at the top): the "
+            "language models inside of multimodal checkpoints are not served",
             family=config.model_type,
         )
+    fix_frequencies(config)
     if getattr(config, "quantization_config", None):
         raise ModelRejected(
             f"{folder}: quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type
         )
     return config
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    if not isinstance(parameters, dict):
-        return set()
-    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -94,11 +90,13 @@ class Skeleton:
         self.names = _parameter_shapes(model)
         self.prefixes = _block_prefixes(model)
         self.tied = _tied(model)
+        self.unused = _unused(model)
         tied = [name for first, others in self.tied.items() for name in (first, *others)]
         if any(name.startswith(tuple(self.prefixes)) for name in tied):
             raise ModelRejected(f"{self.family} ties parameters of its blocks: not served yet", family=self.family)
         self.adapter = Adapter(model)
         self.kv_shape = self._learn_kv_shape()
+        self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
 
     @property
     def num_blocks(self) -> int:
@@ -114,8 +112,16 @@ class Skeleton:
         return [name for name in self.names if not name.startswith(prefixes)]
 
     def block_layout(self, index: int) -> Layout:
-        cut = len(self.prefixes[index])
-        return Layout((name[cut:], self.names[name]) for name in self.block_names(index))
+        """Without experts that are fetched on demand."""
+        stack, cut = self.stacks[index], len(self.prefixes[index])
+        shapes = {name[cut:]: self.names[name] for name in self.block_names(index)}
+        return Layout((name, shape) for name, shape in shapes.items() if stack is None or name not in stack.names)
+
+    def experts_layout(self, index: int) -> Layout:
+        """Of a block that has a stack."""
+        stack, prefix = self.stacks[index], self.prefixes[index]
+        assert stack is not None
+        return Layout((name, self.names[prefix + name]) for name in stack.names)
 
     def rest_layout(self) -> Layout:
         return Layout((name, self.names[name]) for name in self.rest_names())
@@ -126,6 +132,7 @@ class Skeleton:
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
             prologue = self.adapter.prologue(ids, ids)
+            self._check_hidden(prologue.hidden)
             wanted = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
         except ModelRejected:
             raise
@@ -142,7 +149,18 @@ class Skeleton:
         kv_heads, head_dim, _ = shapes.pop()
         return KVShape(kv_heads, head_dim)
 
+    def _check_hidden(self, hidden: Tensor) -> None:
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
+            raise ModelRejected(
+                f"the blocks of {self.family} want more than one hidden state a token: {list(hidden.shape)}",
+                family=self.family,
+            )
+
     def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
+        kind = self._kind(index)
+        if kind not in _FULL and kind not in _SLIDING:
+            reason = f"block {index} of {self.family} is of a kind whose state djinnd cannot page: {kind}"
+            raise ModelRejected(reason, family=self.family)
         try:
             self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
         except NoPages as call:
@@ -150,18 +168,18 @@ class Skeleton:
         else:
             reason = f"block {index} of {self.family} never called the attention interface"
             raise ModelRejected(reason, family=self.family)
-        unserved = wanted.unserved or self._hidden_in_mask(index, wanted)
+        unserved = wanted.unserved
+        if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):
+            unserved = f"{kind} by a mask"  # which nobody makes for us
         if unserved:
             reason = f"the attention of {self.family} wants what djinnd cannot give: {unserved}"
             raise ModelRejected(reason, family=self.family)
         return wanted
 
-    def _hidden_in_mask(self, index: int, wanted: Wanted) -> str:
-        """What the family's configuration says of a block and only its mask, which we do not have, would carry out."""
+    def _kind(self, index: int) -> str | None:
+        """What the family's configuration calls block `index`; None where all blocks are alike."""
         kinds = getattr(self.config, "layer_types", None)
-        kind = kinds[index] if kinds else "full_attention"
-        is_told = kind == "full_attention" or (kind == "sliding_attention" and wanted.window > 0)
-        return "" if is_told else f"{kind} by a mask"
+        return str(kinds[index]) if kinds else None
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
@@ -170,6 +188,12 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)
     return {names[0]: names[1:] for names in by_identity.values() if len(names) > 1}
+
+
+def _unused(model: PreTrainedModel) -> list[str]:
+    """Patterns of the names that state dicts of the family may have, and that nothing is made of."""
+    derived = [name for name, _ in model.named_buffers() if name not in model.state_dict()]
+    return [*(f"^{re.escape(name)}$" for name in derived), *(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def _parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -201,22 +225,30 @@ def bind(module: nn.Module, views: dict[str, Tensor]) -> None:
 def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch.device) -> None:
     """Computes what modules derive from the configuration (rotary frequencies, sinusoids) on `device`.
 
-    On the meta device such buffers have no values; the family's own `_init_weights` knows them. Parameters are still
-    on meta there, so that initialising them costs nothing.
+    On the meta device such buffers have no values; the family's own `_init_weights` knows them. It leaves parameters
+    alone, which come from the checkpoint.
     """
     for module in [m for root in (model, *blocks) for m in root.modules()]:
         derived = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         missing = {name: buffer for name, buffer in derived.items() if buffer is not None and buffer.is_meta}
         if not missing:
             continue
+        for parameter in module.parameters():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then passes over it
         module._buffers |= {name: _without_values(buffer) for name, buffer in missing.items()}
-        model._init_weights(module)  # type: ignore[operator]
+        try:
+            model._init_weights(module)  # type: ignore[operator]
+        except Exception as error:  # a family's own code
+            raise ModelRejected(
+                f"{type(module).__name__} cannot be computed from the configuration: {error!r}",
+            ) from error
         for name in missing:
             buffer = module._buffers[name]
             assert buffer is not None
             if buffer.is_floating_point() and buffer.isnan().any():
                 raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
             module._buffers[name] = buffer.to(device)
+        stop_choosing(module)
 
 
 def _without_values(buffer: Tensor) -> Tensor:

@@ -39,10 +39,33 @@ class ModelQueue:
         self.kv = kv
         self.max_context = max_context
         self.num_blocks = num_blocks
-        self.limit = min(max_context, kv.capacity_tokens)  # tokens that a session can reach, alone in the pool
         self.sessions: dict[str, Session] = {}
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a session can reach, alone in the pool."""
+        return min(self.max_context, self.kv.capacity_tokens)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the longest session can come to with the request it has."""
+        return min(max((_reach(session) for session in self.sessions.values()), default=0), self.limit)
+
+    def vacate(self, pages: int) -> None:
+        """Leaves no more than so many pages held: sessions give theirs up in the order of eviction, and are computed
+        anew from their tokens when they next run."""
+        idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
+        order = serving_order(self.active.values())
+        for victim in list(eviction_order(idle, self.held.values(), order, None)):
+            if self.kv.pool.used <= pages:
+                return
+            self._evict(victim)
+
+    def _evict(self, victim: Session) -> None:
+        self.kv.drop(victim.id)
+        victim.computed = 0
 
     def check_fits(self, length: int) -> None:
         """Raises PromptTooLong or OutOfMemory for a session of so many tokens that it can never run to its end."""
@@ -123,8 +146,7 @@ class ModelQueue:
             if not victims:
                 return False
             for victim in victims:
-                self.kv.drop(victim.id)
-                victim.computed = 0  # its KV is computed anew from its tokens when it next runs
+                self._evict(victim)  # it is computed anew from its tokens when it next runs
             self.kv.reserve(session.id, session.tenant, len(session.tokens))
         return True
 
@@ -157,6 +179,11 @@ class ModelQueue:
         assert 0 <= request.first <= request.prompt_end <= length, f"request {request.id}: its prompt is no part"
         generated = length - request.prompt_end
         assert generated == 0 or generated < request.max_tokens, f"request {request.id} goes on after {generated}"
+
+
+def _reach(session: Session) -> int:
+    request = session.request
+    return len(session.tokens) if request is None else max(len(session.tokens), request.prompt_end + request.max_tokens)
 
 
 def _is_chunk(row: Row) -> bool:

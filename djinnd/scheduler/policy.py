@@ -13,11 +13,11 @@ def serving_order(active: Iterable[Session]) -> list[Session]:
 
 
 def eviction_order(
-    idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session
+    idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session | None
 ) -> Iterator[Session]:
     """Whose pages make room for `served`, first to last: the idle, then those whose client reads too slowly, each
     least recently touched first; then of the serving `order` the last, but nobody who stands before `served`. So the
-    first of the order can have every page there is, and always goes on."""
+    first of the order can have every page there is, and always goes on. None: room for nobody in particular."""
     yield from sorted(idle, key=_touched)
     yield from sorted(held, key=_touched)
     for session in reversed(order):

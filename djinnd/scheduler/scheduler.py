@@ -56,6 +56,14 @@ class Scheduler:
         assert count == 0, f"model {name} goes while {count} sessions use it"
         del self._queues[name]
 
+    def reach(self, model: str) -> int:
+        """Tokens that the model's longest session can come to with the request it has."""
+        return self._queues[model].reach
+
+    def vacate(self, model: str, pages: int) -> None:
+        """Between steps: leaves the model's sessions no more than so many pages. Nothing but KV is lost."""
+        self._queues[model].vacate(pages)
+
     def open(self, session: Session) -> None:
         """With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
         assert session.id not in self._sessions and session.request is None and session.computed == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
-from djinn_client.protocol import Forward, Generate, ModelInfo
+from djinn_client.protocol import Forward, Generate, GetTrace, LoadModel, ModelInfo, PlanModel, ShareModel
 
 MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 MAX_STOPS = 16
@@ -13,6 +13,8 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 1 << 30
+MAX_TRACE_STEPS = 100
+MAX_TRACE_SECONDS = 60.0
 
 
 def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
@@ -82,6 +84,43 @@ def check_truncate(length: int, session_tokens: int) -> None:
     """Raises InvalidRequest."""
     if not 0 <= length <= session_tokens:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
+
+
+def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
+    """Raises InvalidRequest."""
+    if request.kv_bytes < 0:
+        raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
+    if request.placing is not None:
+        request.placing.validate()
+
+
+def check_plan(request: PlanModel) -> None:
+    """Raises InvalidRequest."""
+    check_load(request)
+    if request.memory_bytes < 0:
+        raise InvalidRequest(f"memory_bytes is {request.memory_bytes}; it must be 0 (the device's budget) or a size")
+
+
+def check_share(request: ShareModel) -> None:
+    """Raises InvalidRequest."""
+    check_load(request)
+    if not request.placing.keep_host:
+        raise InvalidRequest("of a shared model the copy on the host is the only one: keep_host must be True")
+
+
+def check_budget(memory_bytes: int) -> None:
+    """Raises InvalidRequest."""
+    if memory_bytes < 1:
+        raise InvalidRequest(f"memory_bytes is {memory_bytes}; a budget must be 1 byte or more", field="memory_bytes")
+
+
+def check_trace(request: GetTrace) -> None:
+    """Raises InvalidRequest."""
+    if not 1 <= request.steps <= MAX_TRACE_STEPS:
+        raise InvalidRequest(f"steps is {request.steps}; it must be from 1 to {MAX_TRACE_STEPS}", field="steps")
+    if not 0 < request.seconds <= MAX_TRACE_SECONDS:  # NaN is neither
+        limit = f"it must be more than 0 and at most {MAX_TRACE_SECONDS:g}"
+        raise InvalidRequest(f"seconds is {request.seconds:g}; {limit}", field="seconds")
 
 
 def _check_stops(stops: Sequence[str]) -> None:

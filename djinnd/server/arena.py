@@ -1,13 +1,11 @@
-"""The arena: POSIX shared-memory objects that hold models' blocks, one object a model, and outlive an engine.
+"""The arena: POSIX shared-memory objects that hold models' blocks, one object a model, and outlive engine and daemon.
 
-    byte 0        8      16            24       28     32             40          48           112
-         ┌────────┬──────┬─────────────┬────────┬──────┬──────────────┬───────────┬────────────┬────────────────────┐
-         │DJARENA1│ pid  │ start ticks │version │state │ payload bytes│ generation│ fingerprint│ model, UTF-8, 0 …  │
-         └────────┴──────┴─────────────┴────────┴──────┴──────────────┴───────────┴────────────┴────────────────────┘
-    byte 4096: payload. Numbers are little-endian; pid and start ticks (field 22 of /proc/<pid>/stat) name the owner.
+An object is a header (arena_header.py) and the blocks. The owner holds a lock (flock) on each of its objects for as
+long as it lives, so whether an owner lives is the kernel's word and holds across pid namespaces; pid and start time in
+the header are for people and for `djinnctl doctor`.
 
-The owner holds a lock (flock) on each of its objects for as long as it lives, so whether an owner lives is the kernel's
-word and holds across pid namespaces; the numbers in the header are for people and for `djinnctl doctor`.
+An object that its owner has left complete is adopted by the next daemon with the same state directory: that is what
+makes one daemon the successor of another, where several run on a machine.
 
 Every page is reserved before anybody maps the object: a full /dev/shm is an error here and never a SIGBUS later.
 """
@@ -20,58 +18,20 @@ import hashlib
 import itertools
 import logging
 import os
-import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
 import posix_ipc
 
 from djinn_client.errors import OutOfMemory
+from djinnd.server.arena_header import HEADER_BYTES, MAGIC, VERSION, Header, State, start_ticks
 
 log = logging.getLogger("djinnd.server")
 
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
-MAGIC = b"DJARENA1"
-VERSION = 1
-HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8sQQIIQQ64s")
-_MODEL_BYTES = HEADER_BYTES - _HEADER.size
-
-
-class State(IntEnum):
-    FILLING = 1
-    COMPLETE = 2
-
-
-class Header(NamedTuple):
-    pid: int
-    start_ticks: int
-    version: int
-    state: State
-    payload: int  # bytes
-    generation: int  # how many engines have been given this object
-    fingerprint: str  # sha256 of checkpoint and layout, in hex
-    model: str
-
-    def pack(self) -> bytes:
-        fixed = (MAGIC, *self[:6], self.fingerprint.encode())
-        return (_HEADER.pack(*fixed) + self.model.encode()[:_MODEL_BYTES]).ljust(HEADER_BYTES, b"\0")
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        """Raises ValueError where the bytes are no header of this version."""
-        if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-            raise ValueError("no arena header")
-        _, pid, ticks, version, state, payload, generation, fingerprint = _HEADER.unpack_from(data)
-        if version != VERSION:
-            raise ValueError(f"arena version {version}, this daemon knows {VERSION}")
-        model = data[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
-        return cls(pid, ticks, version, State(state), payload, generation, fingerprint.rstrip(b"\0").decode(), model)
 
 
 @dataclass(slots=True)
@@ -92,11 +52,28 @@ class Grant(NamedTuple):
 
 
 class Arena:
-    """Owns this daemon's objects, one a model. `grant` blocks while pages are reserved; it belongs in a thread."""
+    """Owns this daemon's objects, one a model. `grant` blocks while pages are reserved; it belongs in a thread.
 
-    def __init__(self) -> None:
+    `state_dir` is the daemon's: see `adopt`.
+    """
+
+    def __init__(self, state_dir: str) -> None:
+        self._state_dir = os.path.abspath(state_dir)
         self._objects: dict[str, _Object] = {}
         self._numbers = itertools.count(1)
+
+    def adopt(self) -> list[str]:
+        """At start, before this daemon has objects: takes over those whose owner is gone and which are complete and of
+        this state directory; removes what is left and of use to nobody. Answers with the models that it has then.
+        """
+        for path in sorted(SHM.glob(f"{PREFIX}*")):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            except OSError:  # gone meanwhile, or another user's
+                continue
+            if not self._take(f"/{path.name}", fd):
+                os.close(fd)
+        return list(self._objects)
 
     def grant(self, model: str, nbytes: int, fingerprint: str) -> Grant:
         """The object for a model's blocks, for one engine to map. One that holds them already is handed out again.
@@ -105,15 +82,19 @@ class Arena:
         """
         there = self._objects.get(model)
         if there is not None and (there.header.fingerprint, there.header.payload) != (fingerprint, nbytes):
+            log.info(
+                "arena_removed name=%s model=%s reason=the checkpoint or its layout has changed", there.name, model
+            )
             self.remove(model)
             there = None
         if there is None:
-            there = self._objects[model] = self._create(model, nbytes, fingerprint)
+            there = self._create(model, nbytes, fingerprint)
         there.write_header(there.header._replace(generation=there.header.generation + 1))
         return Grant(there.name, HEADER_BYTES, self.is_complete(model))
 
     def is_complete(self, model: str) -> bool:
-        return model in self._objects and self._objects[model].header.state is State.COMPLETE
+        there = self._objects.get(model)
+        return there is not None and there.header.state is State.COMPLETE
 
     def complete(self, model: str) -> None:
         """The engine has filled the model's object."""
@@ -131,68 +112,125 @@ class Arena:
         for model in list(self._objects):
             self.remove(model)
 
+    def leave(self) -> None:
+        """Instead of `close`: what is complete stays, for the next daemon to adopt."""
+        for model in list(self._objects):
+            if self.is_complete(model):
+                os.close(self._objects.pop(model).fd)
+            else:
+                self.remove(model)
+
     @property
     def nbytes(self) -> int:
-        return sum(HEADER_BYTES + there.header.payload for there in self._objects.values())
+        return sum(HEADER_BYTES + there.header.payload for there in list(self._objects.values()))
 
     @property
     def models(self) -> set[str]:
         return set(self._objects)
 
     def findings(self) -> list[str]:
-        """What this daemon's objects in /dev/shm and its own account of them do not agree on."""
-        named = {there.name.removeprefix("/") for there in self._objects.values()}
-        present = {path.name for path in SHM.glob(f"{PREFIX}{os.getpid()}-*")}
-        missing = [f"arena object {name} is gone" for name in sorted(named - present)]
-        return missing + [f"arena object {name} belongs to no model" for name in sorted(present - named)]
+        """What this daemon's objects in /dev/shm and its own account of them do not agree on.
+
+        Another thread may be creating or removing one: only what the account said before and after counts.
+        """
+        before, present, after = self._names(), _owned_by(os.getpid()), self._names()
+        missing = [f"arena object {name} is gone" for name in sorted((before & after) - present)]
+        return missing + [f"arena object {name} belongs to no model" for name in sorted(present - before - after)]
+
+    def _names(self) -> set[str]:
+        return {there.name.removeprefix("/") for there in list(self._objects.values())}
 
     def _create(self, model: str, nbytes: int, fingerprint: str) -> _Object:
+        """In the account before it has a header, so that the audit knows whatever has one."""
         _check_room(model, HEADER_BYTES + nbytes)
-        digest = hashlib.sha256(model.encode()).hexdigest()[:12]
-        name = f"/{PREFIX}{os.getpid()}-{digest}-{next(self._numbers)}"
-        header = Header(os.getpid(), start_ticks(os.getpid()), VERSION, State.FILLING, nbytes, 0, fingerprint, model)
-        memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+        name, fd = self._open_new(model)
+        owner = (os.getpid(), start_ticks(os.getpid()))
+        header = Header(*owner, VERSION, State.FILLING, nbytes, 0, fingerprint, model, self._state_dir)
+        there = self._objects[model] = _Object(name, fd, header)
         try:
-            fcntl.flock(memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(memory.fd, header.pack(), 0)  # first of all: without it nobody would sweep the object
-            os.posix_fallocate(memory.fd, 0, HEADER_BYTES + nbytes)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there.write_header(header)  # before the pages: without it nobody would ever remove the object
+            os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
         except OSError as error:
-            _unlink(name)
-            os.close(memory.fd)
+            self.remove(model)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise _no_room(model, HEADER_BYTES + nbytes, _free()) from error
             raise
-        return _Object(name, memory.fd, header)
+        return there
+
+    def _open_new(self, model: str) -> tuple[str, int]:
+        """Name and descriptor. Names that are taken are those of an earlier process that had this pid."""
+        digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+        while True:
+            name = f"/{PREFIX}{os.getpid()}-{digest}-{next(self._numbers)}"
+            with suppress(posix_ipc.ExistentialError):
+                return name, posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
+
+    # --- what other daemons have left -------------------------------------------------------------------------------
+
+    def _take(self, name: str, fd: int) -> bool:
+        """Whether the object is this daemon's from now on, and with it the descriptor, which holds the lock."""
+        data = os.pread(fd, HEADER_BYTES, 0)
+        if not data.startswith(MAGIC) or self._is_for_another(data) or not _lock(fd):
+            return False
+        data = os.pread(fd, HEADER_BYTES, 0)  # as its owner left it
+        if why := self._unfit(data, os.fstat(fd)):
+            log.info("arena_removed name=%s reason=%s", name, why)
+            with suppress(PermissionError):
+                _unlink(name)
+            return False
+        header = Header.unpack(data)
+        there = self._objects[header.model] = _Object(name, fd, header)
+        there.write_header(header._replace(pid=os.getpid(), start_ticks=start_ticks(os.getpid())))
+        log.info("arena_adopted name=%s model=%s bytes=%d owner=%d", name, header.model, header.payload, header.pid)
+        return True
+
+    def _is_for_another(self, data: bytes) -> bool:
+        """A daemon with another state directory will want it, if that is still there. Looked at before the lock is
+        tried: that daemon may be starting just now."""
+        with suppress(ValueError):
+            header = Header.unpack(data)
+            return header.state_dir != self._state_dir and _is_adoptable_by_anybody(header)
+        return False
+
+    def _unfit(self, data: bytes, stat: os.stat_result) -> str:
+        """Why an object that nobody owns is not to be adopted."""
+        try:
+            header = Header.unpack(data)
+        except ValueError as error:
+            return str(error)
+        if header.state is not State.COMPLETE:
+            return f"{header.model} was not read to its end"
+        if header.state_dir != self._state_dir:
+            return f"its daemon's state directory {header.state_dir} is gone"
+        if stat.st_uid != os.geteuid():
+            return f"it belongs to user {stat.st_uid}"
+        if stat.st_size != HEADER_BYTES + header.payload:
+            return f"it has {stat.st_size:,} bytes and should have {HEADER_BYTES + header.payload:,}"
+        return f"there is another one of {header.model}" if header.model in self._objects else ""
 
 
-def sweep() -> None:
-    """At start, before this daemon has objects: deals with those whose owner is gone. To adopt them belongs here."""
-    for path, header in _orphans():
-        with suppress(PermissionError):
-            _unlink(f"/{path.name}")
-            log.info("arena_removed name=%s model=%s owner=%d", path.name, header.model, header.pid)
+def _is_adoptable_by_anybody(header: Header) -> bool:
+    return header.state is State.COMPLETE and os.path.isdir(header.state_dir)
 
 
-def _orphans() -> Iterator[tuple[Path, Header]]:
-    """Objects of daemons that are gone, as far as this user may see them."""
+def _lock(fd: int) -> bool:
+    """False while its owner lives, and where it has been removed in between."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(fd).st_nlink > 0
+
+
+def _owned_by(pid: int) -> set[str]:
+    """The names of the objects whose header says so."""
+    owner, names = (pid, start_ticks(pid)), set()
     for path in SHM.glob(f"{PREFIX}*"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while the owner lives
-            yield path, Header.unpack(os.pread(fd, HEADER_BYTES, 0))
-        except (OSError, ValueError):
-            continue
-        finally:
-            os.close(fd)
-
-
-def start_ticks(pid: int) -> int:
-    """Field 22 of /proc/<pid>/stat: with the pid it names a process for good."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 2 :].split()[19])
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            if Header.unpack(file.read(HEADER_BYTES))[:2] == owner:
+                names.add(path.name)
+    return names
 
 
 def _check_room(model: str, nbytes: int) -> None:

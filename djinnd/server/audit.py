@@ -12,6 +12,7 @@ from djinnd.server.arena import Arena
 from djinnd.server.clients import Clients
 from djinnd.server.models import Models
 from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.sharing import Sharing
 
 _FDS = Path("/proc/self/fd")
 
@@ -30,7 +31,9 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
     if clients.unfinished < under_way:
         yield f"{under_way} requests are under way, {clients.unfinished} are counted"
     idle = {model.name for model in models if model.engine is None and model.changing is None}
-    yield from (f"the arena holds blocks of {name}, which is not loaded" for name in sorted(arena.models & idle))
+    kept = {model.name for model in models if model.state == "failed" and arena.is_complete(model.name)}
+    of_nobody = arena.models & idle - kept  # what an engine died over is kept for the next load
+    yield from (f"the arena holds blocks of {name}, which is not loaded" for name in sorted(of_nobody))
     yield from arena.findings()
 
 
@@ -42,12 +45,14 @@ def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[
     yield from report.findings
 
 
-def audit_descriptors(clients: Clients, address: str) -> Iterator[str]:
-    """Every accepted connection that this process holds is a client's, and memfds wait to be sent, or are about to."""
+def audit_descriptors(clients: Clients, sharing: Sharing, address: str) -> Iterator[str]:
+    """Every accepted connection that this process holds is a client's, and memfds are weights that somebody shares,
+    wait to be sent, or are about to. (Or have come with a request that is under way.)"""
     known = {client.fd for client in clients}
     held = {fd for fd in map(int, os.listdir(_FDS)) if _is_accepted(fd, address)}
     yield from (f"descriptor {fd} is a connection of no client" for fd in sorted(held - known))
-    memfds = sum(_target(fd).startswith("/memfd:djinnd") for fd in map(int, os.listdir(_FDS)))
+    memfds = sum(_target(fd).startswith("/memfd:") for fd in map(int, os.listdir(_FDS)) if fd not in sharing.windows)
+    yield from (f"the weights in descriptor {fd} are gone" for fd in sorted(sharing.windows) if not _target(fd))
     waiting = sum(client.queued_fds for client in clients)
     if memfds > waiting + clients.unfinished:
         yield f"{memfds} memfds are open, {waiting} wait to be sent"

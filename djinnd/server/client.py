@@ -32,7 +32,7 @@ from djinn_client.protocol import (
 )
 from djinnd import __version__
 from djinnd.config import Limits
-from djinnd.server.connection import Connection
+from djinnd.server.connection import Connection, close_fds
 
 log = logging.getLogger("djinnd.server")
 
@@ -68,11 +68,13 @@ class Work(Protocol):
 
 
 class Call:
-    """A request under way. `run` is set while an engine works for it."""
+    """A request under way. `run` is set while an engine works for it; `fds` came with it, and what is left of them at
+    its end is closed."""
 
-    def __init__(self, client: Client, request: Request) -> None:
+    def __init__(self, client: Client, request: Request, fds: list[int]) -> None:
         self.client = client
         self.id = request.id
+        self.fds = fds
         self.received = time.monotonic()
         self.run: Work | None = None
         self.task: asyncio.Task[Answer]
@@ -114,7 +116,7 @@ class Client:
         self._desk = desk
         self._introduced = False
         limits = desk.limits
-        self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes)
+        self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes, accept_fds=True)
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(limits.handshake, self._too_late)
 
@@ -143,11 +145,16 @@ class Client:
     # --- events of the connection -----------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
+        if not self._take(payload, fds):
+            close_fds(fds)
+
+    def _take(self, payload: bytes, fds: list[int]) -> bool:
+        """Whether a call has begun, to which the descriptors belong then."""
         try:
             message = decode_request(payload)
         except ProtocolError as error:
             self._not_understood(payload, error)
-            return
+            return False
         if isinstance(message, Cancel):
             if (call := self.calls.get(message.target)) is not None:
                 call.cancel()
@@ -158,7 +165,8 @@ class Client:
         elif message.id in self.calls:
             self._hang_up(ProtocolError(f"request {message.id} is under way: its number may not be used again yet"))
         else:
-            self._begin(message)
+            return self._begin(message, fds)
+        return False
 
     def broken(self, error: ProtocolError) -> None:
         self._hang_up(error)
@@ -200,22 +208,24 @@ class Client:
         else:
             self._fail(number, InvalidRequest(error.message))
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request, fds: list[int]) -> bool:
         limits = self._desk.limits
         if len(self.calls) >= limits.requests_per_connection:
             error = Retry(f"this connection has {len(self.calls)} unfinished requests, its limit: wait for one of them")
             self._fail(request.id, error)
-            return
+            return False
         if self._desk.unfinished >= limits.requests:
             self._fail(request.id, Retry(f"the daemon has {limits.requests:,} unfinished requests, its limit"))
-            return
-        call = self.calls[request.id] = Call(self, request)
+            return False
+        call = self.calls[request.id] = Call(self, request, fds)
         self._desk.begun()
         call.task = asyncio.create_task(self._desk.handle(call, request))
         call.task.add_done_callback(lambda task: self._finish(call, task))
+        return True
 
     def _finish(self, call: Call, task: asyncio.Task[Answer]) -> None:
         del self.calls[call.id]
+        close_fds(call.fds)
         self._desk.ended()
         error = Cancelled("the request was cancelled") if task.cancelled() else task.exception()
         if error is None:

@@ -186,6 +186,8 @@ class Connection:
                 self._events.frame(frame.payload, self._take_fds(frame.fds))
                 if not self.is_open:
                     return
+            if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
+                raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
         except ProtocolError as error:
             self._loop.remove_reader(self._socket)
             self._events.broken(error)

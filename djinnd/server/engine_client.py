@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
@@ -21,6 +21,25 @@ from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
 from djinnd.server.connection import Connection, close_fds
 
 log = logging.getLogger("djinnd.server")
+
+Question = (
+    messages.Load
+    | messages.Plan
+    | messages.DescribeImage
+    | messages.SetBudget
+    | messages.Trace
+    | messages.Unload
+    | messages.Inquire
+)
+Reply = (
+    messages.Loaded
+    | messages.Planned
+    | messages.ImageDescribed
+    | messages.BudgetSet
+    | messages.Traced
+    | messages.Unloaded
+    | messages.Report
+)
 
 _numbers = itertools.count(1)  # of requests: unique in the daemon, also across engines
 
@@ -42,6 +61,7 @@ class Audience(Protocol):
 
     def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
     def arena_filled(self, message: messages.ArenaFilled) -> None: ...
+    def host_released(self, message: messages.HostReleased) -> None: ...
     def loading(self, message: messages.Loading) -> None: ...
 
 
@@ -60,9 +80,10 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
 
-    def send(self, message: ToEngine) -> None:
-        """Does nothing when the engine is lost: its requests have failed, and the next engine is told anew."""
-        self._connection.send(messages.encode(message))
+    def send(self, message: ToEngine, fds: Sequence[int] = ()) -> None:
+        """Does nothing when the engine is lost: its requests have failed, and the next engine is told anew. The
+        descriptors belong to this side's connection then, which closes them."""
+        self._connection.send(messages.encode(message, len(fds)), fds)
 
     def run(self, run: Run, **fields: Any) -> int:
         """Sends a `messages.Run` and answers with its number."""
@@ -72,7 +93,7 @@ class EngineClient:
         self.send(messages.Run(number, **fields))
         return number
 
-    async def call(self, kind: type[messages.Load | messages.Unload | messages.Inquire], **fields: Any) -> Any:
+    async def call(self, kind: type[Question], **fields: Any) -> Any:
         """The engine's answer to such a message; the engine lives when it comes. Raises its error, or EngineLost."""
         number = next(_numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -124,12 +145,22 @@ class EngineClient:
                 self._runs.pop(message.request).failed(from_code(message.code, message.message, message.data))
             case messages.Failed():
                 self._fail_call(message)
-            case messages.Loaded() | messages.Unloaded() | messages.Report():
+            case (
+                messages.Loaded()
+                | messages.Planned()
+                | messages.ImageDescribed()
+                | messages.BudgetSet()
+                | messages.Traced()
+                | messages.Unloaded()
+                | messages.Report()
+            ):
                 self._answer_call(message)
             case messages.NeedArena():
                 self._listener.need_arena(self, message)
             case messages.ArenaFilled():
                 self._listener.arena_filled(message)
+            case messages.HostReleased():
+                self._listener.host_released(message)
             case messages.Loading():
                 self._listener.loading(message)
             case messages.Ready():
@@ -160,7 +191,7 @@ class EngineClient:
             if token.request in runs:
                 runs[token.request].token(token.token, token.logprobs, now)
 
-    def _answer_call(self, message: messages.Loaded | messages.Unloaded | messages.Report) -> None:
+    def _answer_call(self, message: Reply) -> None:
         future = self._calls.get(message.request)
         if future is not None and not future.done():  # else its caller has stopped waiting
             future.set_result(message)

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import socket
-from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from djinnd.config import Limits
 from djinnd.server.engine_client import Audience, EngineClient
+from djinnd.server.nursery import Nursery
 
 DEVICE_REFUSED = 3  # exit status of an engine that would not do better the next time
 STOPPING = 5.0  # seconds that an engine has to end when it is asked to
@@ -22,6 +22,14 @@ _TICK = 1.0  # seconds, at most, between looks at a silent engine
 class Death(NamedTuple):
     reason: str
     is_final: bool  # another start would end the same way
+
+
+class Process(Protocol):
+    """The leader of a process group. `wait`: its exit status, negative for a signal, when it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+    async def wait(self) -> int: ...
 
 
 class EngineProcess:
@@ -35,20 +43,24 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], environ: Mapping[str, str], listener: Audience, on_lost: Callable[[], None]
+        cls,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        nursery: Nursery,
+        limits: Limits,
+        listener: Audience,
+        on_lost: Callable[[], None],
     ) -> EngineProcess:
-        """`command` with the number of its socket appended as `--fd N`."""
+        """`command` is a `python -m`; appended are `--fd`, the number of its socket, and `--parent`, the pid of its
+        parent: the nursery, or without one this process. Raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                "--fd",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=dict(environ),
-                start_new_session=True,  # a terminal's Ctrl-C is for the server, which then says Shutdown
-            )
+        try:
+            with theirs:
+                born = await nursery.bear(command, theirs, limits.engine_start)
+                process = born or await _execute(command, environ, theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
         return cls(process, EngineClient(ours, listener, on_lost))
 
     async def watch(self, limits: Limits) -> Death:
@@ -88,3 +100,14 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
         await self._exited
         self.client.close()
+
+
+async def _execute(command: Sequence[str], environ: Mapping[str, str], fd: int) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        *("--fd", str(fd), "--parent", str(os.getpid())),
+        pass_fds=[fd],
+        stdin=asyncio.subprocess.DEVNULL,
+        env=dict(environ),
+        start_new_session=True,  # a terminal's Ctrl-C is for the server, which then says Shutdown
+    )

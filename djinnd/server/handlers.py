@@ -7,31 +7,68 @@ true of session, model and engine is still true.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotPermitted, ShuttingDown
-from djinn_client.protocol import Done, ModelReply, Progress, SessionOpened, Sessions, TokenIds
-from djinnd.messages import Loading, Truncate
+from djinn_client.protocol import (
+    BudgetReply,
+    Done,
+    ModelReply,
+    PlanReply,
+    Progress,
+    SessionOpened,
+    Sessions,
+    ShareDescribed,
+    TokenIds,
+    TraceReply,
+)
+from djinnd.messages import Loading, Trace, Truncate
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models, OnLoading, open_in
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import SessionTable
+from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
+from djinnd.server.stopping import Restart
+from djinnd.server.supervisor import Supervisor
 from djinnd.server.vocabulary import Vocabulary
 
 LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
 
-_NEW_WORK = (protocol.OpenSession, protocol.Generate, protocol.Forward, protocol.LoadModel)
+_NEW_WORK = (
+    protocol.OpenSession,
+    protocol.Generate,
+    protocol.Forward,
+    protocol.LoadModel,
+    protocol.PlanModel,
+    protocol.ShareModel,
+    protocol.ShareWeights,
+    protocol.SetBudget,
+    protocol.GetTrace,
+    protocol.Restart,
+)
 
 
 class Handlers:
-    def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
+    def __init__(
+        self,
+        sessions: SessionTable,
+        models: Models,
+        sharing: Sharing,
+        status: Status,
+        supervisor: Supervisor,
+        restart: Callable[[Restart], None],
+    ) -> None:
         self._sessions = sessions
         self._models = models
+        self._sharing = sharing
         self._status = status
+        self._supervisor = supervisor
+        self._restart_daemon = restart
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
             protocol.Ping: self._ping,
             protocol.OpenSession: self._open,
@@ -45,7 +82,14 @@ class Handlers:
             protocol.ListSessions: self._list_sessions,
             protocol.ListModels: self._list_models,
             protocol.LoadModel: self._load_model,
+            protocol.PlanModel: self._plan_model,
             protocol.UnloadModel: self._unload_model,
+            protocol.ShareModel: self._share_model,
+            protocol.ShareWeights: self._share_weights,
+            protocol.EndShare: self._end_share,
+            protocol.SetBudget: self._set_budget,
+            protocol.GetTrace: self._trace,
+            protocol.Restart: self._restart,
         }
 
     async def handle(self, call: Call, request: protocol.Request) -> Answer:
@@ -59,9 +103,10 @@ class Handlers:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     async def _open(self, call: Call, request: protocol.OpenSession) -> Answer:
-        model = self._models.find(request.model)
+        model = self._models.find_open(request.model, call.client)
         self._sessions.expect_room(call.client.user)  # before a model is loaded in vain
         engine = await self._models.ready(model.name, _telling(call))
+        self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
         session = self._sessions.open(call.client, model.name, request.priority)
         open_in(engine, session)
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
@@ -122,20 +167,31 @@ class Handlers:
     # --- models -----------------------------------------------------------------------------------------------------
 
     async def _list_models(self, call: Call, request: protocol.ListModels) -> Answer:
-        return Answer(protocol.Models(id=call.id, models=await self._status.model_infos()))
+        return Answer(protocol.Models(id=call.id, models=await self._status.model_infos(call.client)))
 
     async def _load_model(self, call: Call, request: protocol.LoadModel) -> Answer:
-        if request.kv_bytes < 0:
-            raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
-        model = self._models.find(request.model)
-        if model.engine is not None and request.kv_bytes not in (0, model.kv_bytes):
-            raise InvalidRequest(f"{model.name} is loaded already: unload it first, to give it other KV memory")
-        await self._models.ready(request.model, _telling(call), request.kv_bytes)
+        admission.check_load(request)
+        model = self._models.find_open(request.model, call.client)
+        if model.state in ("loading", "ready"):
+            loaded = f"{model.name} is {'loaded' if model.state == 'ready' else 'being loaded'} already"
+            if request.kv_bytes not in (0, model.kv_bytes):
+                raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
+            if request.placing not in (None, model.placing):
+                raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
+        await self._models.ready(request.model, _telling(call), request.kv_bytes, request.placing)
         model = self._models.find(request.model)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 
+    async def _plan_model(self, call: Call, request: protocol.PlanModel) -> Answer:
+        admission.check_plan(request)
+        self._models.find_visible(request.model, call.client)
+        plan = await self._models.plan(request.model, request.memory_bytes, request.kv_bytes, request.placing)
+        return Answer(PlanReply(id=call.id, plan=plan))
+
     async def _unload_model(self, call: Call, request: protocol.UnloadModel) -> Answer:
-        model = self._models.find(request.model)
+        model = self._models.find_visible(request.model, call.client)
+        if model.share is not None and not model.share.is_of(call.client):
+            raise NotPermitted(f"{model.name} is another user's: only that user, or an administrator, may unload it")
         sessions = self._sessions.of_model(model.name)
         if sessions and not request.force:
             raise InvalidRequest(f"{len(sessions)} sessions use {model.name}: close them, or unload it with force")
@@ -143,13 +199,73 @@ class Handlers:
             raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may close them")
         for session in sessions:
             self._sessions.close(session)
-        await self._models.unload(model)
+        if model.share is not None:
+            await self._sharing.withdraw(model.share)
+        else:
+            await self._models.unload(model)
+        return Answer(Done(id=call.id))
+
+    async def _share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
+        admission.check_share(request)
+        self._sharing.check(call.client, request)
+        share, image = await self._sharing.describe(call.client, request, _descriptor(call))
+        return Answer(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
+
+    async def _share_weights(self, call: Call, request: protocol.ShareWeights) -> Answer:
+        fd = _descriptor(call)
+        try:
+            model = await self._sharing.accept(call.client, request.share, fd, _telling(call))
+        finally:
+            os.close(fd)
+        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def _end_share(self, call: Call, request: protocol.EndShare) -> Answer:
+        await self._sharing.end(call.client, request.share)
+        return Answer(Done(id=call.id))
+
+    # --- the daemon -------------------------------------------------------------------------------------------------
+
+    async def _set_budget(self, call: Call, request: protocol.SetBudget) -> Answer:
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may change the budget of device memory")
+        admission.check_budget(request.memory_bytes)
+        changed = await self._supervisor.set_budget(request.memory_bytes)
+        return Answer(
+            BudgetReply(
+                id=call.id,
+                budget_bytes=changed.budget_bytes,
+                used_bytes=changed.used_bytes,
+                seconds=changed.seconds,
+                models=[self._status.model_info(model) for model in self._models if model.engine is not None],
+            )
+        )
+
+    async def _trace(self, call: Call, request: protocol.GetTrace) -> Answer:
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may trace the device: it shows what all users do")
+        admission.check_trace(request)
+        engine = await self._supervisor.engine()
+        traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
+        return Answer(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
+
+    async def _restart(self, call: Call, request: protocol.Restart) -> Answer:
+        """Answered before the daemon drains, and told before the connection is closed."""
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may restart the daemon")
+        self._restart_daemon("warm" if request.warm else "cold")
         return Answer(Done(id=call.id))
 
     async def _get_status(self, call: Call, request: protocol.GetStatus) -> Answer:
         if request.check and not call.client.is_admin:
             raise NotPermitted("only an administrator may have the daemon check itself")
-        return Answer(await self._status.reply(call.id, request.check))
+        return Answer(await self._status.reply(call.id, request.check, call.client))
+
+
+def _descriptor(call: Call) -> int:
+    """The one that came with the request; the caller's now."""
+    if len(call.fds) != 1:
+        raise InvalidRequest(f"this request brings one descriptor; {len(call.fds)} came")
+    return call.fds.pop()
 
 
 def _telling(call: Call) -> OnLoading:

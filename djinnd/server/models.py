@@ -13,20 +13,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory
+from msgspec.structs import replace
+
+from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, ModelNotFound, OutOfMemory
+from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import ModelInfo
 from djinnd import config
-from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Load, Loaded, Loading, NeedArena, Open, Unload
+from djinnd.messages import (
+    ArenaFilled,
+    ArenaReady,
+    ArenaRefused,
+    HostReleased,
+    Load,
+    Loaded,
+    Loading,
+    NeedArena,
+    Open,
+    Plan,
+    Planned,
+    Unload,
+)
 from djinnd.server.arena import Arena
 from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
+from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.share import Share
 from djinnd.server.vocabulary import Vocabulary
 
 log = logging.getLogger("djinnd.server")
@@ -43,6 +61,7 @@ class Model:
     name: str
     source: config.Model
     kv_bytes: int  # 0: the engine decides
+    placing: Placing
     state: ModelState = "available"
     error: str = ""
     info: ModelInfo | None = None
@@ -51,6 +70,7 @@ class Model:
     changing: asyncio.Task[None] | None = None  # its load or its unload
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)
+    share: Share | None = None  # where its weights are, of a model that a client shares
 
     @property
     def described(self) -> tuple[ModelInfo, Vocabulary]:
@@ -70,13 +90,13 @@ class Models:
         engine_for: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
         self._known = known_models(configured)
-        self._models = {name: Model(name, source, source.kv) for name, source in self._known.items()}
+        self._models = {name: _configured(name, source) for name, source in self._known.items()}
         self._sessions = sessions
         self._arena = arena
         self._arena_lock = asyncio.Lock()
         self._download_lock = asyncio.Lock()  # one at a time: they hold a thread each, for long
         self._engine_for = engine_for
-        self._grants: set[asyncio.Task[None]] = set()
+        self._arena_changes: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def __iter__(self) -> Iterator[Model]:
@@ -87,26 +107,71 @@ class Models:
         name = os.path.normpath(name) if name.startswith("/") else name
         if name in self._models:
             return self._models[name]
-        source = model_named(name, self._known)
-        return Model(name, source, source.kv)
+        return _configured(name, model_named(name, self._known))
 
-    def preload(self) -> None:
+    def is_known(self, name: str) -> bool:
+        return name in self._models or name in self._known
+
+    def find_open(self, name: str, client: Client) -> Model:
+        """For a new session. Raises ModelNotFound also for what the client may not use, or nobody may any more."""
+        model = self.find_visible(name, client)
+        if model.share is not None and model.share.ended:
+            raise _taken_back(model)
+        return model
+
+    def find_visible(self, name: str, client: Client) -> Model:
+        """Raises ModelNotFound also for what the client may not see."""
+        model = self.find(name)
+        if model.share is not None and not model.share.is_open_to(client):
+            return _configured(name, model_named(name, self._known))  # raises: no such name is a configured one's
+        return model
+
+    def visible(self, client: Client) -> list[Model]:
+        return [model for model in self if model.share is None or model.share.is_open_to(client)]
+
+    def preload(self, adopted: Iterable[str] = ()) -> None:
+        """What is configured so, and what an earlier daemon had loaded: its blocks are in the arena."""
+        for name in adopted:
+            try:
+                self._start_load(self.find(name))
+            except ModelNotFound as error:
+                log.info("arena_removed model=%s reason=%s", name, error.message)
+                self._arena.remove(name)
         for model in self:
-            if model.source.preload:
+            if model.source.preload and model.changing is None:
                 self._start_load(model)
 
-    async def ready(self, name: str, on_loading: OnLoading = lambda _: None, kv_bytes: int = 0) -> EngineClient:
-        """The engine that has the model, which is loaded if need be: `kv_bytes` for its pages, 0 as configured. Raises
-        ModelNotFound, and what loading raises.
+    async def ready(
+        self,
+        name: str,
+        on_loading: OnLoading = lambda _: None,
+        kv_bytes: int = 0,
+        placing: Placing | None = None,
+    ) -> EngineClient:
+        """The engine that has the model, which is loaded if need be: with `kv_bytes` for its pages and its blocks
+        placed so, 0 and None as configured. Raises ModelNotFound, and what loading raises.
 
         The engine lives, and has the model, until the caller waits for something else.
         """
         while (model := self.find(name)).engine is None:
+            if model.share is not None and model.share.ended and not self._sessions.of_model(name):
+                raise _taken_back(model)
             if model.changing is None:
                 model.kv_bytes = kv_bytes or model.kv_bytes
+                model.placing = _placing(model, placing)
                 self._start_load(model)
             await _join(model, on_loading)
         return model.engine
+
+    async def plan(self, name: str, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+        """What loading the model would come to; 0 and None as in `ready`, and the device's own budget. Raises
+        ModelNotFound, and what the engine refuses."""
+        model = self.find(name)
+        folder = await self._checkpoint(model)
+        engine = await self._engine_for(model.name)
+        fields = _load_fields(model, folder, kv_bytes or model.kv_bytes, _placing(model, placing))
+        planned: Planned = await engine.call(Plan, **fields, memory_bytes=memory_bytes)
+        return planned.plan
 
     async def unload(self, model: Model) -> None:
         """Of a model without sessions. Raises InvalidRequest while it is being loaded."""
@@ -117,6 +182,25 @@ class Models:
         model.changing = asyncio.create_task(self._unload(model, engine))
         await _join(model, lambda _: None)
 
+    def add_shared(self, share: Share) -> Model:
+        """A model that is known until `drop`."""
+        source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
+        model = self._models[share.model] = Model(share.model, source, share.kv_bytes, share.placing, share=share)
+        return model
+
+    async def drop(self, share: Share) -> None:
+        """Unloads and forgets the share's model, if there is one. It has ended, and has no sessions."""
+        model = self._models.get(share.model)
+        if model is None or model.share is not share:
+            return
+        while model.changing is not None:
+            with suppress(Exception):  # whoever began to load it is told
+                await asyncio.shield(model.changing)
+        try:
+            await self.unload(model)
+        finally:
+            del self._models[share.model]
+
     def stop(self) -> None:
         """Nothing is loaded any more."""
         self._closing = True
@@ -124,11 +208,11 @@ class Models:
             if model.changing is not None:
                 model.changing.cancel()
 
-    async def close(self) -> None:
-        """After `stop`, when the engine is gone. Returns when the arena is empty."""
+    async def close(self, keep_blocks: bool = False) -> None:
+        """After `stop`, when the engine is gone. Returns when the arena is empty, or left to the next daemon."""
         changes = [model.changing for model in self if model.changing is not None]
-        await asyncio.gather(*changes, *self._grants, return_exceptions=True)
-        await self._in_arena(self._arena.close)
+        await asyncio.gather(*changes, *self._arena_changes, return_exceptions=True)
+        await self._in_arena(self._arena.leave if keep_blocks else self._arena.close)
 
     # --- what engines say: see supervisor.Owner ---------------------------------------------------------------------
 
@@ -140,6 +224,13 @@ class Models:
                 if not self._closing:
                     self._start_load(model)
 
+    def described(self, infos: Iterable[ModelInfo]) -> None:
+        """The engine has moved blocks of its models."""
+        for info in infos:
+            model = self._models.get(info.name)
+            if model is not None and model.engine is not None:
+                model.info = info
+
     def loading(self, message: Loading) -> None:
         model = self._models.get(message.model)
         if model is not None:
@@ -148,12 +239,23 @@ class Models:
                 listener(message)
 
     def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
-        task = asyncio.create_task(self._grant(engine, message))
-        self._grants.add(task)
-        task.add_done_callback(self._grants.discard)
+        model = self._models.get(message.model)
+        if model is not None and model.share is not None:
+            _grant_window(engine, message, model.share)
+        else:
+            self._change_arena(self._grant(engine, message))
 
     def arena_filled(self, message: ArenaFilled) -> None:
         self._arena.complete(message.model)
+
+    def host_released(self, message: HostReleased) -> None:
+        """In turn with grants: what a later engine is granted is another object."""
+        self._change_arena(self._in_arena(self._arena.remove, message.model))
+
+    def _change_arena(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        self._arena_changes.add(task)
+        task.add_done_callback(self._arena_changes.discard)
 
     async def _grant(self, engine: EngineClient, message: NeedArena) -> None:
         try:
@@ -180,14 +282,7 @@ class Models:
             folder = await self._checkpoint(model)
             vocabulary = await asyncio.to_thread(Vocabulary.read, model.name, folder)
             engine = await self._engine_for(model.name)
-            loaded: Loaded = await engine.call(
-                Load,
-                model=model.name,
-                path=str(folder),
-                kv_bytes=int(model.kv_bytes),
-                dtype=model.source.dtype,
-                max_context=model.source.max_context,
-            )
+            loaded: Loaded = await engine.call(Load, **_load_fields(model, folder, model.kv_bytes, model.placing))
         except Exception as error:
             await self._load_failed(model, error)
             raise
@@ -218,8 +313,11 @@ class Models:
         log.info("model_unloaded model=%s", model.name)
 
     def _forget_unless_used(self, model: Model) -> None:
-        """What callers name themselves is known only as long as it is of use."""
-        if model.name not in self._known and not self._sessions.of_model(model.name):
+        """What callers name themselves, or want otherwise than configured, is known only as long as it is of use."""
+        if self._sessions.of_model(model.name) or model.share is not None:
+            return
+        model.kv_bytes, model.placing = model.source.kv, model.source.placing
+        if model.name not in self._known:
             self._models.pop(model.name, None)
 
     async def _checkpoint(self, model: Model) -> Path:
@@ -230,6 +328,47 @@ class Models:
         """In a thread, because giving and taking gigabytes takes seconds; one at a time."""
         async with self._arena_lock:
             return await asyncio.to_thread(act, *arguments)
+
+
+def _configured(name: str, source: config.Model) -> Model:
+    return Model(name, source, source.kv, source.placing)
+
+
+def _placing(model: Model, wish: Placing | None) -> Placing:
+    """Weights that a client shares lie as they do, and there is no other copy of them."""
+    if wish is None or model.share is None:
+        return wish or model.placing
+    return replace(wish, packing=model.share.placing.packing, keep_host=True)
+
+
+def _taken_back(model: Model) -> ModelNotFound:
+    return ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")
+
+
+def _grant_window(engine: EngineClient, message: NeedArena, share: Share) -> None:
+    if message.nbytes != share.nbytes:
+        told = f"the engine now lays {share.model} out otherwise than when it was shared: share it again"
+        engine.send(ArenaRefused(message.request, told))
+        return
+    try:
+        window = os.dup(share.window)
+    except OSError as error:
+        engine.send(ArenaRefused(message.request, f"no descriptor for the weights of {share.model}: {error}"))
+    else:
+        engine.send(ArenaReady(message.request, "", 0, complete=True), [window])
+
+
+def _load_fields(model: Model, folder: Path, kv_bytes: int, placing: Placing) -> dict[str, Any]:
+    """What Load and Plan have in common."""
+    return {
+        "model": model.name,
+        "path": str(folder),
+        "dtype": model.source.dtype,
+        "kv_bytes": kv_bytes,
+        "max_context": model.source.max_context,
+        "placing": placing,
+        "shared": None if model.share is None else model.share.stored,
+    }
 
 
 def open_in(engine: EngineClient, session: SessionRecord) -> None:

@@ -2,6 +2,9 @@
 
 The first SIGTERM, SIGINT or SIGHUP drains: no new work; what runs may finish within limits.shutdown_grace, and is
 cancelled then. The second ends everything at once. Either way no engine, shared memory or socket file is left.
+
+A restart drains too. What it leaves is for the successor, which is this process again: the listening socket, and after
+a warm one the complete objects of the arena.
 """
 
 from __future__ import annotations
@@ -9,26 +12,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
+import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from djinnd import __version__
 from djinnd.config import Config
 from djinnd.messages import Close
-from djinnd.server.arena import Arena, sweep
+from djinnd.server.arena import Arena
+from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.engine_process import STOPPING
 from djinnd.server.handlers import Handlers
 from djinnd.server.listener import Listener
 from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
+from djinnd.server.nursery import NURSERY_FDS, Nursery
 from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
-from djinnd.server.socket_path import SocketPath, StartError, inherited_listener
+from djinnd.server.sharing import Sharing
+from djinnd.server.socket_path import StartError, listen
 from djinnd.server.status import Status
-from djinnd.server.stopping import Stopping
+from djinnd.server.stopping import Restart, Stopping
+from djinnd.server.succession import Inherited, inherited
 from djinnd.server.supervisor import Supervisor
 
 log = logging.getLogger("djinnd.server")
@@ -38,41 +46,59 @@ _CANCELLING = 5.0  # seconds for cancelled requests to end
 
 
 class Server:
-    """`engine_command` starts an engine: see EngineProcess.start. Raises StartError where it can get no socket."""
+    """`engine_command` starts an engine, see Supervisor; `nursery_command` what engines are forked from, see Nursery.
+    Raises StartError where it can get no socket."""
 
-    def __init__(self, config: Config, engine_command: Sequence[str], stopping: Stopping) -> None:
+    def __init__(
+        self, config: Config, engine_command: Sequence[str], nursery_command: Sequence[str], stopping: Stopping
+    ) -> None:
         self._limits = config.limits
         self._stopping = stopping
         self._notifier = Notifier(os.environ)
-        self._path, self._socket = _listen(config.socket)
+        given = inherited(os.environ)
+        self._path, self._socket = listen(config.socket, [each for each in given if each.name not in NURSERY_FDS])
+        environ = _engine_environ(config)
+        self._nursery = Nursery(nursery_command, environ, [each for each in given if each.name in NURSERY_FDS])
         self.address: str = self._socket.getsockname()
         self._sessions = SessionTable(self._limits, self._close_in_engine)
-        self._arena = Arena()
+        self._arena = Arena(config.state_dir)
         self._models = Models(config.models, self._sessions, self._arena, lambda model: self._router.engine_for(model))
-        self._supervisor = Supervisor(engine_command, _engine_environ(config), self._limits, self._models)
+        self._supervisor = Supervisor(engine_command, config.memory, environ, self._nursery, self._limits, self._models)
         self._router = Router([self._supervisor])
-        self._clients = Clients(
-            self._limits, config.admins, lambda *c: self._handlers.handle(*c), self._sessions.detach
+        self._sharing = Sharing(
+            Path(config.state_dir, "shared"), self._limits, self._models, self._sessions, self._router.engine_for
         )
-        self._status = Status(self._sessions, self._models, self._supervisor, self._clients, self._arena, self.address)
-        self._handlers = Handlers(self._sessions, self._models, self._status)
+        self._clients = Clients(self._limits, config.admins, lambda *c: self._handlers.handle(*c), self._gone)
+        self._status = Status(
+            self._sessions, self._models, self._supervisor, self._clients, self._arena, self._sharing, self.address
+        )
+        self._handlers = Handlers(
+            self._sessions, self._models, self._sharing, self._status, self._supervisor, self._restart
+        )
         self._listener = Listener(self._socket, self._clients.accept)
 
-    async def serve(self) -> None:
-        """Until it is asked to stop. Raises StartError where no engine comes up."""
+    async def serve(self) -> list[Inherited]:
+        """Until it is asked to stop. Answers with what a successor is to have; with nothing where there is to be none.
+        Raises StartError where no engine comes up."""
         beating = asyncio.create_task(self._beat())
         try:
             self._startup()
             await self._main_loop()
+        except BaseException:
+            self._stopping.restart = None
+            raise
         finally:
             await self._shutdown()
             beating.cancel()
+            left = self._leave()
+        return left
 
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
-        sweep()
+        adopted = self._arena.adopt()
+        self._sharing.start()
         self._supervisor.start()
-        self._models.preload()
+        self._models.preload(adopted)
 
     async def _main_loop(self) -> None:
         """Clients, engine and timers have their own callbacks: here is only what the whole waits for."""
@@ -86,19 +112,35 @@ class Server:
 
     async def _shutdown(self) -> None:
         self._status.is_draining = True
-        self._notifier.tell(STOPPING=1)
-        log.info("djinnd_draining requests=%d", self._clients.unfinished)
+        if self._stopping.restart is None:
+            self._notifier.tell(STOPPING=1)
+        else:
+            self._notifier.tell(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)  # until READY, the successor's
+        log.info("djinnd_draining requests=%d restart=%s", self._clients.unfinished, self._stopping.restart or "no")
         await self._drain()
         self._listener.close()
         self._models.stop()
         await self._supervisor.stop(0.0 if self._stopping.now.is_set() else STOPPING)
+        if self._stopping.restart is None or not self._nursery.is_sound:
+            await self._nursery.close()
         await self._clients.close(at_once=self._stopping.now.is_set())
-        await self._models.close()
+        await self._models.close(keep_blocks=self._stopping.restart == "warm")
+        await self._sharing.close()
         self._sessions.clear()
+        log.info("djinnd_stopped")
+
+    def _leave(self) -> list[Inherited]:
+        if self._stopping.restart is not None:
+            left = self._path.hand_over() if self._path else [Inherited("djinnd.socket", self._socket.detach())]
+            return left + self._nursery.hand_over()
         self._socket.close()
         if self._path is not None:
             self._path.release()
-        log.info("djinnd_stopped")
+        return []
+
+    def _restart(self, restart: Restart) -> None:
+        self._status.is_draining = True  # before the caller is answered, so that what it sees next is true
+        self._stopping.ask_restart(restart)
 
     async def _drain(self) -> None:
         """What runs may finish, for a while; then it is cancelled, which takes a step."""
@@ -117,31 +159,35 @@ class Server:
         engine = self._models.find(session.model).engine
         if engine is not None:
             engine.send(Close(session.id))
+        self._sharing.session_closed(session.model)
+
+    def _gone(self, client: Client) -> None:
+        self._sessions.detach(client)
+        self._sharing.detach(client)
 
 
-async def run(config: Config) -> None:
+async def run(config: Config) -> list[Inherited]:
+    """See Server.serve."""
     stopping = Stopping()
     with stopping.by_signals():  # before there is anything that would be left behind
-        await Server(config, engine_command(config), stopping).serve()
+        return await Server(config, engine_command(config), nursery_command(config), stopping).serve()
 
 
 def engine_command(config: Config) -> list[str]:
-    command = [sys.executable, "-m", "djinnd.engine", "--parent", str(os.getpid())]
-    command += ["--device", config.device, "--memory", str(config.memory)]
-    return [*command, "--log-level", config.log.level, "--log-format", config.log.format]
+    return [sys.executable, "-m", "djinnd.engine", "--device", config.device, *_log_options(config)]
+
+
+def nursery_command(config: Config) -> list[str]:
+    return [sys.executable, "-m", "djinnd.engine.nursery", *_log_options(config)]
+
+
+def _log_options(config: Config) -> list[str]:
+    return ["--log-level", config.log.level, "--log-format", config.log.format]
 
 
 def _engine_environ(config: Config) -> dict[str, str]:
     """Compiled kernels outlive the daemon, unless somebody has another place for them."""
     return {"TRITON_CACHE_DIR": f"{config.state_dir}/triton", **os.environ}
-
-
-def _listen(path: str) -> tuple[SocketPath | None, socket.socket]:
-    inherited = inherited_listener(os.environ)
-    if inherited is not None:
-        return None, inherited
-    claim = SocketPath(path)
-    return claim, claim.listener
 
 
 async def _first(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:

@@ -12,33 +12,41 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import MutableMapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from djinnd.server.client import Peer
+from djinnd.server.succession import Inherited
 
-SD_FIRST_FD = 3  # SD_LISTEN_FDS_START
 PATH_LIMIT = 107  # bytes of sun_path without the closing zero
 BACKLOG = 512
+_HANDED_OVER = ["djinnd-listener", "djinnd-lock"]  # names of the descriptors that a predecessor leaves
 
 
 class StartError(Exception):
     """Why the daemon cannot start, and what to do."""
 
 
-def inherited_listener(environ: MutableMapping[str, str]) -> socket.socket | None:
-    """The socket that systemd made for this process, if it did. Its variables are then removed: children have no part
-    in it. Raises StartError where it is no listening Unix socket."""
-    if environ.get("LISTEN_PID") != str(os.getpid()):
-        return None
-    count = int(environ.get("LISTEN_FDS", "0"))
-    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
-        environ.pop(name, None)
-    if count != 1:
-        raise StartError(f"systemd passed {count} sockets; djinnd.socket must have exactly one ListenStream=")
-    os.set_inheritable(SD_FIRST_FD, False)
-    listener = socket.socket(fileno=SD_FIRST_FD)
+def listen(path: str, given: Sequence[Inherited]) -> tuple[SocketPath | None, socket.socket]:
+    """The listening socket, and the claim to its path, unless that is systemd's. `given`: what a predecessor or systemd
+    has left for it. Raises StartError."""
+    if [name for name, _ in given] == _HANDED_OVER:
+        claim = SocketPath.of_predecessor(*(fd for _, fd in given))
+        if claim.path != Path(path):  # the configuration has changed
+            claim.release()
+            claim = SocketPath(path)
+        return claim, claim.listener
+    if given:
+        return None, _listener_of_systemd(given)
+    claim = SocketPath(path)
+    return claim, claim.listener
+
+
+def _listener_of_systemd(given: Sequence[Inherited]) -> socket.socket:
+    if len(given) != 1:
+        raise StartError(f"systemd passed {len(given)} sockets; djinnd.socket must have exactly one ListenStream=")
+    listener = socket.socket(fileno=given[0].fd)
     if listener.family != socket.AF_UNIX or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         raise StartError("systemd passed something else than a listening Unix stream socket: see djinnd.socket")
     return listener
@@ -64,6 +72,22 @@ class SocketPath:
         except BaseException:
             self._unlock()
             raise
+
+    @classmethod
+    def of_predecessor(cls, listener_fd: int, lock_fd: int) -> SocketPath:
+        """What `hand_over` gave: the claim goes on, and was never given up."""
+        claim = cls.__new__(cls)
+        claim.listener = socket.socket(fileno=listener_fd)
+        claim.path = Path(claim.listener.getsockname())
+        claim._lock_path = Path(f"{claim.path}.lock")
+        claim._lock_fd = lock_fd
+        return claim
+
+    def hand_over(self) -> list[Inherited]:
+        """For the successor; this object is of no use then."""
+        return [
+            Inherited(name, fd) for name, fd in zip(_HANDED_OVER, (self.listener.detach(), self._lock_fd), strict=True)
+        ]
 
     def release(self) -> None:
         self.listener.close()

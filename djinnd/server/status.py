@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from djinn_client.errors import EngineLost
+from djinn_client.errors import EngineLost, ShuttingDown
 from djinn_client.protocol import CLASSES, DeviceInfo, ModelInfo, SessionInfo, StatusReply
 from djinnd import __version__
 from djinnd.messages import Inquire, Report, SessionUse
 from djinnd.server.arena import Arena
 from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
+from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.models import Model, Models
 from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.sharing import Sharing
 from djinnd.server.supervisor import Supervisor
 
 PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
@@ -32,6 +34,7 @@ class Status:
         supervisor: Supervisor,
         clients: Clients,
         arena: Arena,
+        sharing: Sharing,
         address: str,
     ) -> None:
         self.is_draining = False
@@ -40,10 +43,11 @@ class Status:
         self._supervisor = supervisor
         self._clients = clients
         self._arena = arena
+        self._sharing = sharing
         self._address = address
         self._started = time.monotonic()
 
-    async def reply(self, request: int, check: bool) -> StatusReply:
+    async def reply(self, request: int, check: bool, client: Client) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
         report = await self._report(check)
         classes = Counter(session.priority for session in self._sessions)
@@ -56,7 +60,7 @@ class Status:
             address=self._address,
             state=self.state,
             devices=[self._device_info(report)],
-            models=self._model_infos(report),
+            models=self._model_infos(client, report),
             sessions={name: classes[name] for name in CLASSES},
             requests_running=states["running"] + states["held"],
             requests_queued=states["queued"],
@@ -107,17 +111,20 @@ class Status:
 
     # --- models and devices -----------------------------------------------------------------------------------------
 
-    async def model_infos(self) -> list[ModelInfo]:
-        return self._model_infos(await self._report())
+    async def model_infos(self, client: Client) -> list[ModelInfo]:
+        return self._model_infos(client, await self._report())
 
     def model_info(self, model: Model, report: Report | None = None) -> ModelInfo:
         described = {info.name: info for info in report.models} if report else {}
         info = described.get(model.name) or model.info or ModelInfo(name=model.name, path=model.source.path)
         sessions = len(self._sessions.of_model(model.name))
-        return msgspec.structs.replace(info, name=model.name, state=model.state, error=model.error, sessions=sessions)
+        notes = info.notes if model.share is None else [f"shared by user {model.share.user}", *info.notes]
+        return msgspec.structs.replace(
+            info, name=model.name, state=model.state, error=model.error, sessions=sessions, notes=notes
+        )
 
-    def _model_infos(self, report: Report | None) -> list[ModelInfo]:
-        return [self.model_info(model, report) for model in self._models]
+    def _model_infos(self, client: Client, report: Report | None) -> list[ModelInfo]:
+        return [self.model_info(model, report) for model in self._models.visible(client)]
 
     def _device_info(self, report: Report | None) -> DeviceInfo:
         supervisor = self._supervisor
@@ -145,12 +152,12 @@ class Status:
             async with asyncio.timeout(PATIENCE):
                 report: Report = await engine.call(Inquire, check=check)
                 return report
-        except (TimeoutError, EngineLost):
+        except (TimeoutError, EngineLost, ShuttingDown):
             return None
 
     def _audit(self, expected: Sequence[SessionRecord], report: Report | None) -> list[str]:
         findings = [*audit_tables(self._clients, self._sessions, self._models, self._arena)]
-        findings += audit_descriptors(self._clients, self._address)
+        findings += audit_descriptors(self._clients, self._sharing, self._address)
         if report is None:
             return [*findings, f"the engine did not report: it is {self._supervisor.state}"]
         return [*findings, *audit_engine(expected, report)]

@@ -11,14 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
+import msgspec
+
 from djinn_client.errors import DjinnError, EngineLost, ShuttingDown
+from djinn_client.protocol import ModelInfo
 from djinnd.config import Limits
-from djinnd.messages import Ready, Shutdown
+from djinnd.messages import BudgetSet, Ready, SetBudget, Shutdown
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.engine_process import Death, EngineProcess
+from djinnd.server.nursery import Nursery
 
 log = logging.getLogger("djinnd.server")
 
@@ -48,16 +52,30 @@ class Owner(Audience, Protocol):
     def engine_lost(self) -> None:
         """Before the calls under way fail; whoever asks for an engine from now on waits for the next one."""
 
+    def described(self, infos: Iterable[ModelInfo]) -> None:
+        """What the engine now says of its models, without having been asked about them."""
+
 
 class Supervisor:
-    """`command` starts an engine; see EngineProcess.start."""
+    """`command` starts an engine; see EngineProcess.start. It is given its budget of device memory as `--memory`."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], limits: Limits, owner: Owner) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        memory: int,
+        environ: Mapping[str, str],
+        nursery: Nursery,
+        limits: Limits,
+        owner: Owner,
+    ) -> None:
         self.state: EngineState = "starting"
         self.restarts = 0
         self.told: Ready | None = None  # what the last engine said of itself
         self._command = command
+        self._memory = memory  # of the next engine too; 0: the engine decides
+        self._changes: set[asyncio.Task[BudgetSet]] = set()
         self._environ = environ
+        self._nursery = nursery
         self._limits = limits
         self._owner = owner
         self.failure = ""  # why no engine will come
@@ -94,9 +112,31 @@ class Supervisor:
         assert self._process is not None
         return self._process.client
 
+    async def set_budget(self, memory_bytes: int) -> BudgetSet:
+        """Of this engine and of those after it; the change goes on also when the caller goes. Raises as `engine`, and
+        OutOfMemory with the figure that the budget could go down to."""
+        change = asyncio.create_task(self._set_budget(await self.engine(), memory_bytes))
+        self._changes.add(change)
+        change.add_done_callback(self._changed)
+        return await asyncio.shield(change)
+
     async def settled(self) -> None:
         """Returns when the engine is ready, or none will come."""
         await self._settled.wait()
+
+    async def _set_budget(self, engine: EngineClient, memory_bytes: int) -> BudgetSet:
+        changed: BudgetSet = await engine.call(SetBudget, memory_bytes=memory_bytes)
+        assert self.told is not None
+        self.told = msgspec.structs.replace(self.told, budget_bytes=changed.budget_bytes)
+        self._memory = memory_bytes
+        self._owner.described(changed.models)
+        log.info("budget_set bytes=%d seconds=%.3f", changed.budget_bytes, changed.seconds)
+        return changed
+
+    def _changed(self, change: asyncio.Task[BudgetSet]) -> None:
+        self._changes.discard(change)
+        if not change.cancelled():
+            change.exception()  # nobody may be waiting for it
 
     # --- one engine after another -----------------------------------------------------------------------------------
 
@@ -118,7 +158,10 @@ class Supervisor:
     async def _live(self) -> Death:
         """Starts an engine and stays with it until it is gone."""
         try:
-            process = await EngineProcess.start(self._command, self._environ, self._owner, self._lost)
+            command = [*self._command, "--memory", str(self._memory)]
+            process = await EngineProcess.start(
+                command, self._environ, self._nursery, self._limits, self._owner, self._lost
+            )
         except OSError as error:
             return Death(f"no engine could be started: {error}", is_final=False)
         self._process = process

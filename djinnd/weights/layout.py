@@ -1,12 +1,12 @@
 """A block is a template and a buffer: this is the buffer's layout.
 
-    ┌────────────┬───────────────────────────────┬─────┬────────────┬───
-    │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …      each tensor row-major, in one dtype
-    └────────────┴───────────────────────────────┴─────┴────────────┴───
-    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT
+    ┌────────────┬───────────────────────────────┬─────┬────────────┬─────┬───────┬─────
+    │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …   │ norms │ biases …    row-major, in one dtype
+    └────────────┴───────────────────────────────┴─────┴────────────┴─────┴───────┴─────
+    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT              ▲ vectors: what has one dimension or none
 
 Tensors that one matrix product can serve (a run: q, k and v, or gate and up) lie side by side without padding, so that
-their concatenation is a view of the buffer and not a copy.
+their concatenation is a view of the buffer and not a copy. The matrices come first: they are what can be packed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256  # bytes; what device allocators give, and more than any vector load wants
+
+STEP = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-byte dtypes
 
 _RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -46,16 +48,21 @@ class Layout:
     def __init__(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         self.entries: dict[str, Entry] = {}
         self.runs: list[tuple[str, ...]] = []
-        step = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-byte dtypes
+        self.units: list[tuple[str, ...]] = []  # the matrices: each run of them, and each that is in no run
+        self.matrices = 0  # elements, with the padding after the last matrix
         offset = 0
-        for run in _runs({name: tuple(shape) for name, shape in shapes}):
-            offset = -(-offset // step) * step
+        for run in sorted(_runs({name: tuple(shape) for name, shape in shapes}), key=_is_vector):
+            names = tuple(name for name, _ in run)
             for name, shape in run:
                 self.entries[name] = Entry(name, shape, offset)
                 offset = self.entries[name].end
+            offset = -(-offset // STEP) * STEP
             if len(run) > 1:
-                self.runs.append(tuple(name for name, _ in run))
-        self.numel = -(-offset // step) * step
+                self.runs.append(names)
+            if not _is_vector(run):
+                self.units.append(names)
+                self.matrices = offset
+        self.numel = offset
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return self.numel * dtype.itemsize
@@ -64,6 +71,12 @@ class Layout:
         """The tensors of a buffer of `numel` elements, by name; no copy."""
         assert buffer.numel() == self.numel, (buffer.numel(), self.numel)
         return {e.name: buffer[e.offset : e.end].view(e.shape) for e in self.entries.values()}
+
+    def vectors(self, memory: Tensor) -> dict[str, Tensor]:
+        """The vectors alone, over memory of their own: [numel - matrices]."""
+        assert memory.numel() == self.numel - self.matrices, (memory.numel(), self.numel, self.matrices)
+        own = [entry for entry in self.entries.values() if entry.offset >= self.matrices]
+        return {e.name: memory[e.offset - self.matrices : e.end - self.matrices].view(e.shape) for e in own}
 
     def joined(self, buffer: Tensor, run: tuple[str, ...]) -> Tensor:
         """The tensors of a run as one, concatenated along their first dimension; no copy."""
@@ -74,7 +87,16 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.entries == other.entries
 
+    def unit_shape(self, unit: tuple[str, ...]) -> tuple[int, int]:
+        """Rows and columns of a unit as one matrix: stacked experts stand one below the other."""
+        shapes = [self.entries[name].shape for name in unit]
+        return sum(math.prod(shape[:-1]) for shape in shapes), shapes[0][-1]
+
     __hash__ = None  # type: ignore[assignment]
+
+
+def _is_vector(run: list[tuple[str, tuple[int, ...]]]) -> bool:
+    return len(run[0][1]) < 2
 
 
 def _runs(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[tuple[str, tuple[int, ...]]]]:

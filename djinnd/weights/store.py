@@ -1,92 +1,135 @@
-"""WeightStore: safetensors → flat block buffers in the arena, in parallel, with progress.
+"""WeightStore: a model's buffers in host memory, packed where they can be, each in the form in which it travels.
 
-The host copy of a model is one stretch of shared memory: buffer after buffer, in the checkpoint's dtype.
+The host copy of a model is one stretch of shared memory, buffer after buffer:
 
-    │ block 0 │ block 1 │ … │ block L-1 │ rest: embedding, final norm, head │     each starts on a page of the host
+    │ block 0 │ … │ block L-1 │ experts of blocks … │ rest: embedding, final norm, head │     each starts on a host page
 
-A `Recipe` says how each parameter is made from the checkpoint's tensors (renamed, or several experts merged into one).
+A block with stacked experts is two buffers, because where it streams they do not travel together: its trunk is the
+block's, its experts come after all blocks. Buffers are packed or plain, all alike; the rest is plain. What fills it
+(`weights/filling.py`), or who (a client that shares a model), is not the store's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from djinn_client.errors import ModelRejected
+from djinn_client.packed import PackedForm, Unit
 from djinnd.weights.layout import Layout
+from djinnd.weights.plan import BlockSize, ExpertsSize
 
 Recipe = Callable[[], Tensor]
-Progress = Callable[[int, int], None]
 
 PAGE = 4096  # bytes: buffers are pinned one by one, and a page can be pinned once
-READERS = 4  # threads; page cache and one NVMe disk are saturated by this many
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Of stacked experts: how many there are, and how many of them a row picks, which is fewer."""
+
+    count: int
+    picked: int
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One block (or the rest): its layout, and where each of its parameters comes from."""
+    """One block, a block's experts, or the rest: its layout, and where each of its parameters comes from."""
 
     name: str  # what all its parameters' names begin with: "model.layers.3.", or "" for the rest
     layout: Layout
     recipes: dict[str, Recipe]
+    routing: Routing | None = None  # of experts
 
 
 class WeightStore:
     """The buffers of one model over one stretch of host memory (uint8 [nbytes], shared and page-aligned)."""
 
-    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype) -> None:
+    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, *, packed: bool) -> None:
+        """`dtype` of the weights in the store; `packed` wants bfloat16. In this order: blocks, experts of blocks, which
+        have their block's name, and the rest."""
+        assert not packed or dtype is torch.bfloat16
         self.buffers = list(buffers)
+        self.num_blocks = sum(buffer.routing is None for buffer in self.buffers) - 1
+        blocks = {buffer.name: index for index, buffer in enumerate(self.buffers[: self.num_blocks])}
+        experts = range(self.num_blocks, len(self.buffers) - 1)
+        self.experts = {blocks[self.buffers[index].name]: index for index in experts}  # by block: their buffer
         self.dtype = dtype
-        self._extents = [-(-buffer.layout.nbytes(dtype) // PAGE) * PAGE for buffer in self.buffers]  # bytes
-        self.offsets = [0, *accumulate(self._extents)][:-1]
-        self.nbytes = sum(self._extents)
+        self.forms = _forms([buffer.layout for buffer in self.buffers[:-1]], packed)
+        self._sizes = [
+            buffer.layout.nbytes(dtype) if form is None else form.nbytes
+            for buffer, form in zip(self.buffers, self.forms, strict=True)
+        ]
+        self.extents = [-(-size // PAGE) * PAGE for size in self._sizes]  # bytes
+        self.offsets = [0, *accumulate(self.extents)][:-1]
+        self.nbytes = sum(self.extents)
         self._memory: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return any(form is not None for form in self.forms)
+
+    def sizes(self, dtype: torch.dtype) -> list[BlockSize]:
+        """Of the blocks, on a device that computes in `dtype`."""
+        return [self._size(index, dtype) for index in range(self.num_blocks)]
+
+    def _size(self, block: int, dtype: torch.dtype) -> BlockSize:
+        own = self.parts(block)
+        plain = [self.buffers[index].layout.nbytes(dtype) for index in own]
+        packed = [form.nbytes for form in (self.forms[index] for index in own) if form is not None]
+        experts, routing = None, self.buffers[own[-1]].routing
+        if routing is not None:
+            experts = ExpertsSize(plain[-1], packed[-1] if packed else None, routing.count, routing.picked)
+        return BlockSize(sum(plain), sum(packed) if packed else None, experts)
+
+    def parts(self, block: int) -> list[int]:
+        """The buffers of a block: its own, and that of its experts, if it has one."""
+        return [block, self.experts[block]] if block in self.experts else [block]
 
     def attach(self, memory: Tensor) -> None:
         assert memory.dtype == torch.uint8 and memory.numel() == self.nbytes, (memory.shape, self.nbytes)
         self._memory = memory
 
+    def detach(self) -> None:
+        """Lets go of the host memory: the model needs it no more."""
+        self._memory = None
+
+    @property
+    def is_attached(self) -> bool:
+        return self._memory is not None
+
     def host(self, index: int) -> Tensor:
-        """The flat host buffer of `index`: [numel] in the checkpoint's dtype."""
+        """A buffer as it lies there: uint8 where it is packed, else flat [numel] in the store's dtype."""
         assert self._memory is not None
         start = self.offsets[index]
-        end = start + self.buffers[index].layout.nbytes(self.dtype)
-        return self._memory[start:end].view(self.dtype)
+        stored = self._memory[start : start + self._sizes[index]]
+        return stored if self.forms[index] is not None else stored.view(self.dtype)
+
+    def travelling(self, index: int) -> Tensor:
+        """The part of `host` that has to be on the device: of a packed buffer, without the room for more patches.
+
+        Raises ValueError where the bytes are no packed form of this block."""
+        form, stored = self.forms[index], self.host(index)
+        return stored if form is None else stored[: form.used(stored)]
 
     def pieces(self) -> list[Tensor]:
-        """The host memory, a piece a buffer, each of whole pages: uint8."""
-        assert self._memory is not None
-        return list(self._memory.split(self._extents))
+        """The host memory, a piece a buffer, each of whole pages: uint8. None without memory."""
+        return [] if self._memory is None else list(self._memory.split(self.extents))
 
-    def fill(self, progress: Progress) -> None:
-        """Reads every buffer. Raises ModelRejected with the tensor at fault, or what `progress` raises; then no other
-        buffer is begun, and those that were have been finished."""
-        done = 0
-        with ThreadPoolExecutor(READERS, "djinn-read") as readers:
-            jobs = {readers.submit(self._fill_one, i): i for i in range(len(self.buffers))}
-            try:
-                for job in as_completed(jobs):
-                    job.result()
-                    done += self._extents[jobs[job]]
-                    progress(done, self.nbytes)
-            except BaseException:
-                for job in jobs:
-                    job.cancel()
-                raise
 
-    def _fill_one(self, index: int) -> None:
-        buffer = self.buffers[index]
-        for name, view in buffer.layout.views(self.host(index)).items():
-            tensor = buffer.recipes[name]()
-            if tensor.shape != view.shape:
-                raise ModelRejected(
-                    f"{buffer.name}{name} has shape {list(tensor.shape)} in the checkpoint, the model wants "
-                    f"{list(view.shape)}",
-                    tensor=f"{buffer.name}{name}",
-                )
-            view.copy_(tensor)
+def _forms(layouts: Sequence[Layout], packed: bool) -> list[PackedForm | None]:
+    """Of each buffer, and None for the rest. Buffers that are alike share theirs."""
+    if not packed:
+        return [None] * (len(layouts) + 1)
+    known: dict[tuple[tuple[Unit, ...], int], PackedForm] = {}
+    forms: list[PackedForm | None] = []
+    for layout in layouts:
+        units = tuple(Unit(layout.entries[unit[0]].offset, *layout.unit_shape(unit)) for unit in layout.units)
+        key = (units, layout.numel)
+        if key not in known:
+            known[key] = PackedForm(units, layout.numel)
+        forms.append(known[key])
+    return [*forms, None]

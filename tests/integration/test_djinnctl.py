@@ -62,6 +62,42 @@ def test_a_model_s_way(djinnctl: Djinnctl, as_json: Callable[..., Any], private:
     assert state() == "available"
 
 
+def test_a_model_larger_than_what_it_is_given(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    """What `plan` says is what `load` does, and the budget changes under a session that keeps its tokens."""
+    djinnctl("unload", MODEL)
+    placing = ("--resident", "2", "--kv", "32MiB")
+    plan = as_json("plan", MODEL, *placing)
+    assert (plan["blocks_plain"] + plan["blocks_packed"], plan["blocks_streamed"]) == (2, plan["blocks"] - 2)
+    assert plan["budget_bytes"] == 1 << 30 and plan["streamed_bytes"] > 0 and plan["step_s"].keys() == {"1", "16"}
+    assert f"{plan['blocks_streamed']} streamed" in djinnctl("plan", MODEL, *placing).stdout
+    loaded = as_json("load", MODEL, *placing)
+    for name in ("blocks", "blocks_plain", "blocks_packed", "blocks_streamed", "streamed_bytes", "kv_bytes"):
+        assert loaded[name] == plan[name], name
+    assert "unload it first, to place" in djinnctl("load", MODEL, "--resident", "3", code=FAILED).stderr
+    try:
+        with djinn.Session(MODEL, address=private.address) as s:
+            before = s.generate("def f(", max_tokens=8, ignore_eos=True).token_ids
+            assert "1.0 MiB is too small" in djinnctl("budget", "1MiB", code=FAILED).stderr
+            changed = as_json("budget", "700MiB")
+            assert changed["budget_bytes"] == 700 << 20 >= changed["used_bytes"]
+            assert as_json("budget")[0]["budget_bytes"] == 700 << 20
+            assert as_json("status", "--check")["integrity"] == []
+            s.truncate(len(s.token_ids) - len(before))
+            assert s.generate(max_tokens=8, ignore_eos=True).token_ids == before
+    finally:
+        djinnctl("budget", "1GiB")
+        djinnctl("unload", MODEL)
+
+
+def test_plans_and_budgets_that_cannot_be(djinnctl: Djinnctl) -> None:
+    assert "no model is called" in djinnctl("plan", "nonesuch", code=FAILED).stderr
+    assert "resident is 300" in djinnctl("plan", MODEL, "--resident", "300", code=FAILED).stderr
+    assert "MiB" in djinnctl("plan", MODEL, "--memory", "1MiB", code=FAILED).stderr
+    assert "give one of them" in djinnctl("plan", MODEL, "--slots", "3", "--ring-gb", "1", code=FAILED).stderr
+    assert "1 byte or more" in djinnctl("budget", "0B", code=FAILED).stderr
+    assert "1.0 GiB" in djinnctl("budget").stdout
+
+
 def test_sessions(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
     with djinn.Session(MODEL, priority="batch", address=private.address) as s:
         s.generate("x = ", max_tokens=8, ignore_eos=True)
@@ -95,7 +131,8 @@ def test_errors_of_the_daemon(djinnctl: Djinnctl) -> None:
 
 def test_no_daemon_and_wrong_usage(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
     nowhere = str(private.folder / "nobody")
-    for command in (["status"], ["ps"], ["models"], ["load", MODEL], ["unload", MODEL], ["close", "x"]):
+    commands = [["status"], ["ps"], ["models"], ["load", MODEL], ["plan", MODEL], ["budget"], ["unload", MODEL]]
+    for command in (*commands, ["close", "x"]):
         assert "no daemon at" in djinnctl(*command, code=UNREACHABLE, address=nowhere).stderr
     djinnctl("status", "--nonesuch", code=UNREACHABLE)
     djinnctl("load", code=UNREACHABLE)

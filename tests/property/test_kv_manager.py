@@ -54,6 +54,15 @@ class KvManagerMachine(RuleBasedStateMachine):
         self.kv.drop(session)
         self.pages.pop(session, None)
 
+    @rule(capacity=st.integers(1, 60))
+    def resize(self, capacity: int) -> None:
+        if capacity < sum(map(len, self.pages.values())):
+            return
+        places = self.kv.resize(capacity + 1)
+        self.capacity = capacity
+        self.pages = {session: [places[page] for page in pages] for session, pages in self.pages.items()}
+        assert self.kv.capacity_tokens == capacity * self.page_size
+
     @precondition(lambda self: self.pages)
     @rule(data=st.data())
     def page_table(self, data: st.DataObject) -> None:

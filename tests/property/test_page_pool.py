@@ -63,6 +63,22 @@ class PagePoolMachine(RuleBasedStateMachine):
             for page in data.draw(st.sets(st.sampled_from(sorted(self.references)))):
                 self.bytes_of[page] = self.tenant[page]
 
+    @rule(num_pages=st.integers(2, 12))
+    def resize(self, num_pages: int) -> None:
+        """The bytes of held pages go with them; all other pages of the new pool are zeros."""
+        if len(self.references) >= num_pages:
+            with pytest.raises(AssertionError, match="pages are held"):
+                self.pool.resize(num_pages)
+            return
+        places = self.pool.resize(num_pages)
+        assert places.keys() == self.references.keys()
+        assert len(set(places.values())) == len(places) and all(SCRATCH < page < num_pages for page in places.values())
+        assert all(new == old for old, new in places.items() if old < num_pages), "a page moves that could stay"
+        self.capacity = num_pages - 1
+        self.references = Counter({places[page]: count for page, count in self.references.items()})
+        self.tenant = {places[page]: self.tenant[page] for page in places}
+        self.bytes_of = {places[page]: self.bytes_of[page] for page in places if page in self.bytes_of}
+
     @rule()
     def stale_pages_are_told_once(self) -> None:
         for page in self.pool.take_stale():

@@ -54,11 +54,12 @@ class Daemon:
         self.folder = folder
         self.address = str(folder / "djinnd.sock")
         self.log_path = folder / "log"
+        (folder / "state").mkdir(exist_ok=True)  # whose arena another daemon leaves alone
         self.notifications: list[dict[str, str]] = []
         self.process: subprocess.Popen[bytes]
         self._errors = set(errors)
         self._pass_fds = pass_fds
-        self._engines: set[int] = set()  # that were seen
+        self._descendants: set[int] = set()  # that were seen
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
         self._command = [sys.executable, "-c", _TIED, *wrapper, *command]
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
@@ -105,7 +106,7 @@ class Daemon:
 
     def wait_until_ready(self) -> None:
         self.wait_until_told(lambda told: told.get("READY") == "1")
-        self._engines.update(children_of(self.pid))
+        self._descendants.update(descendants_of(self.pid))
 
     def wait_until_told(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
         """The first of `notifications` that is wanted; those of before count."""
@@ -136,16 +137,16 @@ class Daemon:
 
     def kill(self) -> None:
         """SIGKILL; returns when its engine is gone too."""
-        self._engines.update(children_of(self.pid))
+        self._descendants.update(descendants_of(self.pid))
         self.signal(signal.SIGKILL)
         self.wait()
-        wait_for(lambda: not any(map(is_alive, self._engines)))
+        wait_for(lambda: not any(map(is_alive, self._descendants)))
 
     def _end(self) -> int | None:
         """The exit status after SIGTERM; None where a test has ended it. Nothing survives this."""
         if self.process.poll() is not None:
             return None
-        self._engines.update(children_of(self.pid))
+        self._descendants.update(descendants_of(self.pid))
         self.signal(signal.SIGTERM)
         try:
             return self.wait()
@@ -166,7 +167,7 @@ class Daemon:
         with self.client() as client:
             (device,) = client.status().devices
         if device.pid:
-            self._engines.add(device.pid)
+            self._descendants.add(device.pid)
         return device
 
     def kill_engine(self) -> int:
@@ -190,7 +191,7 @@ class Daemon:
 
     def left_behind(self) -> list[str]:
         files = [name for name in (self.address, f"{self.address}.lock") if os.path.lexists(name)]
-        return files + self.shared_memory() + [f"process {pid}" for pid in sorted(self._engines) if is_alive(pid)]
+        return files + self.shared_memory() + [f"process {pid}" for pid in sorted(self._descendants) if is_alive(pid)]
 
 
 def clean_environ() -> dict[str, str]:
@@ -201,11 +202,13 @@ def clean_environ() -> dict[str, str]:
     return environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1"}
 
 
-def children_of(pid: int) -> list[int]:
+def descendants_of(pid: int) -> list[int]:
+    """The nursery, its engine, and what that has started."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
+    return children + [found for child in children for found in descendants_of(child)]
 
 
 def is_alive(pid: int) -> bool:

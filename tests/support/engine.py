@@ -24,9 +24,16 @@ from pathlib import Path
 import msgspec
 import posix_ipc
 
-from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo
+from djinn_client.placing import ModelPlan, Placing
+from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
 from djinnd import messages
 from djinnd.messages import MAX_FRAME
+
+BLOCKS = 8
+BLOCK_BYTES = 1 << 13
+WEIGHT_BYTES = BLOCKS * BLOCK_BYTES
+RING_BYTES = 3 * BLOCK_BYTES
+BUDGET = 1 << 30
 
 
 class Script(msgspec.Struct):
@@ -39,6 +46,7 @@ class Script(msgspec.Struct):
     alive_s: float = 0.05
     on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
     on_load: dict[str, str] = {}  # model -> die, fail, refuse, big
+    keep_host: bool = True  # False: gives a model's arena back when it is loaded
     on_start: dict[str, str] = {}  # nth start -> die, refuse, hang
     marks: str = ""  # a file that gets a byte for each start
 
@@ -68,11 +76,14 @@ class Engine:
         self.is_stopping = False
         self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
         self.alive_at = 0.0
+        self.trace: messages.Trace | None = None
+        self.traced: list[Span] = []
+        self.trace_until = 0.0
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        self.send(messages.Ready(self.device, "a script", self.memory or 1 << 30, os.getpid()))
+        self.send(messages.Ready(self.device, "a script", self.memory or BUDGET, os.getpid()))
         while not self.is_stopping:
             busy = any(s.run and not s.held for s in self.sessions.values())
             watched = [self.socket] + ([self.gate] if busy and self.gate >= 0 else [])
@@ -82,6 +93,7 @@ class Engine:
                 self.receive()
             if busy and (self.gate < 0 or (self.gate in readable and os.read(self.gate, 1))):
                 self.step()
+            self.end_trace()
             if time.monotonic() >= self.alive_at:
                 self.alive_at = time.monotonic() + self.script.alive_s
                 self.send(messages.Alive(self.steps))
@@ -103,6 +115,8 @@ class Engine:
 
     def step(self) -> None:
         self.steps += 1
+        if self.trace is not None:
+            self.traced.append(Span("step", "step", 1e3 * len(self.traced), 1e3))
         tokens, started, ended = [], [], []
         for name, session in list(self.sessions.items()):
             run = session.run
@@ -224,9 +238,75 @@ class Engine:
             kv_bytes=load.kv_bytes or 1 << 20,
             page_size=16,
             dtype=load.dtype,
+            **places(resident_blocks(load.placing)),
         )
         self.send(messages.Loading(load.model, "adopted" if ready.complete else "filled", 100, 100))
         self.send(messages.Loaded(load.request, info))
+        if not self.script.keep_host:
+            self.send(messages.HostReleased(load.model))
+
+    def on_plan(self, plan: messages.Plan) -> None:
+        budget = plan.memory_bytes or self.memory or BUDGET
+        if budget < RING_BYTES:
+            self.refuse(plan.request, f"a budget of {budget} bytes; the ring alone takes {RING_BYTES}", RING_BYTES)
+            return
+        where = places(min(resident_blocks(plan.placing), (budget - RING_BYTES) // BLOCK_BYTES))
+        planned = ModelPlan(
+            model=plan.model,
+            family=json.loads((Path(plan.path) / "config.json").read_text())["model_type"],
+            dtype=plan.dtype,
+            budget_bytes=budget,
+            blocks=BLOCKS,
+            blocks_plain=where["blocks_plain"],
+            blocks_packed=0,
+            blocks_streamed=where["blocks_streamed"],
+            plain_block_bytes=BLOCK_BYTES,
+            packed_block_bytes=0,
+            weight_bytes=WEIGHT_BYTES,
+            resident_bytes=where["blocks_plain"] * BLOCK_BYTES,
+            streamed_bytes=where["streamed_bytes"],
+            ring_bytes=plan.placing.ring_bytes or where["ring_bytes"],
+            scratch_bytes=0,
+            rest_bytes=0,
+            kv_bytes=plan.kv_bytes,
+            workspace_bytes=0,
+            reserved_bytes=0,
+            host_bytes=WEIGHT_BYTES,
+            slots=plan.placing.slots or 3,
+            bus_bytes_per_s=55e9,
+            memory_bytes_per_s=4e12,
+            flops_per_s=7e14,
+            first_token_s=0.1,
+            step_s={1: 0.01, 16: 0.02},
+            notes=["the script packs nothing"] if plan.placing.packing else [],
+        )
+        self.send(messages.Planned(plan.request, planned))
+
+    def on_setbudget(self, message: messages.SetBudget) -> None:
+        """A ring and as many blocks as then fit, in every model."""
+        if message.memory_bytes < RING_BYTES:
+            self.refuse(message.request, f"the budget could go down to {RING_BYTES} bytes", RING_BYTES)
+            return
+        self.memory = message.memory_bytes
+        fit = min(BLOCKS, (self.memory - RING_BYTES) // BLOCK_BYTES)
+        self.models = {name: msgspec.structs.replace(info, **places(fit)) for name, info in self.models.items()}
+        models = list(self.models.values())
+        self.send(messages.BudgetSet(message.request, self.memory, RING_BYTES + fit * BLOCK_BYTES, 0.25, models))
+
+    def on_trace(self, message: messages.Trace) -> None:
+        """As a real engine: one at a time; a span a step, without times. Ends by steps, or when the time is up."""
+        if self.trace is not None:
+            self.send(messages.Failed(message.request, "retry", "another trace is being recorded", {}))
+            return
+        self.trace, self.traced, self.trace_until = message, [], time.monotonic() + message.seconds
+
+    def end_trace(self) -> None:
+        if self.trace is not None and (len(self.traced) == self.trace.steps or time.monotonic() >= self.trace_until):
+            self.send(messages.Traced(self.trace.request, self.traced))
+            self.trace = None
+
+    def refuse(self, request: int, why: str, needed: int) -> None:
+        self.send(messages.Failed(request, "out_of_memory", why, {"needed": needed}))
 
     def on_unload(self, unload: messages.Unload) -> None:
         assert not [s for s in self.sessions.values() if s.model == unload.model]
@@ -282,7 +362,7 @@ class Engine:
         findings = ["the script was told to find something"] if self.script.on_load.get("check") else []
         report = messages.Report(
             message.request,
-            budget_bytes=self.memory or 1 << 30,
+            budget_bytes=self.memory or BUDGET,
             used_bytes=1 << 16,
             steps=self.steps,
             generated_tokens=0,
@@ -298,6 +378,24 @@ class Engine:
         self.is_stopping = True
 
 
+def resident_blocks(placing: Placing) -> int:
+    if placing.resident is None:
+        return BLOCKS
+    return int(placing.resident * BLOCKS) if isinstance(placing.resident, float) else placing.resident
+
+
+def places(resident: int) -> dict[str, int]:
+    """Fields of a ModelInfo."""
+    streamed = BLOCKS - resident
+    return {
+        "blocks": BLOCKS,
+        "blocks_plain": resident,
+        "blocks_streamed": streamed,
+        "streamed_bytes": streamed * BLOCK_BYTES,
+        "ring_bytes": RING_BYTES if streamed else 0,
+    }
+
+
 def fingerprint(path: str) -> str:
     return (path.encode().hex() * 64)[:64]
 
@@ -306,6 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)  # its pid; its death ends the stream too
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", type=int, default=0)
     arguments = parser.parse_args()

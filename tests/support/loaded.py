@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from djinn_client.protocol import Sampling
+from djinn_client.protocol import Placing, Sampling
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.loading import model_shape
-from djinnd.engine.memory import KvPlan, least_bytes
+from djinnd.engine.memory import KvPlan, ModelShape
 from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.engine.planning import bytes_beside
 from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
 from djinnd.model.check import check_paging
@@ -37,8 +38,10 @@ def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), False
 
 
-def load_weights(folder: Path, device: Device, dtype: str = "auto", name: str = "m") -> Weights:
-    return Loader(name, folder, device, dtype).run(anonymous_arena, lambda stage, done, total: None)
+def load_weights(
+    folder: Path, device: Device, dtype: str = "auto", name: str = "m", placing: Placing | None = None
+) -> Weights:
+    return Loader(name, folder, device, dtype, placing).run(anonymous_arena, lambda stage, done, total: None, 0)
 
 
 def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvPlan:
@@ -46,13 +49,16 @@ def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvP
     return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
 
 
-def _runner_with(plan: KvPlan, weights: Weights, device: Device, max_tokens: int, max_rows: int) -> ModelRunner:
+def _runner_with(
+    plan: KvPlan, weights: Weights, figures: ModelShape, device: Device, max_tokens: int, max_rows: int
+) -> ModelRunner:
     kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
     shape = (plan.num_pages, blocks, 2, plan.page_size, kv.kv_heads, kv.head_dim)
     device.budget.reserve(workspace_label("m"), 0)
-    model = PagedModel(weights.skeleton, weights.dtype, device.allocate(kv_label("m"), shape, weights.dtype, zero=True))
+    pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
+    model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
     check_paging(model, device, plan.page_size)
-    return ModelRunner("m", "", weights, model, plan, device, max_tokens, max_rows)
+    return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
 
 class Served:
@@ -67,19 +73,21 @@ class Served:
         plan: KvPlan | None = None,
         max_batch_tokens: int = 64,
         max_rows: int = 32,
+        placing: Placing | None = None,
     ) -> None:
         """`plan`: see `small_pages`; None: as the engine makes it, which gives a reduced model pages of 256 tokens."""
         self.device = device or CpuDevice(MEMORY)
         self._owns_device = device is None
-        loader = Loader("m", folder, self.device, dtype)
+        loader = Loader("m", folder, self.device, dtype, placing)
         shape = model_shape(loader)
-        loader.admit(least_bytes(shape, max_batch_tokens))
-        weights = loader.run(anonymous_arena, lambda stage, done, total: None)
+        budget = self.device.budget
+        beside = bytes_beside(loader, shape, 0, max_batch_tokens, budget.total, budget.free)
+        weights = loader.run(anonymous_arena, lambda stage, done, total: None, beside)
         if plan is None:
-            load = Load(0, "m", str(folder))
+            load = Load(0, "m", str(folder), placing=placing or Placing())
             self.runner = make_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)
         else:
-            self.runner = _runner_with(plan, weights, self.device, max_batch_tokens, max_rows)
+            self.runner = _runner_with(plan, weights, shape, self.device, max_batch_tokens, max_rows)
         self.scheduler = Scheduler(max_batch_tokens, max_rows)
         self.scheduler.add_model("m", self.runner.kv, self.runner.plan.max_context, self.runner.model.num_blocks)
         self._numbers = count(1)

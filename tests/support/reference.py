@@ -20,7 +20,7 @@ torch.set_num_threads(int(THREADS))
 
 @functools.lru_cache(maxsize=1)
 def model_of(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None  # what the daemon's ignore_eos does
     model.generation_config.pad_token_id = 0
     return model.eval()

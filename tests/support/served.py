@@ -1,6 +1,7 @@
 """A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
 
-`python -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it.
+`python -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it. A third argument is the module of a
+nursery, from which it forks its engines.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from djinn_client.protocol import HEADER, MAX_REPLY, FrameDecoder, Hello, Server
 from djinnd.config import load
 from djinnd.server.server import Server
 from djinnd.server.stopping import Stopping
+from djinnd.server.succession import Inherited, succeed
 from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
 
@@ -36,10 +38,12 @@ PATIENCE = 30.0  # seconds; no test waits for it, it ends one that hangs
 class Served:
     """A daemon in a folder of its own. Leaving the context stops it and asserts that it has left nothing."""
 
-    def __init__(self, folder: Path, script: Script | None = None, **config: Any) -> None:
+    def __init__(self, folder: Path, script: Script | None = None, nursery: str = "", **config: Any) -> None:
         self.folder = folder
+        self._nursery = [nursery] if nursery else []
         self.address = str(folder / "djinnd.sock")
         self.log_path = folder / "log"
+        (folder / "state").mkdir(exist_ok=True)  # whose arena another daemon leaves alone
         self.script = script or Script()
         self.script.marks = str(folder / "marks")
         self.environ = {"HF_HUB_OFFLINE": "1"}
@@ -83,7 +87,7 @@ class Served:
 
     def start(self) -> None:
         config, script = self.write_files()
-        command = [sys.executable, "-X", "dev", "-m", "tests.support.served", str(config), str(script)]
+        command = [sys.executable, "-X", "dev", "-m", "tests.support.served", str(config), str(script), *self._nursery]
         with self.log_path.open("ab") as log:
             environ = os.environ | self.environ
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, env=environ)
@@ -199,18 +203,21 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def main(config: Path, script: Path) -> None:
+def main(config: Path, script: Path, nursery: Path | None = None) -> None:
     effective = load(config, {}, {})
     configure_logging(effective.config.log.level, "text")
     command = [sys.executable, "-m", "tests.support.engine", "--script", str(script), "--device", "cpu"]
+    nursery_command = [sys.executable, "-m", str(nursery)] if nursery else []
 
-    async def serve() -> None:
+    async def serve() -> list[Inherited]:
         stopping = Stopping()
         with stopping.by_signals():
-            await Server(effective.config, command, stopping).serve()
+            return await Server(effective.config, command, nursery_command, stopping).serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+        handed_over = runner.run(serve())
+    if handed_over:
+        succeed(handed_over)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from djinn_client import Client, ConnectionLost, DjinnError, SessionNotFound, __version__
 from djinn_client.protocol import VERSION
+from djinnctl.options import kv_option, placing_options, read_size
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from djinn_client import PlacingOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,15 +85,6 @@ watch = click.option(
 )
 
 
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
-    from djinnctl.units import parse_size
-
-    try:
-        return 0 if value is None else parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
 @click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @everywhere
 def main() -> None:
@@ -137,15 +135,84 @@ def models(settings: Settings, watch: float | None) -> None:
 @main.command(epilog=EXIT_CODES)
 @everywhere
 @click.argument("model")
-@click.option("--kv", callback=_size, metavar="SIZE", help="Memory for KV pages, as 4GiB. Default: what fits.")
+@kv_option
+@placing_options
+@click.option("--keep-host/--no-keep-host", default=None, help="Keep a copy on the host when all blocks are resident.")
 @pass_settings
-def load(settings: Settings, model: str, kv: int) -> None:
-    """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id."""
+def load(settings: Settings, model: str, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
+    """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id.
+
+    Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
+    defaults.
+    """
     from djinnctl import render, screen
 
     with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
-        info = client.load(model, kv_bytes=kv, on_progress=on_progress)
+        info = client.load(model, kv_bytes=kv or 0, on_progress=on_progress, **placing)
     screen.show(lambda: info, render.loaded, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.option("--memory", callback=read_size, metavar="SIZE", help="Device memory to plan for. Default: the budget.")
+@kv_option
+@placing_options
+@pass_settings
+def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
+    """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        planned = client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
+    screen.show(lambda: planned, render.plan, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("memory", callback=read_size, required=False, metavar="[SIZE]")
+@pass_settings
+def budget(settings: Settings, memory: int | None) -> None:
+    """Give the daemon SIZE of device memory while sessions run, as 16GiB; without SIZE, show what it has.
+
+    Blocks that no longer fit stream from the host, and become resident again when there is more.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        if memory is None:
+            screen.show(lambda: client.status().devices, render.devices, as_json=settings.json)
+        else:
+            screen.show(lambda: client.set_budget(memory), render.budget, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("trace.json"),
+    show_default=True,
+    help="Where to write it.",
+)
+@click.option("--steps", type=int, default=4, show_default=True, help="Steps to record, up to 100.")
+@click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
+@pass_settings
+def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
+    """Record the device's next steps: when it computed which block, and when it copied which.
+
+    Writes them in Chrome's trace format, which Perfetto shows. For administrators.
+    """
+    from djinnctl import chrome_trace, screen
+
+    with settings.client() as client:
+        reply = client.trace(steps=steps, seconds=seconds)
+    try:
+        chrome_trace.write(reply, output)
+    except OSError as error:
+        raise click.FileError(str(output), error.strerror) from error
+    screen.show(lambda: chrome_trace.summary(reply, output), chrome_trace.told, as_json=settings.json)
 
 
 @main.command(epilog=EXIT_CODES)
@@ -182,6 +249,23 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
     screen.show(lambda: {"closed": closed, "missing": missing}, lambda _: "\n".join(lines), as_json=settings.json)
     if missing:
         sys.exit(FAILED)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.option("--warm", is_flag=True, help="Keep the loaded models in shared memory, and load them again from there.")
+@pass_settings
+def restart(settings: Settings, warm: bool) -> None:
+    """Have the daemon finish what runs, start again as the same process, and read its configuration anew.
+
+    Sessions do not survive it. Returns when the daemon serves again; clients that connect meanwhile wait. For
+    administrators.
+    """
+    from djinnctl import restart as restarting
+    from djinnctl import screen
+
+    with settings.client() as client:
+        screen.show(lambda: restarting.restart(client, warm=warm), restarting.render, as_json=settings.json)
 
 
 @main.command(epilog=EXIT_CODES)

@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from djinn_client import DeviceInfo, ModelInfo, SessionInfo, StatusReply
+from djinn_client import BudgetReply, DeviceInfo, ModelInfo, ModelPlan, SessionInfo, StatusReply
 from djinn_client.protocol import CLASSES, Reply
-from djinnctl.units import count, duration, size
+from djinnctl.units import count, duration, interval, rate, size
 
 STYLES = {
     "ready": "green",
@@ -97,8 +97,16 @@ def models(infos: Sequence[ModelInfo]) -> RenderableType:
             f"{info.pages_used}/{info.pages}" if info.pages else "-",
             str(info.sessions),
         )
-    errors = [Text(f"{info.name}: {info.error}", "red") for info in infos if info.error]
-    return Group(table, *errors)
+    return Group(table, *(line for info in infos for line in _beside(info)))
+
+
+def _beside(info: ModelInfo) -> Iterator[Text]:
+    """What does not fit into a row."""
+    if info.error:
+        yield Text(f"{info.name}: {info.error}", "red")
+    if info.state == "ready":
+        lines = [places(info), *info.notes]
+        yield from (Text(f"{info.name}: {line}", "dim") for line in lines if line)
 
 
 def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
@@ -124,10 +132,71 @@ def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
 
 def loaded(info: ModelInfo) -> str:
     """One line about a model that has just been loaded."""
+    where = places(info)
     return (
-        f"{info.name} is {info.state}: {info.family}, {count(info.parameters)} parameters in {info.blocks} blocks, "
-        f"{info.dtype}; weights {size(info.weight_bytes)}, KV {size(info.kv_bytes)} in {info.pages} pages"
+        f"{info.name} is {info.state}: {info.family}, {count(info.parameters)} parameters in {info.blocks} blocks"
+        f"{f' ({where})' if where else ''}, {info.dtype}; weights {size(info.weight_bytes)}, "
+        f"KV {size(info.kv_bytes)} in {info.pages} pages"
     )
+
+
+def places(of: ModelInfo | ModelPlan) -> str:
+    """Where the blocks are: `29 plain, 0 packed, 11 streamed: 6.5 GiB a step`; empty for a model that is not loaded."""
+    if not of.blocks_plain + of.blocks_packed + of.blocks_streamed:
+        return ""
+    streamed = f": {size(of.streamed_bytes)} a step" if of.streamed_bytes else ""
+    return f"{of.blocks_plain} plain, {of.blocks_packed} packed, {of.blocks_streamed} streamed{streamed}"
+
+
+def plan(plan: ModelPlan) -> RenderableType:
+    return Group(*_plan(plan))
+
+
+def _plan(plan: ModelPlan) -> Iterator[RenderableType]:
+    yield Text.assemble(
+        (plan.model, "bold"), f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
+    )
+    yield f"blocks: {places(plan)}"
+    yield ""
+    yield _plan_memory(plan)
+    yield ""
+    yield f"first token of {plan.first_token_tokens} tokens: {interval(plan.first_token_s)}"
+    for sessions, seconds in sorted(plan.step_s.items()):
+        who = f"{sessions} session{'s' if sessions > 1 else ''}"
+        tokens = sessions / seconds
+        yield f"step of {who}: {interval(seconds)}, {tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens/s"
+    bus, memory, products = (
+        rate(plan.bus_bytes_per_s, "B"),
+        rate(plan.memory_bytes_per_s, "B"),
+        rate(plan.flops_per_s, "FLOP"),
+    )
+    yield f"measured: bus {bus}, memory {memory}, products {products}"
+    yield from (Text(f"note: {note}", "yellow") for note in plan.notes)
+
+
+def _plan_memory(plan: ModelPlan) -> RenderableType:
+    parts = (
+        ("resident blocks", plan.resident_bytes, f"{plan.blocks_plain} plain, {plan.blocks_packed} packed"),
+        ("ring", plan.ring_bytes, f"{plan.slots} slots"),
+        ("scratch", plan.scratch_bytes, "where packed blocks are decoded"),
+        ("other weights", plan.rest_bytes, "embedding, norms, head"),
+        ("KV pages", plan.kv_bytes, ""),
+        ("workspace", plan.workspace_bytes, ""),
+        ("device", plan.reserved_bytes, "its context and libraries"),
+    )
+    table = _table("MEMORY", "BYTES>", "")
+    for name, nbytes, what in parts:
+        if nbytes:
+            table.add_row(name, size(nbytes), Text(what, "dim"))
+    table.add_row("in all", size(sum(nbytes for _, nbytes, _ in parts)), f"of {size(plan.budget_bytes)}")
+    table.add_row("host", size(plan.host_bytes), Text("shared memory", "dim"))
+    return table
+
+
+def budget(reply: BudgetReply) -> RenderableType:
+    """A change that has been made, and where blocks are now."""
+    head = f"budget {size(reply.budget_bytes)}, {size(reply.used_bytes)} in use; changed in {interval(reply.seconds)}"
+    return Group(head, *(line for info in reply.models for line in _beside(info)))
 
 
 def state(name: str) -> Text:

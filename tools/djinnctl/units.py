@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -34,6 +35,32 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def rate(per_second: float, unit: str) -> str:
+    """With three digits: `55.3 GB/s`, `712 TFLOP/s`."""
+    for power, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if per_second >= 0.9995 * power:
+            return f"{per_second / power:.3g} {name}{unit}/s"
+    return f"{per_second:.3g} {unit}/s"
+
+
+def interval(seconds: float) -> str:
+    """Of something that one waits for: `0.85 ms`, `125 ms`, `1.6 s`, `3m12s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 59.95 else duration(seconds)
+
+
+def parse_resident(text: str) -> int | float | Literal["auto"]:
+    """`auto`, a count of blocks, or a share of them with a decimal point. Raises ValueError."""
+    if text == "auto":
+        return "auto"
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    if re.fullmatch(r"\d*\.\d+", text) and float(text) <= 1.0:
+        return float(text)
+    raise ValueError(f"{text!r} is no number of blocks; write auto, a count as 29, or a share from 0.0 to 1.0 as 0.73")
 
 
 def parse_size(text: str) -> int:

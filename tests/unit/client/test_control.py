@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import msgspec
+
 import djinn_client as djinn
+from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import (
+    BudgetReply,
     CloseSession,
     Done,
     GetStatus,
+    GetTrace,
     ListModels,
     ListSessions,
     LoadModel,
@@ -12,14 +17,24 @@ from djinn_client.protocol import (
     ModelReply,
     Models,
     Ping,
+    PlanModel,
+    PlanReply,
     Progress,
     Sessions,
+    SetBudget,
+    Span,
     StatusReply,
+    TraceReply,
     UnloadModel,
 )
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 MODEL = ModelInfo(name="djinn-tiny", path="/models/djinn-tiny", state="ready")
+PLAN = msgspec.convert(
+    {field.name: 1 for field in msgspec.structs.fields(ModelPlan) if field.required}
+    | {"model": "djinn-tiny", "family": "llama", "dtype": "float32", "step_s": {1: 0.5}},
+    ModelPlan,
+)
 
 
 def status(id: int, findings: list[str]) -> StatusReply:
@@ -54,6 +69,16 @@ def answer(line: Line) -> None:
                 line.send(Models(id=id, models=[MODEL]))
             case ListSessions(id=id):
                 line.send(Sessions(id=id, sessions=[session_info()]))
+            case PlanModel(id=id, memory_bytes=memory_bytes, placing=placing):
+                slots = 0 if placing is None else placing.slots
+                plan = msgspec.structs.replace(PLAN, budget_bytes=memory_bytes, slots=slots)
+                line.send(PlanReply(id=id, plan=plan))
+            case SetBudget(id=id, memory_bytes=memory_bytes):
+                line.send(BudgetReply(id=id, budget_bytes=memory_bytes, used_bytes=1, seconds=0.5, models=[MODEL]))
+            case GetTrace(id=id, steps=steps, seconds=seconds):
+                line.send(TraceReply(id=id, device="cpu", spans=[Span("step", "step", 0.0, seconds, {"rows": steps})]))
+            case LoadModel(id=id, placing=Placing(resident=resident)):
+                line.send(ModelReply(id=id, model=msgspec.structs.replace(MODEL, blocks_plain=resident)))
             case LoadModel(id=id, model=model, kv_bytes=kv_bytes):
                 line.send(Progress(id=id, model=model, stage="reading", done=1, total=kv_bytes))
                 line.send(ModelReply(id=id, model=MODEL))
@@ -70,6 +95,12 @@ def test_each_call_of_the_module(daemon: ScriptedDaemon) -> None:
     assert djinn.sessions(address=address) == [session_info()]
     assert djinn.load("djinn-tiny", kv_bytes=9, on_progress=told.append, address=address) == MODEL
     assert [progress.total for progress in told] == [9]
+    assert djinn.load("djinn-tiny", resident=29, address=address).blocks_plain == 29
+    planned = djinn.plan("djinn-tiny", memory_bytes=7, slots=4, address=address)
+    assert (planned.budget_bytes, planned.slots, planned.step_s) == (7, 4, {1: 0.5})
+    assert djinn.plan("djinn-tiny", address=address).slots == 0
+    assert djinn.set_budget(9, address=address).budget_bytes == 9
+    assert djinn.trace(steps=3, seconds=0.5, address=address).spans == [Span("step", "step", 0.0, 0.5, {"rows": 3})]
     djinn.unload("djinn-tiny", force=True, address=address)
     djinn.close("s-1", address=address)
 

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
-from djinn_client.options import GenerateOptions, build, generate_request, token_ids
-from djinn_client.protocol import Generate, OpenSession, Sampling
+from djinn_client.options import (
+    GenerateOptions,
+    PlacingOptions,
+    build,
+    generate_request,
+    placing_fields,
+    token_ids,
+)
+from djinn_client.placing import Placing
+from djinn_client.protocol import Generate, LoadModel, OpenSession, Sampling
 
 
 def request(prompt: Any = "hi", **options: Any) -> Generate:
@@ -76,3 +84,41 @@ def test_what_is_no_token_id_of_any_model(token: int) -> None:
 def test_a_priority_that_does_not_exist() -> None:
     with pytest.raises(InvalidRequest, match="urgent"):
         build(OpenSession, model="m", priority="urgent")
+
+
+def placing(**options: Any) -> Placing | None:
+    return build(LoadModel, model="m", placing=placing_fields(options)).placing  # type: ignore[arg-type]
+
+
+def test_without_placing_options_the_configuration_holds() -> None:
+    assert placing() is None
+    assert placing(resident=None, slots=None, packing=None) is None
+
+
+def test_placing_options() -> None:
+    assert placing(resident=29) == Placing(resident=29)
+    assert placing(resident="auto") == Placing()
+    assert placing(ring_gb=4.5, packing=False) == Placing(ring_bytes=4_500_000_000, packing=False)
+    assert placing(keep_host=False, prefetch=False, piece_bytes=1 << 20, slots=None) == Placing(
+        keep_host=False, prefetch=False, piece_bytes=1 << 20
+    )
+
+
+def test_every_placing_option_is_documented() -> None:
+    for name in PlacingOptions.__annotations__:
+        assert f"\n    {name} " in (PlacingOptions.__doc__ or ""), f"{name} is not documented"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"resident": "most"}, {"resident": True}, {"slots": 1.5}, {"packing": "off"}, {"ring_gb": float("nan")}],
+    ids=str,
+)
+def test_placing_options_of_the_wrong_type(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        placing(**options)
+
+
+def test_a_placing_option_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match=r"no such option: residnet; there are resident, ring_gb"):
+        placing(residnet=1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from djinn_client.placing import Placing
 from djinnd.config import Config, ConfigError, load
 from djinnd.config.sources import scalar_keys
 
@@ -63,6 +64,25 @@ admins: [0, 1001]
     assert effective.origins["models", "big", "kv"].endswith("djinnd.yaml:7")
 
 
+@pytest.mark.parametrize(
+    ("text", "placing"),
+    [
+        ("", Placing()),
+        ("resident: auto", Placing()),
+        ("resident: 29", Placing(resident=29)),
+        ("resident: 1.0", Placing(resident=1.0)),
+        ("resident: 0.73\n    packing: off", Placing(resident=0.73, packing=False)),
+        ("packing: 'off'\n    prefetch: false", Placing(packing=False, prefetch=False)),
+        ("packing: auto\n    keep_host: false", Placing(keep_host=False)),
+        ("ring_gb: 20\n    piece: 64MiB", Placing(ring_bytes=20_000_000_000, piece_bytes=64 << 20)),
+        ("slots: 4", Placing(slots=4)),
+    ],
+)
+def test_where_a_model_s_blocks_go(configured, text, placing):
+    made = configured(f"models:\n  big:\n    path: /x\n    {text}\n").config.models["big"].placing
+    assert made == placing and type(made.resident) is type(placing.resident)
+
+
 def test_variables_replace_single_values_and_flags_replace_variables(configured):
     effective = configured(
         "memory: 1GiB\nlimits: {sessions: 1, requests: 2}",
@@ -105,6 +125,22 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("models:\n  a: {path: /x}\n  a: {path: /y}", 3, "models.a is there twice"),
         ("models:\n  a: {dtype: auto}", 2, "models.a has no path"),
         ("models:\n  a: {path: /x, dtype: int8}", 2, "'int8' is not one of auto, float32"),
+        (
+            "models:\n  a:\n    path: /x\n    resident: -1",
+            4,
+            "models.a.resident: -1 is no number of blocks: auto, a count",
+        ),
+        ("models:\n  a:\n    path: /x\n    resident: 1.5", 4, "a share from 0.0 to 1.0"),
+        ("models:\n  a:\n    path: /x\n    resident: .nan", 4, "nan is no number of blocks"),
+        ("models:\n  a:\n    path: /x\n    resident: true", 4, "True is no number of blocks"),
+        ("models:\n  a:\n    path: /x\n    ring_gb: 4GiB", 4, "'4GiB' is no number of gigabytes"),
+        ("models:\n  a:\n    path: /x\n    ring_gb: .inf", 4, "inf is no number of gigabytes"),
+        ("models:\n  a:\n    path: /x\n    slots: -1", 4, "models.a.slots: Expected `int` >= 0"),
+        ("models:\n  a:\n    path: /x\n    packing: on", 4, "True is not one of auto, off"),
+        ("models:\n  a:\n    path: /x\n    keep_host: 1", 4, "Expected `bool`"),
+        ("models:\n  a:\n    path: /x\n    piece: 1KB", 4, "the units are B, KiB"),
+        ("models:\n  a: {path: /x, piece: 1KiB}", 2, "models.a: piece_bytes is 1,024; it must be 0"),
+        ("models:\n  a: {path: /x, slots: 3, ring_gb: 4}", 2, "models.a: the ring is given in bytes and in slots"),
         ("admins: [0, nobody-of-this-name]", 1, "no user 'nobody-of-this-name'"),
         ("- a\n- b", 1, "the file must have keys and values"),
         ("device: [cpu", 1, "expected ',' or ']'"),

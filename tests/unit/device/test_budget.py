@@ -40,3 +40,27 @@ def test_a_label_is_reserved_once_and_released_once() -> None:
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0.0 MiB"), (1 << 20, "1.0 MiB"), (5 << 29, "2.50 GiB")])
 def test_figures_as_people_read_them(nbytes: int, text: str) -> None:
     assert gib(nbytes) == text
+
+
+def test_a_budget_shrinks_to_what_is_in_use_and_grows() -> None:
+    budget = MemoryBudget(100)
+    budget.reserve("a", 60)
+    budget.resize(60)
+    assert (budget.total, budget.free) == (60, 0)
+    with pytest.raises(OutOfMemory, match=r"is less than the .* that are in use") as told:
+        budget.resize(59)
+    assert told.value.data == {"needed": 60, "budget": 59} and budget.total == 60
+    budget.resize(200)
+    assert budget.free == 140
+
+
+def test_a_reservation_takes_another_name() -> None:
+    budget = MemoryBudget(100)
+    budget.reserve("old", 60)
+    budget.reserve("other", 10)
+    with pytest.raises(AssertionError):
+        budget.rename("old", "other")
+    budget.rename("old", "new")
+    assert budget.used == 70
+    budget.release("new")
+    assert budget.used == 10

@@ -137,3 +137,35 @@ def test_close_ends_the_copy_thread() -> None:
     assert threading.active_count() == before + 1
     device.close()
     assert threading.active_count() == before
+
+
+def test_a_copy_may_wait_for_what_was_computed_before(device: CpuDevice) -> None:
+    target = torch.zeros(8)
+    read = target.clone()
+    mark = device.mark()  # this thread computes: what it has done is done
+    device.copy(target, torch.ones(8), mark).wait()
+    assert read.tolist() == [0.0] * 8 and target.tolist() == [1.0] * 8
+
+
+def test_what_is_done_aside_has_happened_when_it_ends(device: CpuDevice) -> None:
+    with device.aside():
+        out = torch.ones(8) * 2
+    assert out.tolist() == [2.0] * 8
+
+
+def test_rates_are_measured_once(device: CpuDevice) -> None:
+    rates = device.rates()
+    assert rates.bus > 0 and rates.memory > 0 and rates.products > 0
+    assert device.rates() is rates
+    assert device.budget.used == 0
+
+
+def test_the_budget_may_change_while_memory_is_held(device: CpuDevice) -> None:
+    device.allocate("held", (1 << 19,), torch.uint8)
+    device.resize(1 << 19)
+    with pytest.raises(OutOfMemory):
+        device.allocate("more", (1,), torch.uint8)
+    with pytest.raises(OutOfMemory, match="in use"):
+        device.resize(1 << 18)
+    device.resize(1 << 21)
+    device.allocate("more", (1 << 20,), torch.uint8)

@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
+from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import (
+    BudgetReply,
     CloseSession,
     DeviceInfo,
     Done,
@@ -24,8 +26,11 @@ from djinn_client.protocol import (
     ModelInfo,
     ModelReply,
     Models,
+    PlanModel,
+    PlanReply,
     Progress,
     Sessions,
+    SetBudget,
     StatusReply,
     UnloadModel,
 )
@@ -51,6 +56,44 @@ TINY = ModelInfo(
     sessions=2,
 )
 BROKEN = ModelInfo(name="broken", path="/models/broken", state="failed", error="config.json is not JSON")
+STREAMED = replace(
+    TINY,
+    name="llama",
+    blocks=40,
+    blocks_plain=29,
+    blocks_streamed=11,
+    streamed_bytes=13 << 29,
+    notes=["float16 blocks stay plain: their exponents have 5 bits only, which leaves nothing to pack"],
+)
+PLAN = ModelPlan(
+    model="llama",
+    family="llama",
+    dtype="bfloat16",
+    budget_bytes=22 << 30,
+    blocks=40,
+    blocks_plain=29,
+    blocks_packed=0,
+    blocks_streamed=11,
+    plain_block_bytes=605 << 20,
+    packed_block_bytes=0,
+    weight_bytes=25 << 30,
+    resident_bytes=17 << 30,
+    streamed_bytes=13 << 29,
+    ring_bytes=9 << 28,
+    scratch_bytes=0,
+    rest_bytes=5 << 27,
+    kv_bytes=1 << 30,
+    workspace_bytes=1 << 28,
+    reserved_bytes=1 << 29,
+    host_bytes=24 << 30,
+    slots=3,
+    bus_bytes_per_s=55.3e9,
+    memory_bytes_per_s=4.229e12,
+    flops_per_s=712e12,
+    first_token_s=0.1305,
+    step_s={1: 0.1249, 16: 0.126},
+    notes=["packing is off"],
+)
 STATUS = StatusReply(
     id=0,
     version="0.1.0",
@@ -91,6 +134,15 @@ def answer(line: Line) -> None:
                 line.send(Models(id=id, models=[TINY, BROKEN]))
             case ListSessions(id=id):
                 line.send(Sessions(id=id, sessions=[session_info(tokens=70, user=0), session_info(id="s-2")]))
+            case LoadModel(id=id, model="llama", placing=Placing()):
+                line.send(ModelReply(id=id, model=STREAMED))
+            case PlanModel(id=id, model="llama"):
+                line.send(PlanReply(id=id, plan=PLAN))
+            case SetBudget(id=id, memory_bytes=0):
+                line.send(Failure(id=id, code="invalid_request", message="memory_bytes is 0"))
+            case SetBudget(id=id, memory_bytes=memory_bytes):
+                reply = BudgetReply(id=id, budget_bytes=memory_bytes, used_bytes=1 << 30, seconds=0.42, models=[])
+                line.send(replace(reply, models=[TINY, STREAMED]))
             case LoadModel(id=id, model="djinn-tiny", kv_bytes=kv_bytes):
                 for done in (0, 8 << 20, 16 << 20):
                     line.send(Progress(id=id, model="djinn-tiny", stage="reading", done=done, total=16 << 20))
@@ -232,6 +284,136 @@ def test_load(address: str) -> None:
     assert "djinn-tiny: checking" in result.stderr
 
 
+def test_load_says_where_the_blocks_are(address: str) -> None:
+    result = run("load", "llama", "--resident", "29", "--address", address)
+    assert result.exit_code == 0, result.stderr
+    assert "in 40 blocks (29 plain, 0 packed, 11 streamed: 6.5 GiB a step), float32;" in words(result.stdout)
+
+
+def test_models_say_where_the_blocks_are_and_why(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(ListModels)
+        line.send(Models(id=request.id, models=[TINY, STREAMED]))
+
+    result = run("models", "--address", daemon.play(script))
+    assert "llama: 29 plain, 0 packed, 11 streamed: 6.5 GiB a step" in result.stdout
+    assert "llama: float16 blocks stay plain" in result.stdout
+    assert "djinn-tiny:" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["load", "plan"])
+@pytest.mark.parametrize(
+    ("options", "placing"),
+    [
+        ((), None),
+        (("--resident", "auto"), Placing()),
+        (("--resident", "29", "--slots", "4"), Placing(resident=29, slots=4)),
+        (("--resident", "0.73", "--ring-gb", "4.5"), Placing(resident=0.73, ring_bytes=4_500_000_000)),
+        (("--packing", "off"), Placing(packing=False)),
+        (("--packing", "auto"), Placing()),
+    ],
+    ids=str,
+)
+def test_where_blocks_are_to_go(
+    daemon: ScriptedDaemon, command: str, options: tuple[str, ...], placing: Placing | None
+) -> None:
+    asked: list[LoadModel | PlanModel] = []
+
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.receive()
+        assert isinstance(request, LoadModel | PlanModel)
+        asked.append(request)
+        reply = ModelReply(id=request.id, model=TINY)
+        line.send(reply if command == "load" else PlanReply(id=request.id, plan=PLAN))
+
+    assert run(command, "llama", "--kv", "1MiB", *options, "--address", daemon.play(script)).exit_code == 0
+    assert (asked[0].model, asked[0].kv_bytes, asked[0].placing) == ("llama", 1 << 20, placing)
+
+
+def test_load_without_a_copy_on_the_host(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(LoadModel)
+        assert request.placing == Placing(keep_host=False)
+        line.send(ModelReply(id=request.id, model=TINY))
+
+    assert run("load", "llama", "--no-keep-host", "--address", daemon.play(script)).exit_code == 0
+
+
+def test_plan(address: str) -> None:
+    result = run("plan", "llama", "--memory", "22GiB", "--address", address)
+    assert result.exit_code == 0, result.stderr
+    shown = [words(line) for line in result.stdout.splitlines()]
+    assert shown[:3] == [
+        "llama llama, bfloat16, 40 blocks, 25.0 GiB",
+        "blocks: 29 plain, 0 packed, 11 streamed: 6.5 GiB a step",
+        "",
+    ]
+    for line in (
+        "resident blocks 17.0 GiB 29 plain, 0 packed",
+        "ring 2.2 GiB 3 slots",
+        "KV pages 1.0 GiB",
+        "in all 21.6 GiB of 22.0 GiB",
+        "host 24.0 GiB shared memory",
+        "first token of 512 tokens: 130 ms",
+        "step of 1 session: 125 ms, 8.01 tokens/s",
+        "step of 16 sessions: 126 ms, 127 tokens/s",
+        "note: packing is off",
+    ):
+        assert line in shown, line
+    assert "bus 55.3 GB/s, memory 4.23 TB/s, products 712 TFLOP/s" in words(result.stdout)
+    assert not any(line.startswith("scratch") for line in shown), "nothing is packed"
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_plan_as_json_holds_every_field(address: str) -> None:
+    shown = json.loads(run("plan", "llama", "--json", "--address", address).stdout)
+    assert shown.keys() == set(ModelPlan.__struct_fields__)
+    assert shown["step_s"] == {"1": 0.1249, "16": 0.126}
+
+
+def test_budget_shows_what_there_is(address: str) -> None:
+    result = run("budget", "--address", address)
+    assert result.exit_code == 0
+    assert "cuda:0 ready 13.0 GiB of 20.0 GiB" in words(result.stdout)
+    assert json.loads(run("budget", "--json", "--address", address).stdout)[0]["budget_bytes"] == 20 << 30
+
+
+def test_budget_changes_it(address: str) -> None:
+    result = run("budget", "16GiB", "--address", address)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[:2] == [
+        "budget 16.0 GiB, 1.0 GiB in use; changed in 420 ms",
+        "llama: 29 plain, 0 packed, 11 streamed: 6.5 GiB a step",
+    ]
+    assert json.loads(run("budget", "16GiB", "--json", "--address", address).stdout)["budget_bytes"] == 16 << 30
+    refused = run("budget", "0B", "--address", address)
+    assert (refused.exit_code, refused.stderr) == (1, "djinnctl: memory_bytes is 0\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("load", "m", "--resident", "-1"),
+        ("load", "m", "--resident", "1.5"),
+        ("load", "m", "--resident", "nan"),
+        ("plan", "m", "--slots", "-1"),
+        ("plan", "m", "--ring-gb", "much"),
+        ("plan", "m", "--packing", "on"),
+        ("plan", "m", "--memory", "24GB"),
+        ("plan",),
+        ("budget", "16"),
+        ("budget", "16GiB", "8GiB"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_places_are_wrong_usage(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
 def test_load_as_json_is_only_json(address: str) -> None:
     result = run("load", "djinn-tiny", "--json", "--address", address)
     assert json.loads(result.stdout)["name"] == "djinn-tiny"
@@ -252,7 +434,17 @@ def test_an_error_of_the_daemon_is_one_line_and_exit_1(address: str) -> None:
 
 
 def test_no_daemon_is_one_line_and_exit_2() -> None:
-    for command in (("status",), ("ps",), ("models",), ("load", "m"), ("unload", "m"), ("close", "s")):
+    for command in (
+        ("status",),
+        ("ps",),
+        ("models",),
+        ("load", "m"),
+        ("plan", "m"),
+        ("budget",),
+        ("budget", "1GiB"),
+        ("unload", "m"),
+        ("close", "s"),
+    ):
         result = run(*command, "--address", "/nowhere/s")
         assert (result.exit_code, result.stdout) == (2, ""), command
         assert result.stderr == "djinnctl: no daemon at /nowhere/s: start it with `djinnd`\n"

@@ -20,6 +20,7 @@ from djinnctl.cli import main
 from djinnctl.doctor import arena, daemon, gpu, memory, software
 from djinnctl.doctor.gpu import Cuda, Gpu
 from djinnctl.doctor.result import Result
+from djinnd.server.arena_header import VERSION, Header, State
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 GIB = 1 << 30
@@ -272,6 +273,46 @@ def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
         f"removed djinnd-weights (1.0 KiB) of process {pid}, which is gone",
     )
     assert not path.exists()
+
+
+def whole_object(root: Path, pid: int, ticks: int, version: int = 2, state: int = 2, payload: int = 1000) -> Path:
+    """As djinnd/server/arena_header.py has it; 1,000 bytes of blocks."""
+    fixed = struct.pack("<8sQQIIQQ64s", b"DJARENA1", pid, ticks, version, state, payload, 1, b"ab" * 32)
+    path = root / "djinnd-weights"
+    path.write_bytes(fixed + b"llama".ljust(1936, b"\0") + b"/var/lib/djinnd".ljust(2048, b"\0") + bytes(1000))
+    return path
+
+
+def test_a_whole_model_of_a_daemon_that_is_gone_waits_for_the_next_one(tmp_path: Path) -> None:
+    pid = dead_process()
+    path = whole_object(tmp_path, pid, 1)
+    (result,) = arena.check(tmp_path)
+    assert result.state == "warn"
+    assert f"(5.0 KiB) has the blocks of llama from process {pid}, which is gone" in result.finding
+    assert "the next djinnd with state directory /var/lib/djinnd takes it over" in result.remedy
+    assert path.exists()
+    (result,) = arena.check(tmp_path, fix=True)
+    assert result.state == "ok" and not path.exists(), "who says --fix wants the memory back"
+
+
+def test_a_whole_model_of_a_running_daemon_is_that_daemon_s(tmp_path: Path) -> None:
+    whole_object(tmp_path, os.getpid(), own_ticks())
+    (result,) = arena.check(tmp_path, fix=True)
+    assert result.state == "ok" and "which runs" in result.finding
+
+
+@pytest.mark.parametrize("why", [{"version": 1}, {"state": 1}, {"payload": 1001}])
+def test_what_nobody_will_adopt(tmp_path: Path, why: dict[str, int]) -> None:
+    whole_object(tmp_path, dead_process(), 1, **why)
+    (result,) = arena.check(tmp_path)
+    assert "is left from process" in result.finding
+
+
+def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path) -> None:
+    header = Header(dead_process(), 1, VERSION, State.COMPLETE, 4096, 1, "ab" * 32, "größe", "/state")
+    (tmp_path / "djinnd-weights").write_bytes(header.pack() + bytes(4096))
+    (result,) = arena.check(tmp_path)
+    assert "has the blocks of größe" in result.finding and "directory /state takes" in result.remedy
 
 
 @pytest.mark.parametrize("content", [b"", b"DJARENA1", b"\0" * 4096, b"DJARENA2" + bytes(100)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnctl.units import UNITS, count, duration, parse_size, size
+from djinnctl.units import UNITS, count, duration, interval, parse_resident, parse_size, rate, size
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,51 @@ def test_count(number: int, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("per_second", "text"),
+    [
+        (55.34e9, "55.3 GB/s"),
+        (4.229e12, "4.23 TB/s"),
+        (999.6e9, "1 TB/s"),
+        (712e9, "712 GB/s"),
+        (12_000, "12 kB/s"),
+        (0.0, "0 B/s"),
+    ],
+)
+def test_rate(per_second: float, text: str) -> None:
+    assert rate(per_second, "B") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00085, "0.85 ms"),
+        (0.1249, "125 ms"),
+        (0.9996, "1 s"),
+        (1.6, "1.6 s"),
+        (59.9, "59.9 s"),
+        (59.97, "59s"),
+        (192, "3m12s"),
+    ],
+)
+def test_interval(seconds: float, text: str) -> None:
+    assert interval(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "resident"), [("auto", "auto"), ("0", 0), ("29", 29), ("0.73", 0.73), (".5", 0.5), ("1.0", 1.0)]
+)
+def test_resident_blocks(text: str, resident: float | str) -> None:
+    assert parse_resident(text) == resident
+    assert type(parse_resident(text)) is type(resident)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "nan", "inf", "73%", "", "all", "1e3", "2.", " 3"])
+def test_what_is_no_number_of_blocks(text: str) -> None:
+    with pytest.raises(ValueError, match="is no number of blocks; write auto, a count as 29"):
+        parse_resident(text)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from djinnd.engine.channel import Channel, ServerGone
 from djinnd.messages import (
     MAX_FRAME,
     Alive,
+    ArenaReady,
     CancelRun,
     Loading,
     LogitsReady,
@@ -52,6 +53,23 @@ def test_messages_arrive_in_order_however_they_were_cut(pair: tuple[Channel, soc
         got = channel.receive(FOREVER)
         server.sendall(stream[cut:])
         assert got + (receive(channel, 3 - len(got)) if len(got) < 3 else []) == sent
+
+
+def test_a_descriptor_arrives_with_the_message_that_it_belongs_to(pair: tuple[Channel, socket.socket]) -> None:
+    channel, server = pair
+    window = os.memfd_create("window")
+    os.write(window, b"weights")
+    frame = encode(ArenaReady(2, "", 0, complete=True), fds=1)
+    server.sendall(encode(CancelRun(1)))
+    socket.send_fds(server, [frame[:5]], [window])
+    server.sendall(frame[5:] + encode(ArenaReady(3, "/an-object", 4096, complete=False)) + encode(CancelRun(4)))
+    os.close(window)
+    first, shared, named, last = receive(channel, 4)
+    assert (first, last) == (CancelRun(1), CancelRun(4))
+    assert isinstance(shared, ArenaReady) and os.pread(shared.fd, 10, 0) == b"weights"
+    assert not os.get_inheritable(shared.fd)
+    assert named == ArenaReady(3, "/an-object", 4096, complete=False, fd=-1)
+    os.close(shared.fd)
 
 
 def test_nothing_to_receive_is_no_wait(pair: tuple[Channel, socket.socket]) -> None:

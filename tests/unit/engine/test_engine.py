@@ -154,13 +154,20 @@ def test_an_arena_that_is_complete_is_not_read(engine: EngineThread) -> None:
     assert tokens == reference.greedy(FOLDER, prompt(9), 5)
 
 
-def test_a_model_larger_than_the_budget_is_refused_with_the_figures() -> None:
+def test_a_budget_below_the_least_is_refused_with_a_figure_that_then_does() -> None:
     with EngineThread(CpuDevice(1 << 20)) as engine:
         reply = engine.load(FOLDER)
         assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
-        assert "m needs" in reply.message and "of the budget of 1.0 MiB" in reply.message
+        assert "m needs" in reply.message and "at the least, 1.0 MiB of the budget of 1.0 MiB is free" in reply.message
         assert reply.data["budget"] == reply.data["free"] == 1 << 20 < reply.data["needed"]
         assert engine.report().used_bytes == 0
+    with EngineThread(CpuDevice(reply.data["needed"])) as engine:
+        info = engine.loaded(FOLDER)
+        assert (info.blocks_plain, info.blocks_streamed) == (0, 4)
+        engine.open("s")
+        tokens, _ = engine.outcome(engine.run("s", prompt(9), 5))
+        assert tokens == reference.greedy(FOLDER, prompt(9), 5)
+        assert engine.report().used_bytes == reply.data["needed"]
 
 
 # --- generation -----------------------------------------------------------------------------------------------------

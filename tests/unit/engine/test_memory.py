@@ -9,7 +9,7 @@ from djinnd.engine.memory import (
     LOGIT_ROWS,
     MIN_TOKENS,
     ModelShape,
-    least_bytes,
+    kv_floor,
     plan_kv,
     workspace_bytes,
 )
@@ -37,50 +37,65 @@ def test_the_kv_of_a_token_is_of_all_blocks() -> None:
 
 
 def test_pages_that_were_asked_for_are_what_there_is() -> None:
-    plan = plan_kv(SHAPE, free=100 * GIB, wanted=10 * GIB, max_context=0)
+    plan = plan_kv(SHAPE, free=100 * GIB, floor=10 * GIB, wanted=10 * GIB, max_context=0)
     assert (plan.page_size, plan.page_bytes) == (32, PAGE)
     assert plan.num_pages == 10 * GIB // PAGE
     assert plan.max_context == 8192
 
 
 def test_more_than_is_free_is_left_to_the_budget_to_refuse() -> None:
-    assert plan_kv(SHAPE, free=GIB, wanted=10 * GIB, max_context=0).num_pages * PAGE == 10 * GIB
+    assert plan_kv(SHAPE, GIB, 10 * GIB, wanted=10 * GIB, max_context=0).num_pages * PAGE == 10 * GIB
 
 
 def test_by_itself_it_takes_half_so_that_another_model_has_room() -> None:
-    plan = plan_kv(SHAPE, free=20 * GIB, wanted=0, max_context=0)
+    plan = plan_kv(SHAPE, free=20 * GIB, floor=GIB, wanted=0, max_context=0)
     assert plan.num_pages == 10 * GIB // PAGE
 
 
+def test_what_was_kept_from_the_weights_is_for_pages() -> None:
+    plan = plan_kv(SHAPE, free=GIB, floor=GIB, wanted=0, max_context=0)
+    assert plan.num_pages == GIB // PAGE
+
+
 def test_by_itself_it_takes_no_more_than_many_full_sessions_could_use() -> None:
-    plan = plan_kv(SHAPE, free=1000 * GIB, wanted=0, max_context=1024)
+    plan = plan_kv(SHAPE, free=1000 * GIB, floor=900 * GIB, wanted=0, max_context=1024)
     assert plan.num_pages == FULL_SESSIONS * 1024 // 32 + 1
     assert plan.max_context == 1024
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_at_least_a_short_session_fits(wanted: int) -> None:
-    plan = plan_kv(SHAPE, free=1, wanted=wanted, max_context=0)
+    plan = plan_kv(SHAPE, free=1, floor=1, wanted=wanted, max_context=0)
     assert plan.num_pages == MIN_TOKENS // 32 + 1
     assert plan.max_context == MIN_TOKENS
 
 
 def test_the_context_is_the_least_of_model_wish_and_pool() -> None:
-    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=0).max_context == 8192
-    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=100_000).max_context == 8192
-    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, max_context=1000).max_context == 1000
-    assert plan_kv(SHAPE, 100 * GIB, 33 * PAGE, max_context=0).max_context == 32 * 32
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, 50 * GIB, max_context=0).max_context == 8192
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, 50 * GIB, max_context=100_000).max_context == 8192
+    assert plan_kv(SHAPE, 100 * GIB, 50 * GIB, 50 * GIB, max_context=1000).max_context == 1000
+    assert plan_kv(SHAPE, 100 * GIB, 33 * PAGE, 33 * PAGE, max_context=0).max_context == 32 * 32
 
 
 def test_a_model_of_short_contexts_needs_pages_for_no_more() -> None:
     short = dataclasses.replace(SHAPE, max_positions=64)
-    assert plan_kv(short, free=1, wanted=0, max_context=0).num_pages == 2 + 1
-    assert least_bytes(short, 2048) == workspace_bytes(short, 2048) + 3 * PAGE
+    assert plan_kv(short, free=1, floor=1, wanted=0, max_context=0).num_pages == 2 + 1
+    assert kv_floor(short, wanted=0, budget=1) == 3 * PAGE
 
 
-def test_what_a_model_needs_at_least_is_a_plan_of_nothing_free() -> None:
-    plan = plan_kv(SHAPE, free=0, wanted=0, max_context=0)
-    assert least_bytes(SHAPE, 2048) == workspace_bytes(SHAPE, 2048) + plan.num_pages * plan.page_bytes
+def test_before_weights_come_the_pages_that_were_asked_for_or_a_small_part_of_the_budget() -> None:
+    assert kv_floor(SHAPE, wanted=3 * GIB, budget=24 * GIB) == 3 * GIB
+    assert kv_floor(SHAPE, wanted=0, budget=32 * GIB) == GIB
+    assert kv_floor(SHAPE, wanted=1, budget=32 * GIB) == (MIN_TOKENS // 32 + 1) * PAGE
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 300 * PAGE + 7])
+def test_pages_that_came_before_the_weights_are_enough_for_those_that_there_are(wanted: int) -> None:
+    """With no more than the floor left, the pages fit: what was planned can be reserved."""
+    for budget in (GIB, 10 * GIB, 300 * GIB):
+        floor = kv_floor(SHAPE, wanted, budget)
+        plan = plan_kv(SHAPE, floor, floor, wanted, max_context=0)
+        assert plan.num_pages * plan.page_bytes <= floor
 
 
 def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> None:

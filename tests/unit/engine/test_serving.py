@@ -10,8 +10,9 @@ from djinn_client.errors import ModelRejected, OutOfMemory
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine import serving
 from djinnd.engine.loading import model_shape
-from djinnd.engine.memory import ModelShape, least_bytes, workspace_bytes
+from djinnd.engine.memory import ModelShape, workspace_bytes
 from djinnd.engine.model_runner import kv_label, workspace_label
+from djinnd.engine.planning import bytes_beside
 from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
 from djinnd.model.loader import Loader, Weights
@@ -31,7 +32,9 @@ def device() -> Iterator[CpuDevice]:
 
 def loaded(device: CpuDevice) -> tuple[Weights, ModelShape]:
     loader = Loader("m", reduced_model("llama-2"), device, "auto")
-    return loader.run(anonymous_arena, lambda stage, done, total: None), model_shape(loader)
+    shape = model_shape(loader)
+    beside = bytes_beside(loader, shape, 0, TOKENS, device.budget.total, device.budget.free)
+    return loader.run(anonymous_arena, lambda stage, done, total: None, beside), shape
 
 
 def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
@@ -40,22 +43,26 @@ def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
     pages = runner.plan.num_pages * runner.plan.page_bytes
     assert device.budget.used == weights.nbytes + workspace_bytes(shape, TOKENS) + pages
     assert runner.model.pool.nbytes == pages and not bool(runner.model.pool[1:].any())
-    assert (runner.name, runner.path) == ("m", "/a/path")
+    assert (runner.name, runner.info().path) == ("m", "/a/path")
+    assert runner.nbytes == device.budget.used and runner.pool_bytes == pages
     runner.release()
 
 
 def test_a_model_that_was_just_admitted_is_served() -> None:
-    """What `least_bytes` says is enough: with weights, workspace and the least of pages the budget is full."""
-    probe = CpuDevice(MEMORY)
-    loader = Loader("m", reduced_model("llama-2"), probe, "auto")
-    shape = model_shape(loader)
-    needed = loader.device_bytes + least_bytes(shape, TOKENS)
-    probe.close()
-    device = CpuDevice(needed)
+    """In the least of budgets that the refusal names, which is then full, a byte less is refused as before."""
+    device = CpuDevice(1)
+    with pytest.raises(OutOfMemory, match=r"m needs .* of device memory at the least") as told:
+        loaded(device)
+    device.close()
+    device = CpuDevice(told.value.data["needed"])
     weights, shape = loaded(device)
     runner = make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
-    assert device.budget.used == needed
+    assert device.budget.used == device.budget.total
     runner.release()
+    device.close()
+    device = CpuDevice(told.value.data["needed"] - 1)
+    with pytest.raises(OutOfMemory, match=r"m needs .* of device memory at the least"):
+        loaded(device)
     device.close()
 
 

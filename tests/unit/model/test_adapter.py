@@ -35,7 +35,7 @@ def batch() -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def test_prologue_blocks_and_epilogue_are_the_model(folder: Path) -> None:
     ids, positions = batch()
-    model = whole(folder, attn_implementation="eager" if "gpt-j" in str(folder) else "sdpa")
+    model = whole(folder)
     wanted = model(ids, use_cache=False).logits[0]
     adapter = Adapter(model)
     for _ in range(2):  # nothing is left over from the first time
@@ -49,7 +49,7 @@ def test_prologue_blocks_and_epilogue_are_the_model(folder: Path) -> None:
 @torch.inference_mode()
 def test_the_epilogue_takes_any_rows(folder: Path) -> None:
     ids, positions = batch()
-    adapter = Adapter(whole(folder, attn_implementation="eager" if "gpt-j" in str(folder) else "sdpa"))
+    adapter = Adapter(whole(folder))
     hidden = adapter.prologue(ids, positions).hidden
     for index, arguments in enumerate(adapter.prologue(ids, positions).arguments):
         hidden = adapter.run_block(index, hidden, arguments)

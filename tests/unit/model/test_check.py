@@ -29,7 +29,7 @@ def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") ->
     weights = load_weights(reduced_model(family), device, dtype)
     kv, pages = weights.skeleton.kv_shape, 2 + TOKENS // PAGE
     pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    return PagedModel(weights.skeleton, weights.dtype, pool)
+    return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,7 +105,7 @@ def test_state_beside_the_pages_is_seen(device: CpuDevice) -> None:
 
 def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
-    model.adapter.blocks[0].mlp.down_proj.weight.data[0, 0] = float("nan")
+    model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
     with pytest.raises(ModelRejected, match="differ by nan"):
         check_paging(model, device, PAGE)
 

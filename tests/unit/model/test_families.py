@@ -6,15 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.falcon import modeling_falcon
 from transformers.models.gptj import modeling_gptj
 
+from djinn_client.placing import Placing
 from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NAME
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
+
+SEED = 3  # with which no family comes to a near-tie: nowhere less than 1e-3 between two logits
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -54,12 +58,60 @@ def test_logits_in_mixed_batches_are_those_of_transformers(family: str, served: 
     assert talker.tokens[33:] == reference.greedy(reduced_model(family), prompt(33), 20)
 
 
+def test_sessions_that_join_and_leave_generate_what_transformers_does(family: str, served: Served) -> None:
+    """Each joins when the one before it has generated for a while. Windows, of 64 tokens, are passed in prompts and by
+    generating."""
+    plans = ((300, 12), (1, 40), (50, 30), (64, 8), (120, 20), (17, 16))
+    sessions = [served.open() for _ in plans]
+    for session, (length, new_tokens) in zip(sessions, plans, strict=True):
+        served.submit(session, prompt(length, SEED), max_tokens=new_tokens)
+        while len(session.tokens) < length + 4:
+            assert served.step()
+    served.run()
+    for session, (length, new_tokens) in zip(sessions, plans, strict=True):
+        expected = reference.greedy(reduced_model(family), prompt(length, SEED), new_tokens)
+        assert session.tokens[length:] == expected, f"prompt of {length} tokens"
+
+
+def test_a_far_longer_neighbour_does_not_change_a_session_s_logits(family: str, served: Served) -> None:
+    """As it would with RoPE that looks at the longest row of a batch, then or ever after."""
+
+    def read() -> list[Tensor]:
+        requests = [served.submit(served.open(), prompt(length)) for length in (5, 60)]
+        batches = served.run()
+        assert len(batches) > 1
+        return [served.logits_of(request) for request in requests]
+
+    alone = read()
+    neighbour = served.open()
+    served.submit(neighbour, prompt(400), max_tokens=40)
+    while len(neighbour.tokens) == 400:
+        served.step()
+    beside, afterwards = read(), read()
+    assert len(neighbour.tokens) == 440
+    for logits in (beside, afterwards):
+        for got, wanted in zip(logits, alone, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
 def test_a_session_goes_on_from_its_pages(family: str, served: Served) -> None:
     session = served.open()
     for length in (21, 1, 64, 5):
         request = served.submit(session, prompt(length, seed=length))
         served.run()
         assert largest_difference(served.logits_of(request), family, session.tokens) < 1e-4
+
+
+def test_blocks_that_pass_through_the_ring_compute_the_same(family: str) -> None:
+    """Three of four are streamed; those of Qwen3-MoE differ in size."""
+    folder = reduced_model(family)
+    with Served(folder, plan=small_pages(60), max_batch_tokens=48, placing=Placing(resident=1)) as served:
+        reader, talker = served.open(), served.open()
+        forward = served.submit(reader, prompt(90))
+        served.submit(talker, prompt(33), max_tokens=12)
+        served.run()
+        assert largest_difference(served.logits_of(forward), family, reader.tokens) < 1e-4
+    assert talker.tokens[33:] == reference.greedy(folder, prompt(33), 12)
 
 
 def test_nobody_else_s_pages_are_touched(served: Served) -> None:
@@ -89,6 +141,16 @@ def test_the_scratch_page_is_not_read(family: str, served: Served) -> None:
         assert largest_difference(served.logits_of(request), family, session.tokens) < 1e-4
 
 
-def test_gpt_j_gets_our_subclass() -> None:
-    PATCHED["gptj"]()
-    assert issubclass(modeling_gptj.GPTJ_ATTENTION_CLASSES[NAME], modeling_gptj.GPTJAttention)
+@pytest.mark.parametrize(
+    ("family_type", "table", "own"),
+    [
+        ("gptj", modeling_gptj.GPTJ_ATTENTION_CLASSES, modeling_gptj.GPTJAttention),
+        ("falcon", modeling_falcon.FALCON_ATTENTION_CLASSES, modeling_falcon.FalconAttention),
+    ],
+    ids=["gptj", "falcon"],
+)
+def test_families_with_a_table_of_their_own_get_our_subclass(
+    family_type: str, table: dict[str, type[nn.Module]], own: type[nn.Module]
+) -> None:
+    PATCHED[family_type]()
+    assert issubclass(table[NAME], own)

@@ -12,12 +12,15 @@ from torch import Tensor
 from transformers import BloomConfig, FalconConfig, PreTrainedConfig
 
 from djinn_client.errors import DjinnError, InvalidRequest, ModelNotFound, ModelRejected, OutOfMemory
+from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.fused import SharedLinear
-from djinnd.model.loader import Loader, compute_dtype
+from djinnd.model.loader import Loader, Weights, compute_dtype
+from djinnd.model.projections import Projection, SharedProjection
+from djinnd.weights.plan import Place
 from tests.support.checkpoints import Tensors, altered, cast, random_model
 from tests.support.loaded import MEMORY, anonymous_arena, load_weights
 from tests.support.models import FAMILIES, reduced_model
+from tests.support.placed import assert_as_in_the_checkpoint
 
 UP = "model.layers.2.mlp.up_proj.weight"
 
@@ -34,28 +37,42 @@ def quiet(stage: str, done: int, total: int) -> None:
     pass
 
 
+def device_buffer(weights: Weights, index: int) -> Tensor:
+    """A buffer as it is on the device; the last is the rest."""
+    blocks = weights.residency._blocks
+    buffer = blocks[index].memory if index < len(blocks) else weights.rest
+    assert buffer is not None
+    return buffer
+
+
 # --- what a load gives ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, family: str) -> None:
     weights = load_weights(reduced_model(family), device)
-    blocks, buffers = weights.skeleton.adapter.blocks, weights.buffers
-    assert len(buffers) == len(blocks) + 1
-    for block, buffer in zip(blocks, buffers, strict=False):
-        ends = buffer.data_ptr() + buffer.nbytes
-        assert all(buffer.data_ptr() <= parameter.data_ptr() < ends for parameter in block.parameters())
+    blocks, plan = weights.skeleton.adapter.blocks, weights.residency.plan
+    assert plan is not None and plan.places == (Place.PLAIN,) * len(blocks)
+    for index, block in enumerate(blocks):
+        products = weights.residency._blocks[index].products
+        tensors = [*block.parameters(), *(t for p in products for t in (p._weight, p._bias) if t is not None)]
+        buffer = device_buffer(weights, index)
+        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        assert tensors and all(start <= tensor.data_ptr() < end for tensor in tensors)
     assert not any(p.is_meta for block in blocks for p in (*block.parameters(), *block.buffers()))
     assert not any(p.is_meta for p in (*weights.skeleton.model.parameters(), *weights.skeleton.model.buffers()))
     assert device.budget.used == weights.nbytes
     weights.release(device)
 
 
-@pytest.mark.parametrize(("family", "count"), [("llama-2", 5), ("qwen2", 5), ("gpt-j", 3), ("gpt2", 0)])
-def test_projections_of_one_input_are_fused(device: CpuDevice, family: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "shared", "alone"), [("llama-2", 5, 2), ("qwen2", 5, 2), ("gpt-j", 3, 3), ("gpt2", 0, 0)]
+)
+def test_projections_of_one_input_are_one_product(device: CpuDevice, family: str, shared: int, alone: int) -> None:
     weights = load_weights(reduced_model(family), device)
     for block in weights.skeleton.adapter.blocks:
-        assert sum(isinstance(module, SharedLinear) for module in block.modules()) == count
+        assert sum(isinstance(module, SharedProjection) for module in block.modules()) == shared
+        assert sum(isinstance(module, Projection) for module in block.modules()) == alone
     weights.release(device)
 
 
@@ -70,11 +87,11 @@ def test_the_count_of_parameters_is_transformers(device: CpuDevice) -> None:
 def test_progress_tells_reading_and_uploading_to_their_ends(device: CpuDevice) -> None:
     told: list[tuple[str, int, int]] = []
     loader = Loader("m", reduced_model("llama-2"), device, "auto")
-    weights = loader.run(anonymous_arena, lambda *progress: told.append(progress))
-    assert [stage for stage, _, _ in told] == ["reading"] * 5 + ["uploading"] * 5
+    weights = loader.run(anonymous_arena, lambda *progress: told.append(progress), 0)
+    assert [stage for stage, _, _ in told] == ["reading"] * 5 + ["uploading"] * 4
     assert [(done, total) for stage, done, total in told if done == total] == [
         (loader.store.nbytes, loader.store.nbytes),
-        (loader.device_bytes, loader.device_bytes),
+        (weights.residency.nbytes, weights.residency.nbytes),
     ]
     weights.release(device)
 
@@ -88,13 +105,13 @@ def test_a_filled_arena_is_not_read_again(device: CpuDevice, tmp_path: Path) -> 
         return memory, False
 
     folder = altered(tmp_path)
-    first = Loader("m", folder, device, "auto").run(keep, quiet)
+    first = Loader("m", folder, device, "auto").run(keep, quiet, 0)
     again = Loader("n", folder, device, "auto")
     stages: list[str] = []
-    second = again.run(lambda nbytes, fingerprint: (kept[0], True), lambda stage, done, total: stages.append(stage))
+    second = again.run(lambda nbytes, key: (kept[0], True), lambda stage, done, total: stages.append(stage), 0)
     assert set(stages) == {"uploading"}
-    for one, other in zip(first.buffers, second.buffers, strict=True):
-        assert torch.equal(one, other)
+    for index in range(len(first.store.buffers)):
+        assert torch.equal(device_buffer(first, index), device_buffer(second, index))
     first.release(device)
     second.release(device)
 
@@ -111,9 +128,10 @@ def test_bf16_is_stored_as_it_is_and_computed_in_float32_on_a_cpu(device: CpuDev
     folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
     loader = Loader("m", folder, device, "auto")
     assert (loader.store.dtype, loader.dtype) == (torch.bfloat16, torch.float32)
-    weights = loader.run(anonymous_arena, quiet)
+    weights = loader.run(anonymous_arena, quiet, 0)
     assert weights.store.host(0).dtype == torch.bfloat16
-    for index, buffer in enumerate(weights.buffers):
+    for index in range(len(weights.store.buffers)):
+        buffer = device_buffer(weights, index)
         assert buffer.dtype == torch.float32
         assert torch.equal(buffer, weights.store.host(index).float())
     weights.release(device)
@@ -133,7 +151,7 @@ def test_a_dtype_that_is_none(device: CpuDevice) -> None:
 
 def test_an_unloaded_model_is_gone_without_the_garbage_collector(device: CpuDevice) -> None:
     weights = load_weights(reduced_model("llama-2"), device)
-    gone = weakref.ref(weights.skeleton.adapter.blocks[0].mlp.down_proj.weight)
+    gone = weakref.ref(weights.residency._blocks[0].memory)
     gc.disable()
     try:
         weights.release(device)
@@ -181,7 +199,7 @@ def of_family(config: PreTrainedConfig) -> Callable[[Path], Path]:
 
 
 BLOOM = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +218,7 @@ FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_at
         ),
         pytest.param(changed(len, num_hidden_layers=5), ModelRejected, r"lacks tensor model\.layers\.4\.", id="blocks"),
         pytest.param(of_family(BLOOM), ModelRejected, "bloom does not use transformers' attention", id="bloom"),
-        pytest.param(of_family(FALCON), ModelRejected, "falcon does not use transformers' attention", id="falcon"),
+        pytest.param(of_family(FALCON), ModelRejected, "attention of falcon wants .*: alibi", id="falcon"),
     ],
 )
 def test_it_is_refused_with_what_is_at_fault(
@@ -212,21 +230,52 @@ def test_it_is_refused_with_what_is_at_fault(
     assert device.budget.used == 0
 
 
-def test_a_model_larger_than_the_budget_is_refused_with_the_figures(device: CpuDevice) -> None:
+def least(loader: Loader) -> int:
+    """Bytes of device memory for one slot, embedding and head."""
+    return max(size.least for size in loader.store.sizes(loader.dtype)) + loader.rest_bytes
+
+
+def test_what_does_not_fit_streams_and_a_budget_for_less_than_a_slot_is_refused(device: CpuDevice) -> None:
     loader = Loader("m", reduced_model("llama-2"), device, "auto")
-    loader.admit(MEMORY - loader.device_bytes)
+    plan = loader.plan(MEMORY - least(loader))
+    assert (plan.count(Place.STREAMED), plan.slots) == (4, 1)
     needed = MEMORY + 1
-    with pytest.raises(OutOfMemory, match=r"m needs 1\.00 GiB of device memory .* of the budget of 1\.00 GiB") as told:
-        loader.admit(needed - loader.device_bytes)
+    message = r"m needs 1\.00 GiB of device memory at the least, 1\.00 GiB of the budget of 1\.00 GiB is free: .* KV"
+    with pytest.raises(OutOfMemory, match=message) as told:
+        loader.plan(needed - least(loader))
     assert told.value.data == {"needed": needed, "free": MEMORY, "budget": MEMORY}
+
+
+def test_a_plan_may_be_made_for_another_budget_than_the_device_s(device: CpuDevice) -> None:
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    assert loader.plan(0).count(Place.PLAIN) == 4
+    assert loader.plan(100, free=least(loader) + 100).count(Place.STREAMED) == 4
+    with pytest.raises(OutOfMemory) as told:
+        loader.plan(100, free=least(loader))
+    assert told.value.data["needed"] == least(loader) + 100
 
 
 def test_a_device_that_fills_up_meanwhile_gets_back_what_was_taken(device: CpuDevice) -> None:
     loader = Loader("m", reduced_model("llama-2"), device, "auto")
-    device.budget.reserve("somebody else", MEMORY - loader.device_bytes + 1)
-    with pytest.raises(OutOfMemory, match="weights of m, rest needs"):
-        loader.run(anonymous_arena, quiet)
-    assert device.budget.used == MEMORY - loader.device_bytes + 1
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "uploading" and done < total / 2:
+            device.budget.reserve("somebody else", device.budget.free)
+
+    with pytest.raises(OutOfMemory, match="block 1 of m needs"):
+        loader.run(anonymous_arena, progress, 0)
+    device.budget.release("somebody else")
+
+
+def test_without_room_from_the_start_the_host_is_asked_for_nothing(device: CpuDevice) -> None:
+    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    device.budget.reserve("somebody else", MEMORY - least(loader) + 1)
+
+    def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+        raise AssertionError("the host was asked for memory")
+
+    with pytest.raises(OutOfMemory, match=r"m needs .* at the least"):
+        loader.run(arena, quiet, 0)
     device.budget.release("somebody else")
 
 
@@ -240,7 +289,7 @@ def test_what_progress_raises_ends_the_load(device: CpuDevice, stage: str) -> No
             raise Enough
 
     with pytest.raises(Enough):
-        Loader("m", reduced_model("llama-2"), device, "auto").run(anonymous_arena, progress)
+        Loader("m", reduced_model("llama-2"), device, "auto").run(anonymous_arena, progress, 0)
 
 
 def test_an_arena_that_is_refused_ends_the_load(device: CpuDevice) -> None:
@@ -248,10 +297,72 @@ def test_an_arena_that_is_refused_ends_the_load(device: CpuDevice) -> None:
         raise OutOfMemory(f"/dev/shm has no {nbytes} bytes")
 
     with pytest.raises(OutOfMemory, match="/dev/shm"):
-        Loader("m", reduced_model("llama-2"), device, "auto").run(refuse, quiet)
+        Loader("m", reduced_model("llama-2"), device, "auto").run(refuse, quiet, 0)
 
 
 def test_more_blocks_than_tensors_are_refused_before_a_module_is_built(tmp_path: Path, device: CpuDevice) -> None:
     folder = altered(tmp_path, config={"num_hidden_layers": 1_000_000_000})
     with pytest.raises(ModelRejected, match=r"promises 1,000,000,000 blocks, the checkpoint has \d+ tensors"):
         Loader("m", folder, device, "auto")
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def zeroed(tensors: Tensors) -> None:
+    """Two blocks that the code packs, then one that it cannot."""
+    for name, tensor in tensors.items():
+        tensors[name] = (0 * tensor if ".layers.2." in name and "proj" in name else tensor).to(torch.bfloat16)
+
+
+def test_weights_that_the_code_cannot_hold_stay_plain_and_it_is_said_why(device: CpuDevice, tmp_path: Path) -> None:
+    folder = altered(tmp_path, change=zeroed)
+    asked: list[int] = []
+
+    def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+        asked.append(nbytes)
+        return anonymous_arena(nbytes, fingerprint)
+
+    loader = Loader("m", folder, device, "bfloat16", Placing(resident=2))
+    packed = loader.fingerprint
+    weights = loader.run(arena, quiet, 0)
+    assert len(asked) == 2 and asked[0] < asked[1] == weights.store.nbytes
+    assert not weights.store.is_packed and loader.fingerprint != packed
+    (note,) = weights.notes
+    assert note.startswith("blocks stay plain: ") and "lie outside of their unit's 16 exponents" in note
+    assert_as_in_the_checkpoint(weights, folder, passes=2)
+    weights.release(device)
+
+
+def test_a_packed_block_is_the_checkpoint_bit_for_bit(device: CpuDevice, tmp_path: Path) -> None:
+    folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
+    weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0))
+    plain = load_weights(folder, device, "bfloat16", name="plain", placing=Placing(packing=False))
+    for index, form in enumerate(weights.store.forms[:-1]):
+        assert form is not None
+        packed = torch.zeros(form.nbytes, dtype=torch.uint8)
+        used = weights.store.travelling(index)
+        packed[: len(used)] = used
+        decoded = torch.zeros(form.numel, dtype=torch.bfloat16)
+        form.unpack(packed, decoded)
+        wanted = plain.store.buffers[index].layout.views(plain.store.host(index))
+        for name, view in weights.store.buffers[index].layout.views(decoded).items():
+            assert torch.equal(view.view(torch.int16), wanted[name].view(torch.int16)), name
+    weights.release(device)
+    plain.release(device)
+
+
+@pytest.mark.parametrize("stage", ["reading", "uploading"])
+def test_a_packed_load_that_is_broken_off_leaves_nothing(device: CpuDevice, tmp_path: Path, stage: str) -> None:
+    class Enough(Exception):
+        pass
+
+    def progress(told: str, done: int, total: int) -> None:
+        if told == stage:
+            raise Enough
+
+    folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
+    with pytest.raises(Enough):
+        Loader("m", folder, device, "bfloat16", Placing(resident=3)).run(anonymous_arena, progress, 0)
+    weights = load_weights(folder, device, "bfloat16")
+    weights.release(device)

@@ -29,7 +29,7 @@ def model(device: CpuDevice) -> Iterator[PagedModel]:
     weights = load_weights(FOLDER, device)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(20, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield PagedModel(weights.skeleton, weights.dtype, pool)
+    yield PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
     weights.release(device)
 
 

@@ -14,16 +14,25 @@ from transformers import (
     DeepseekV3Config,
     DogeConfig,
     FalconConfig,
+    Gemma3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
+    MiniMaxConfig,
+    MistralConfig,
     PreTrainedConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
 )
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, read_config
 from tests.support.models import FAMILIES, reduced_model
+from tools.checkpoints.shapes import SHAPES, config_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -32,6 +41,13 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "pad_token_id": 0,
+}
+GEMMA_3N: dict[str, Any] = {
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.0, 0.0],
 }
 
 
@@ -62,24 +78,24 @@ def test_code_of_the_checkpoint_s_own_is_not_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_batch_are_refused(tmp_path: Path, rope_type: str) -> None:
-    rope = {"rope_type": rope_type, "factor": 2.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
-    with pytest.raises(ModelRejected, match=f"llama with {rope_type} RoPE is refused"):
-        read_config(config_folder(tmp_path, rope_scaling=rope))
-
-
-@pytest.mark.parametrize("rope_type", ["linear", "llama3"])
-def test_other_frequencies_are_served(tmp_path: Path, rope_type: str) -> None:
-    rope = {"rope_type": rope_type, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 256
-    assert read_config(config_folder(tmp_path, rope_scaling=rope)).model_type == "llama"
-
-
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelRejected, match="quantised checkpoints are not served"):
         read_config(folder)
+
+
+def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
+    config = config_of("gpt-oss-20b", dtype="bfloat16") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRejected, match="quantised checkpoints are not served; use the F32, F16 or BF16 one"):
+        read_config(tmp_path)
+
+
+def test_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelRejected, match="gemma3 is no plain decoder") as told:
+        read_config(tmp_path)
+    assert told.value.data == {"family": "gemma3"}
 
 
 # --- families that cannot be served ---------------------------------------------------------------------------------
@@ -89,15 +105,27 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "bloom does not use .* attention interface"),
-        (FalconConfig(**SMALL), "falcon does not use .* attention interface"),
+        (FalconConfig(**SMALL, alibi=True), "attention of falcon wants .*: alibi"),
         (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "mamba does not use .* attention interface"),
+        (Qwen3NextConfig(**SMALL, num_experts=2), "qwen3_next does not use .* attention interface"),
+        (StableLmConfig(**SMALL), "stablelm does not use .* attention interface"),
+        (
+            Gemma4TextConfig(**SMALL, layer_types=GEMMA_3N["layer_types"]),
+            "gemma4_text has blocks with different shapes",
+        ),
+        (JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1), "jamba does not use .* attention interface"),
+        (MiniMaxConfig(**SMALL), "block 1 of minimax is of a kind whose state .* cannot page: linear_attention"),
         (BertConfig(**SMALL), "attention of bert wants .*: attention to later tokens"),
         (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge wants .*: a mask of its own"),
-        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "block 0 of lfm2 never called the attention"),
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "block 0 of lfm2 is of a kind .*: conv"),
         (DeepseekV3Config(**SMALL), "deepseek_v3 has blocks with different shapes of K and V"),
         (
+            Gemma3nTextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, **GEMMA_3N),
+            r"gemma3n_text want more than one hidden state a token: \[4, 1, 2, 32\]",
+        ),
+        (
             Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64),
-            "llama4_text wants .*: chunked_attention by a mask",
+            "block 0 of llama4_text is of a kind .*: chunked_attention",
         ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
@@ -106,6 +134,13 @@ def test_what_would_answer_and_be_wrong_is_refused_by_name(config: PreTrainedCon
     with pytest.raises(ModelRejected, match=reason) as told:
         skeleton_of(config)
     assert told.value.data == {"family": config.model_type}
+
+
+def test_a_window_that_only_a_mask_would_bring_is_refused() -> None:
+    """Every block of Mistral's asks for the window, whatever it is called."""
+    config = MistralConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(ModelRejected, match=r"attention of mistral wants .*: full_attention by a mask"):
+        skeleton_of(config)
 
 
 # --- what is learnt -------------------------------------------------------------------------------------------------
@@ -134,6 +169,7 @@ def test_blocks_and_rest_together_are_the_model(config: PreTrainedConfig) -> Non
         (prefix + entry.name, entry.shape)
         for prefix, layout in [
             *((prefix, skeleton.block_layout(index)) for index, prefix in enumerate(skeleton.prefixes)),
+            *((skeleton.prefixes[i], skeleton.experts_layout(i)) for i, stack in enumerate(skeleton.stacks) if stack),
             ("", skeleton.rest_layout()),
         ]
         for entry in layout.entries.values()
@@ -144,18 +180,50 @@ def test_blocks_and_rest_together_are_the_model(config: PreTrainedConfig) -> Non
 def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> None:
     heads = config.num_attention_heads
     skeleton = skeleton_of(config)
-    assert skeleton.kv_shape.kv_heads == getattr(config, "num_key_value_heads", heads)
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    else:
+        kv_heads = getattr(config, "num_key_value_heads", heads)
+    assert skeleton.kv_shape.kv_heads == kv_heads
     assert skeleton.kv_shape.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig) -> None:
     skeleton = skeleton_of(config)
-    assert all(skeleton.block_layout(index) == skeleton.block_layout(0) for index in range(skeleton.num_blocks))
+    layouts = [skeleton.block_layout(index) for index in range(skeleton.num_blocks)]
+    dense = getattr(config, "mlp_only_layers", [])
+    assert all(layout == layouts[0] for index, layout in enumerate(layouts) if index not in dense)
+
+
+@pytest.mark.parametrize(
+    ("changed", "dense"),
+    [({"mlp_only_layers": [1]}, {1}), ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {0, 2, 3})],
+)
+def test_dense_blocks_among_experts_have_layouts_of_their_own(changed: dict[str, Any], dense: set[int]) -> None:
+    config = AutoConfig.from_pretrained(reduced_model("qwen3-moe"), **changed)
+    skeleton = skeleton_of(config)
+    for index in range(4):
+        entries = skeleton.block_layout(index).entries
+        assert ("mlp.up_proj.weight" in entries, skeleton.stacks[index] is None) == (index in dense, index in dense)
+        assert "mlp.experts.gate_up_proj" not in entries
+    sizes = {index: skeleton.block_layout(index).nbytes(torch.float32) for index in range(4)}
+    assert len({sizes[index] for index in dense}) == 1
+    assert len(set(sizes.values())) == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_named_shape_can_be_driven(shape: str) -> None:
+    """In its full size, but with two blocks: on the meta device it costs no memory."""
+    entries = config_of(shape, dtype="bfloat16", blocks=2)
+    skeleton = skeleton_of(AutoConfig.for_model(entries.pop("model_type"), **entries))
+    assert skeleton.num_blocks == 2
 
 
 def test_tied_parameters_are_one_with_two_names() -> None:
     assert skeleton_of(read_config(reduced_model("gpt2"))).tied == {"transformer.wte.weight": ["lm_head.weight"]}
     assert skeleton_of(read_config(reduced_model("llama-2"))).tied == {}
+    word_embeddings = "transformer.word_embeddings.weight"
+    assert skeleton_of(read_config(reduced_model("falcon-7b"))).tied == {word_embeddings: ["lm_head.weight"]}
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -179,6 +247,14 @@ def test_a_buffer_that_nobody_computes_is_refused() -> None:
     model.model.norm.register_buffer("unheard_of", torch.zeros(2, device="meta"), persistent=False)
     with pytest.raises(ModelRejected, match=r"unheard_of cannot be computed"):
         materialise_buffers(model, [], torch.device("cpu"))
+
+
+def test_computing_a_module_s_buffers_leaves_its_parameters_alone() -> None:
+    model = build(GemmaConfig(**SMALL, num_key_value_heads=2, head_dim=8), torch.float32)
+    model.model.norm.register_buffer("count", torch.zeros(2, device="meta", dtype=torch.int64), persistent=False)
+    bind(model, {"model.norm.weight": torch.full((32,), 5.0)})
+    materialise_buffers(model, [], torch.device("cpu"))
+    assert bool((model.model.norm.weight == 5).all())
 
 
 def test_bind_gives_views_and_no_copies() -> None:

@@ -213,3 +213,42 @@ def test_the_audit_finds_a_request_in_no_line() -> None:
     del queue.active[session.id]
     with pytest.raises(AssertionError, match=r"'a'.* of m: active or not"):
         queue.check_integrity()
+
+
+def test_vacating_takes_from_the_idle_then_the_held_then_the_last_in_line() -> None:
+    queue = queue_of(pages=12)
+    first, last = add(queue, "first", 9, computed=8), add(queue, "last", 9, computed=8)
+    held = add(queue, "held", 9, computed=8)
+    assert held.request is not None
+    held.request.move("start")
+    held.request.move("hold")
+    queue.hold(held)
+    late, early = add(queue, "late", 8, computed=8, active=False), add(queue, "early", 8, computed=8, active=False)
+    late.touched, early.touched = 7, 3
+    assert queue.kv.pool.used == 10
+    order = [early, late, held, last, first]
+    for count, pages in enumerate((8, 6, 4, 2, 0), 1):
+        queue.vacate(pages)
+        queue.check_integrity()
+        assert queue.kv.pool.used == pages
+        assert [session.computed for session in order] == [0] * count + [8] * (5 - count)
+    assert all(len(session.tokens) in (8, 9) for session in order)
+
+
+def test_vacating_takes_nothing_where_there_is_room() -> None:
+    queue = queue_of(pages=12)
+    session = add(queue, "a", 9, computed=8)
+    queue.vacate(2)
+    assert session.computed == 8 and queue.kv.pages_held("a") == 2
+
+
+def test_the_reach_is_of_the_longest_session_with_its_request_and_no_more_than_can_be() -> None:
+    queue = queue_of(pages=10, max_context=64)
+    assert queue.reach == 0
+    add(queue, "idle", 20, active=False)
+    assert queue.reach == 20
+    busy = add(queue, "busy", 15)
+    assert queue.reach == 15 + 8
+    assert busy.request is not None
+    busy.request.max_tokens = 1 << 31
+    assert queue.reach == queue.limit == 40

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
-from djinn_client.protocol import Forward, Generate, ModelInfo, Sampling
+from djinn_client.placing import Placing
+from djinn_client.protocol import Forward, Generate, LoadModel, ModelInfo, PlanModel, Sampling
 from djinnd.server import admission
 
 MODEL = ModelInfo(name="m", path="/m", vocab=100, max_context=50)
@@ -105,3 +106,22 @@ def test_truncate():
     for length in (-1, 6):
         with pytest.raises(InvalidRequest, match="5 tokens"):
             admission.check_truncate(length, 5)
+
+
+def test_loading_and_planning():
+    admission.check_load(LoadModel(id=1, model="m", kv_bytes=1, placing=Placing(resident=0.5)))
+    admission.check_plan(PlanModel(id=1, model="m", memory_bytes=1))
+    for fields in ({"kv_bytes": -1}, {"placing": Placing(resident=1.5)}, {"placing": Placing(slots=-1)}):
+        with pytest.raises(InvalidRequest):
+            admission.check_load(LoadModel(id=1, model="m", **fields))
+        with pytest.raises(InvalidRequest):
+            admission.check_plan(PlanModel(id=1, model="m", **fields))
+    with pytest.raises(InvalidRequest, match="memory_bytes is -1"):
+        admission.check_plan(PlanModel(id=1, model="m", memory_bytes=-1))
+
+
+def test_a_budget():
+    admission.check_budget(1)
+    for wrong in (0, -1):
+        with pytest.raises(InvalidRequest, match="1 byte or more"):
+            admission.check_budget(wrong)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ def world(**changes):
     client = FakeClient()
     idle = SimpleNamespace(id="idle", attached={client}, grace=None, call=None)
     detached = SimpleNamespace(id="detached", attached=set(), grace=object(), call=None)
-    model = SimpleNamespace(name="m", engine=object(), changing=None)
-    arena = SimpleNamespace(models={"m"}, findings=list)
+    model = SimpleNamespace(name="m", engine=object(), changing=None, state="ready")
+    arena = SimpleNamespace(models={"m"}, findings=list, is_complete=lambda name: name in arena.models)
     clients = Clients([client])
     return SimpleNamespace(
         client=client, idle=idle, detached=detached, model=model, arena=arena, clients=clients, **changes
@@ -60,6 +61,14 @@ def test_each_thing_that_is_out_of_order_is_found(spoil, words):
     assert words in finding
 
 
+def test_what_an_engine_died_over_while_it_loaded_is_kept_for_the_next_load():
+    there = world()
+    there.model.engine, there.model.state = None, "failed"
+    assert findings(there) == []
+    there.arena.is_complete = lambda name: False
+    assert findings(there) == ["the arena holds blocks of m, which is not loaded"]
+
+
 def test_sessions_of_server_and_engine_are_compared():
     def report(*names, found=()):
         uses = [SessionUse(name, "idle", 0, 0) for name in names]
@@ -82,6 +91,21 @@ def test_a_connection_that_no_client_has_is_found(folder):
         peer.connect(address)
         accepted, _ = listener.accept()
         with accepted:
-            assert list(audit_descriptors(Clients([FakeClient(accepted.fileno())]), address)) == []
-            (finding,) = audit_descriptors(Clients(), address)
+            none = SimpleNamespace(windows=set())
+            assert list(audit_descriptors(Clients([FakeClient(accepted.fileno())]), none, address)) == []
+            (finding,) = audit_descriptors(Clients(), none, address)
             assert finding == f"descriptor {accepted.fileno()} is a connection of no client"
+
+
+def test_memfds_that_nobody_shares_and_weights_that_are_gone_are_found():
+    shared, stray = os.memfd_create("weights"), os.memfd_create("stray")
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(free := max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        sharing = SimpleNamespace(windows={shared, free})
+        gone, memfds = audit_descriptors(Clients(), sharing, "")
+        assert gone == f"the weights in descriptor {free} are gone"
+        assert memfds == "1 memfds are open, 0 wait to be sent"
+    finally:
+        os.close(shared)
+        os.close(stray)

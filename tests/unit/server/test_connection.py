@@ -274,3 +274,19 @@ def test_an_owner_that_fails_costs_its_connection_and_not_the_loop(scene, caplog
 
     scene(act)
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
+    async def act(connection, owner, peer):
+        fd = os.memfd_create("unasked")
+        before = len(os.listdir("/proc/self/fd"))
+        frame = encode(Ping(id=1))
+        for place in range(3):
+            socket.send_fds(peer, [frame[place : place + 1]], [fd] * 4)
+        await owner.until("broken")
+        assert owner.heard == [("broken", "ProtocolError")]
+        connection.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+        os.close(fd)
+
+    scene(act, accept_fds=True)

@@ -8,6 +8,7 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client import errors, protocol
+from djinn_client.placing import Placing
 from djinn_client.protocol import (
     AttachSession,
     Cancel,
@@ -26,7 +27,9 @@ from djinn_client.protocol import (
     OpenSession,
     Piece,
     Ping,
+    PlanModel,
     Sampling,
+    SetBudget,
     TokenIds,
     Truncate,
     UnloadModel,
@@ -322,6 +325,18 @@ def test_loading_what_is_loaded_answers_at_once(wire):
         (LoadModel(id=3, model="what"), "model_not_found"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=1 << 30), "invalid_request"),  # it is loaded already
+        (LoadModel(id=3, model="djinn-tiny", placing=Placing(slots=4)), "invalid_request"),  # and otherwise
+        (LoadModel(id=3, model="/not/there", placing=Placing(resident=float("nan"))), "invalid_request"),
+        (LoadModel(id=3, model="/not/there", placing=Placing(resident=1.5)), "invalid_request"),
+        (PlanModel(id=3, model="what"), "model_not_found"),
+        (PlanModel(id=3, model="/not/there"), "model_not_found"),
+        (PlanModel(id=3, model="djinn-tiny", memory_bytes=-1), "invalid_request"),
+        (PlanModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
+        (PlanModel(id=3, model="djinn-tiny", placing=Placing(resident=-1)), "invalid_request"),
+        (PlanModel(id=3, model="djinn-tiny", memory_bytes=1), "out_of_memory"),
+        (SetBudget(id=3, memory_bytes=0), "invalid_request"),
+        (SetBudget(id=3, memory_bytes=-1), "invalid_request"),
+        (SetBudget(id=3, memory_bytes=1), "out_of_memory"),
         (UnloadModel(id=3, model="what"), "model_not_found"),
         (Hello(id=3), "protocol_error"),
     ],
@@ -330,6 +345,20 @@ def test_other_refusals(wire, request_, code):
     reply = wire.ask(request_)
     assert isinstance(reply, Failure) and reply.code == code
     assert wire.ask(Ping(id=4)) == Done(id=4)
+
+
+def test_loading_what_is_loaded_so_already_answers_at_once(wire):
+    assert wire.ask(LoadModel(id=3, model="djinn-tiny", placing=Placing())).model.blocks_plain == 8
+
+
+def test_a_plan_changes_nothing(calm, wire):
+    before = wire.ask(ListModels(id=3)).models
+    plan = wire.ask(PlanModel(id=4, model="djinn-tiny", kv_bytes=7, placing=Placing(resident=5, packing=False))).plan
+    assert (plan.model, plan.family, plan.kv_bytes) == ("djinn-tiny", "llama", 7)
+    assert (plan.blocks, plan.blocks_plain, plan.blocks_streamed) == (8, 5, 3)
+    assert (plan.step_s, plan.notes) == ({1: 0.01, 16: 0.02}, [])
+    assert wire.ask(PlanModel(id=5, model="djinn-tiny", memory_bytes=5 << 13)).plan.blocks_plain == 2
+    assert wire.ask(ListModels(id=6)).models == before
 
 
 def test_a_model_that_is_not_known_is_forgotten_when_it_fails(wire):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
 import djinn_client as djinn
 from djinn_client import errors
+from djinn_client.placing import Placing
 from djinn_client.protocol import (
     Cancel,
     Done,
@@ -18,6 +21,7 @@ from djinn_client.protocol import (
     LoadModel,
     ModelReply,
     OpenSession,
+    PlanModel,
     Progress,
     UnloadModel,
 )
@@ -124,6 +128,62 @@ def test_pages_for_a_model_as_the_caller_wants_them(serve, checkpoint):
         assert client.load(str(checkpoint), kv_bytes=5 << 20).kv_bytes == 5 << 20
         client.unload(str(checkpoint))
         assert [model.name for model in client.models()] == ["djinn-tiny"], "nobody needs to know it any more"
+
+
+def test_where_blocks_go_is_as_configured_unless_the_caller_wants_it_otherwise(serve, checkpoint):
+    daemon = serve(models={"mine": {"path": str(checkpoint), "resident": 0.5, "kv": "3MiB"}})
+    with daemon.client() as client:
+        assert client.plan("mine").blocks_plain == 4
+        assert client.load("mine").blocks_plain == 4
+        client.unload("mine")
+        other = client.load("mine", resident=3, kv_bytes=5)
+        assert (other.blocks_plain, other.blocks_streamed, other.kv_bytes) == (3, 5, 5)
+        assert client.load("mine", resident=3).blocks_plain == 3
+        with pytest.raises(errors.InvalidRequest, match="unload it first, to place its blocks otherwise"):
+            client.load("mine", resident=4)
+        client.unload("mine")
+        configured = client.load("mine")
+        assert (configured.blocks_plain, configured.kv_bytes) == (4, 3 << 20)
+        assert client.status(check=True).integrity == []
+
+
+def test_a_load_that_failed_as_the_caller_wanted_it_does_not_stay_so(serve, checkpoint):
+    (checkpoint / "tokenizer.json").write_text("{")
+    daemon = serve(models={"mine": {"path": str(checkpoint)}})
+    with daemon.client() as client:
+        with pytest.raises(errors.ModelRejected):
+            client.load("mine", resident=3)
+        (checkpoint / "tokenizer.json").unlink()
+        assert client.load("mine").blocks_plain == 8
+
+
+def test_who_wants_it_otherwise_than_it_is_being_loaded_is_told(serve):
+    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "500ms"})
+    with Wire(daemon.address) as one, Wire(daemon.address) as two:
+        one.send(LoadModel(id=1, model="djinn-tiny", placing=Placing(resident=3)))
+        wait_for(lambda: two.ask(ListModels(id=1)).models[0].state == "loading")
+        for fields in ({"placing": Placing()}, {"kv_bytes": 7}):
+            reply = two.ask(LoadModel(id=2, model="djinn-tiny", **fields))
+            assert (reply.code, "is being loaded already" in reply.message) == ("invalid_request", True)
+        assert collect(one)[-1].model.blocks_plain == 3
+
+
+def test_blocks_are_placed_by_the_next_engine_as_by_the_last(serve):
+    daemon = serve()
+    with daemon.client() as client:
+        client.load("djinn-tiny", resident=3)
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: client.status().devices[0].restarts == 1)
+        assert client.load("djinn-tiny").blocks_plain == 3
+
+
+def test_a_plan_needs_no_model_that_is_known_and_leaves_none(serve, checkpoint):
+    daemon = serve()
+    with Wire(daemon.address) as wire:
+        plan = wire.ask(PlanModel(id=1, model=str(checkpoint), memory_bytes=5 << 13)).plan
+        assert (plan.blocks_plain, plan.streamed_bytes) == (2, 6 << 13)
+        assert [(m.name, m.state) for m in wire.ask(ListModels(id=2)).models] == [("djinn-tiny", "available")]
+        assert daemon.arena() == []
 
 
 def test_shared_memory_that_does_not_suffice_is_told_with_figures(serve, checkpoint):

@@ -126,7 +126,7 @@ def test_a_second_daemon_at_the_same_socket_is_refused_and_the_first_goes_on(ser
         client.ping()
 
 
-def test_what_a_killed_daemon_left_is_taken_away_by_the_next(folder):
+def test_what_a_killed_daemon_left_is_adopted_by_the_next(folder):
     daemon = Served(folder).__enter__()
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -136,11 +136,13 @@ def test_what_a_killed_daemon_left_is_taken_away_by_the_next(folder):
     daemon.process.wait()
     assert len(arena) == 1 and daemon.arena() == arena and os.path.exists(daemon.address)
     wait_for(lambda: not is_running(engine))
-    before = daemon.process.pid
     daemon.log_path.unlink()
-    with daemon:
-        wait_for(lambda: "djinnd_ready" in daemon.log)
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"djinnd-{before}-")]
+    with daemon, daemon.client() as client:
+        wait_for(lambda: "model_ready model=djinn-tiny" in daemon.log)
+        assert os.path.exists(f"/dev/shm/{arena[0]}") and daemon.arena() == []
+        assert client.status(check=True).integrity == []
+        client.unload("djinn-tiny")
+        assert not os.path.exists(f"/dev/shm/{arena[0]}"), "it is this daemon's to remove"
 
 
 def test_what_systemd_hears(folder):

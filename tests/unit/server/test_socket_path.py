@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from djinnd.server.socket_path import SocketPath, StartError, inherited_listener
+from djinnd.server.socket_path import SocketPath, StartError, listen
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,35 +82,99 @@ def test_paths_that_cannot_be(folder):
         SocketPath(str(folder / "file" / "djinnd.sock"))
 
 
-@pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}])
-def test_nothing_is_inherited_that_is_not_for_this_process(environ):
-    assert inherited_listener(dict(environ)) is None
+def test_without_anything_inherited_the_path_is_claimed(path):
+    claim, listener = listen(str(path), [])
+    assert claim is not None and listener is claim.listener
+    claim.release()
 
 
-def test_more_than_one_socket_is_an_error():
-    with pytest.raises(StartError, match="2 sockets"):
-        inherited_listener({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2"})
-
-
-def test_what_systemd_passes_is_taken_and_hidden_from_children(folder):
-    """In a process of its own, whose descriptor 3 is the socket."""
-    code = """
+# In a process of its own, whose descriptors from 3 on are what it was given.
+GIVEN = """
 import os, socket, sys
-from djinnd.server.socket_path import inherited_listener, StartError
+from djinnd.server.socket_path import SocketPath, StartError, listen
+from djinnd.server.succession import inherited
 listener = socket.socket(socket.AF_UNIX)
-if sys.argv[2] == "listening":
+if sys.argv[2] != "unbound":
     listener.bind(sys.argv[1])
     listener.listen()
-os.dup2(listener.fileno(), 3)
-environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "djinnd.socket", "HOME": "/"}
+count = 2 if sys.argv[2] == "two" else 1
+for fd in range(3, 3 + count):
+    os.dup2(listener.fileno(), fd)
+environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(count), "LISTEN_FDNAMES": "djinnd.socket"}
 try:
-    found = inherited_listener(environ)
-    print(found.getsockname(), found.get_inheritable(), environ)
+    claim, found = listen("/not/this/one", inherited(environ))
+    print(claim, found.getsockname(), found.get_inheritable(), environ)
 except StartError as error:
     print(error)
 """
-    command = [sys.executable, "-c", code, str(folder / "s.sock")]
-    told = subprocess.run([*command, "listening"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert told.strip() == f"{folder / 's.sock'} False {{'HOME': '/'}}"
-    told = subprocess.run([*command, "unbound"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "something else than a listening Unix" in told
+
+
+def told_with(folder, what):
+    command = [sys.executable, "-c", GIVEN, str(folder / "s.sock"), what]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_what_systemd_passes_is_taken_and_hidden_from_children(folder):
+    assert told_with(folder, "listening") == f"None {folder / 's.sock'} False {{}}"
+
+
+def test_what_systemd_should_not_pass(folder):
+    assert "something else than a listening Unix" in told_with(folder, "unbound")
+    assert "systemd passed 2 sockets" in told_with(folder, "two")
+
+
+# A daemon's beginnings and ends, one after the other: each claims a path (the next of its arguments), tells about
+# itself, and is succeeded. The last one releases what it has.
+CHAIN = """
+import os, sys
+from djinnd.server.socket_path import listen
+from djinnd.server.succession import inherited, succeed
+path, *more = sys.argv[1].split(",")
+inode = lambda path: os.stat(path).st_ino
+claim, listener = listen(path, inherited(os.environ))
+print(os.getpid(), listener.getsockname(), inode(path), inode(path + ".lock"), flush=True)
+try:
+    listen(path, [])
+except Exception as error:
+    print("second:", error, flush=True)
+sys.stdin.readline()
+if more:
+    sys.orig_argv[-1] = ",".join(more)
+    succeed(claim.hand_over())
+claim.release()
+"""
+
+
+def chain(*paths):
+    command = [sys.executable, "-c", CHAIN, ",".join(map(str, paths))]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_successor_has_the_same_socket_and_the_claim_is_never_free(path):
+    with chain(path, path, path) as process:
+        first = process.stdout.readline()
+        refusal = process.stdout.readline()
+        assert f"runs at {path} already (pid {process.pid})" in refusal
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(str(path))
+            for _ in range(2):
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == first
+                assert process.stdout.readline() == refusal
+        process.communicate("\n", timeout=30)
+    assert process.returncode == 0
+    assert left(path) == []
+
+
+def test_a_successor_that_is_to_listen_elsewhere_gives_the_old_path_up(path):
+    elsewhere = path.parent / "elsewhere.sock"
+    with chain(path, elsewhere) as process:
+        process.stdout.readline()
+        process.stdout.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert str(elsewhere) in process.stdout.readline()
+        assert sorted(left(path)) == ["elsewhere.sock", "elsewhere.sock.lock"]
+        process.communicate("\n", timeout=30)
+    assert left(path) == []

@@ -5,10 +5,11 @@ import signal
 
 import pytest
 
-from djinn_client import DjinnError
+from djinn_client import DjinnError, OutOfMemory
+from djinn_client.protocol import Cancel, Done, Ping, SetBudget
 from djinnd.server.supervisor import Crashes
 from tests.support.engine import Script
-from tests.support.served import wait_for
+from tests.support.served import Wire, wait_for
 
 
 def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer():
@@ -35,6 +36,67 @@ def test_an_engine_that_fails_to_start_is_started_again(serve):
         client.load("djinn-tiny")
         assert client.status().devices[0].restarts == 2
         assert daemon.starts == 3
+
+
+def test_a_new_budget_moves_blocks_and_holds_for_the_next_engine(serve):
+    daemon = serve(memory="1MiB")
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        changed = client.set_budget(48 << 10)
+        assert (changed.budget_bytes, changed.used_bytes, changed.seconds) == (48 << 10, 48 << 10, 0.25)
+        (model,) = changed.models
+        assert (model.name, model.state, model.blocks_plain, model.blocks_streamed) == ("djinn-tiny", "ready", 3, 5)
+        assert client.load("djinn-tiny").blocks_plain == 3
+        assert client.status().devices[0].budget_bytes == 48 << 10
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: client.status().devices[0].restarts == 1)
+        client.load("djinn-tiny")
+        assert client.status().devices[0].budget_bytes == 48 << 10
+        assert client.status(check=True).integrity == []
+
+
+def test_a_budget_that_is_refused_changes_nothing(serve):
+    daemon = serve(memory="1MiB")
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        with pytest.raises(OutOfMemory, match="could go down to 24576 bytes") as caught:
+            client.set_budget(1)
+        assert caught.value.data == {"needed": 24576}
+        assert client.status().devices[0].budget_bytes == 1 << 20
+        assert client.models()[0].blocks_plain == 8
+
+
+def test_a_budget_is_remembered_though_the_caller_does_not_wait_for_it(serve):
+    daemon = serve(memory="1MiB")
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        client.load("djinn-tiny")
+        engine = client.status().devices[0].pid
+        os.kill(engine, signal.SIGSTOP)
+        wire.send(SetBudget(id=1, memory_bytes=48 << 10))
+        assert wire.ask(Ping(id=2)) == Done(id=2)
+        wire.send(Cancel(target=1))
+        assert wire.reply().code == "cancelled"
+        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: "budget_set" in daemon.log)
+        os.kill(engine, signal.SIGKILL)
+        wait_for(lambda: client.status().devices[0].restarts == 1)
+        client.load("djinn-tiny")
+        assert client.status().devices[0].budget_bytes == 48 << 10
+
+
+def test_an_engine_that_dies_over_a_new_budget(serve):
+    """The caller is told to try again; the next engine has the budget that held."""
+    daemon = serve(memory="1MiB")
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        client.load("djinn-tiny")
+        engine = client.status().devices[0].pid
+        os.kill(engine, signal.SIGSTOP)
+        wire.send(SetBudget(id=1, memory_bytes=48 << 10))
+        assert wire.ask(Ping(id=2)) == Done(id=2)
+        os.kill(engine, signal.SIGKILL)
+        assert wire.reply().code == "engine_lost"
+        client.load("djinn-tiny")
+        assert client.status().devices[0].budget_bytes == 1 << 20
 
 
 def test_an_engine_that_hangs_in_its_start_is_killed(serve):

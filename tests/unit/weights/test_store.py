@@ -1,29 +1,26 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.errors import ModelRejected
+from djinn_client.packed import Unpackable
 from djinnd.weights.layout import Layout
-from djinnd.weights.store import PAGE, READERS, Buffer, WeightStore
+from djinnd.weights.plan import BlockSize, ExpertsSize
+from djinnd.weights.store import PAGE, Buffer, Routing, WeightStore
+
+SHAPES = {"a.weight": (5, 300), "b": (7,)}
 
 
 def constant(value: float, shape: tuple[int, ...]) -> Callable[[], Tensor]:
     return lambda: torch.full(shape, value)
 
 
-def store_of(count: int, dtype: torch.dtype = torch.bfloat16) -> WeightStore:
-    """Buffer i holds a = i and b = -i."""
-    shapes = {"a": (5, 300), "b": (7,)}
-    buffers = [
-        Buffer(f"block{i}.", Layout(shapes.items()), {"a": constant(i, shapes["a"]), "b": constant(-i, shapes["b"])})
-        for i in range(count)
-    ]
-    return WeightStore(buffers, dtype)
+def store_of(count: int, dtype: torch.dtype = torch.bfloat16, *, packed: bool = False) -> WeightStore:
+    buffers = [Buffer(f"block{i}.", Layout(SHAPES.items()), {}) for i in range(count)]
+    return WeightStore(buffers, dtype, packed=packed)
 
 
 def attached(store: WeightStore) -> WeightStore:
@@ -31,68 +28,105 @@ def attached(store: WeightStore) -> WeightStore:
     return store
 
 
-def test_every_buffer_starts_on_a_page_of_the_host() -> None:
-    store = attached(store_of(3))
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_buffer_starts_on_a_page_of_the_host(packed: bool) -> None:
+    store = attached(store_of(3, packed=packed))
     assert all(offset % PAGE == 0 for offset in store.offsets) and store.nbytes % PAGE == 0
     pieces = store.pieces()
     assert [piece.numel() % PAGE for piece in pieces] == [0, 0, 0]
     assert torch.cat(pieces).numel() == store.nbytes
     for index, piece in enumerate(pieces):
         assert piece.data_ptr() == store.host(index).data_ptr()
+        assert piece.numel() >= store.host(index).nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_fill_puts_every_tensor_in_its_place_in_the_checkpoint_s_dtype(dtype: torch.dtype) -> None:
-    store = attached(store_of(9, dtype))
-    store.fill(lambda done, total: None)
+def test_plain_buffers_lie_there_flat_in_the_store_s_dtype(dtype: torch.dtype) -> None:
+    store = attached(store_of(3, dtype))
     for index, buffer in enumerate(store.buffers):
         host = store.host(index)
-        assert host.dtype == dtype and host.numel() == buffer.layout.numel
-        views = buffer.layout.views(host)
-        assert bool((views["a"] == index).all()) and bool((views["b"] == -index).all())
+        assert (host.dtype, host.shape) == (dtype, (buffer.layout.numel,))
+        assert store.travelling(index).data_ptr() == host.data_ptr() and len(store.travelling(index)) == len(host)
+    assert not store.is_packed
 
 
-def test_progress_rises_to_the_whole() -> None:
-    store = attached(store_of(5))
-    told: list[tuple[int, int]] = []
-    store.fill(lambda done, total: told.append((done, total)))
-    assert [total for _, total in told] == [store.nbytes] * 5
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1][0] == store.nbytes
+def test_packed_blocks_lie_there_in_bytes_and_the_rest_stays_plain() -> None:
+    store = attached(store_of(3, packed=True))
+    assert store.is_packed and store.forms[2] is None
+    for index in range(2):
+        form = store.forms[index]
+        assert form is not None and form.numel == store.buffers[index].layout.numel
+        assert (store.host(index).dtype, store.host(index).numel()) == (torch.uint8, form.nbytes)
+    assert store.host(2).dtype == torch.bfloat16
 
 
-def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
+def test_blocks_that_are_alike_share_their_form() -> None:
+    store = store_of(4, packed=True)
+    assert store.forms[0] is store.forms[1] is store.forms[2]
+
+
+def test_of_a_packed_block_only_what_is_used_travels() -> None:
+    store = attached(store_of(2, packed=True))
+    form = store.forms[0]
+    assert form is not None
+    plain = torch.randn(form.numel, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    used = form.pack(plain, store.host(0))
+    assert store.travelling(0).numel() == used < form.nbytes
+
+
+def test_bytes_that_are_no_packed_block_do_not_travel() -> None:
+    with pytest.raises(ValueError, match="not a packed block"):
+        attached(store_of(2, packed=True)).travelling(0)
+
+
+def test_sizes_are_of_what_the_device_computes_in() -> None:
+    numel = Layout(SHAPES.items()).numel
+    plain = store_of(3)
+    assert [(size.plain, size.packed) for size in plain.sizes(torch.float32)] == [(4 * numel, None)] * 2
+    packed = store_of(3, packed=True)
+    form = packed.forms[0]
+    assert form is not None
+    assert [(size.plain, size.packed) for size in packed.sizes(torch.bfloat16)] == [(2 * numel, form.nbytes)] * 2
+
+
+def test_a_block_of_too_many_weights_has_no_packed_form() -> None:
+    """The store is not made, and whoever makes it decides."""
+    layout = Layout({"a.weight": (1 << 16, 1 << 16)}.items())
+    with pytest.raises(Unpackable, match="4,294,967,296 weights"):
+        WeightStore([Buffer("block", layout, {}), Buffer("", layout, {})], torch.bfloat16, packed=True)
+
+
+def test_a_detached_store_has_nothing_to_give() -> None:
     store = attached(store_of(2))
-    store.buffers[1].recipes["a"] = constant(0, (300, 5))
-    with pytest.raises(ModelRejected, match=r"block1\.a has shape \[300, 5\] in the checkpoint.*\[5, 300\]") as told:
-        store.fill(lambda done, total: None)
-    assert told.value.data["tensor"] == "block1.a"
-
-
-def test_after_a_failure_nobody_reads_on() -> None:
-    store = attached(store_of(READERS + 8))
-
-    def fails() -> Tensor:
-        raise ModelRejected("broken")
-
-    store.buffers[1].recipes["b"] = fails
-    with pytest.raises(ModelRejected, match="broken"):
-        store.fill(lambda done, total: None)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("djinn-read")]
-
-
-def test_what_progress_raises_ends_the_reading() -> None:
-    class Enough(Exception):
-        pass
-
-    def progress(done: int, total: int) -> None:
-        raise Enough
-
-    with pytest.raises(Enough):
-        attached(store_of(3)).fill(progress)
+    assert store.is_attached
+    store.detach()
+    assert not store.is_attached and store.pieces() == []
+    with pytest.raises(AssertionError):
+        store.host(0)
 
 
 def test_memory_of_another_size_is_our_fault() -> None:
     store = store_of(1)
     with pytest.raises(AssertionError):
         store.attach(torch.zeros(store.nbytes - PAGE, dtype=torch.uint8))
+
+
+def test_packing_is_for_bfloat16() -> None:
+    with pytest.raises(AssertionError):
+        store_of(2, torch.float16, packed=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_block_with_experts_is_two_buffers_and_its_size_is_of_both(packed: bool) -> None:
+    trunk, experts = Layout(SHAPES.items()), Layout([("experts.up", (4, 8, 64)), ("experts.down", (4, 64, 8))])
+    buffers = [Buffer(f"block{i}.", trunk, {}) for i in range(3)]
+    buffers += [Buffer(f"block{i}.", experts, {}, Routing(4, 1)) for i in (0, 2)]
+    store = attached(WeightStore([*buffers, Buffer("", trunk, {})], torch.bfloat16, packed=packed))
+    assert store.num_blocks == 3 and [store.parts(i) for i in range(3)] == [[0, 3], [1], [2, 4]]
+    both, alone, again = store.sizes(torch.bfloat16)
+    assert both == again and alone == BlockSize(trunk.nbytes(torch.bfloat16), store.host(1).numel() if packed else None)
+    assert both.experts == ExpertsSize(
+        experts.nbytes(torch.bfloat16), store.host(3).numel() if packed else None, count=4, picked=1
+    )
+    assert both.plain == alone.plain + both.experts.plain
+    assert both.passing == alone.least and both.fetched(1) == both.experts.least // 4

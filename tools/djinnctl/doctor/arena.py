@@ -1,15 +1,17 @@
 """Shared memory that a dead daemon left behind.
 
-Every object of djinnd's arena begins with this header (little-endian); `ticks` is when the owner's process started
-(field 22 of /proc/PID/stat), so that another process that has got the same number is not taken for it:
+Every object of djinnd's arena begins with this header (little-endian, texts filled up with zeros); `ticks` is when the
+owner's process started (field 22 of /proc/PID/stat), so that another process that has got the same number is not taken
+for it. What follows the ticks is as drawn in version 2, and adoptable where `state` is 2, for complete:
 
-    byte 0            8          16          24
-         ┌────────────┬──────────┬───────────┬──────────
-         │ "DJARENA1" │ pid: u64 │ ticks: u64│ …
-         └────────────┴──────────┴───────────┴──────────
+    byte 0            8          16           24      28    32            40         48          112     2048
+         ┌────────────┬──────────┬────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────────┐
+         │ "DJARENA1" │ pid: u64 │ ticks: u64 │version│state│payload bytes│generation│fingerprint│ model │ state dir │
+         └────────────┴──────────┴────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────────┘
 
 The owner also holds a lock (flock) on the object as long as it lives, which is true across containers too. An object is
-stale when neither the lock nor the process is there.
+stale when neither the lock nor the process is there, and adoptable when it then holds a whole model, which the next
+daemon with its state directory takes over.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from djinnctl.doctor.result import Result, ok, warn
 from djinnctl.units import size
 
 MAGIC = b"DJARENA1"
-HEADER = struct.Struct("<8sQQ")
+OWNER = struct.Struct("<8sQQ")
+CONTENT = struct.Struct("<8xQQIIQQ64x1936s2048s")
+VERSION, COMPLETE = 2, 2
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
 
@@ -34,15 +38,17 @@ PREFIX = "djinnd-"
 class Object(NamedTuple):
     name: str
     nbytes: int
-    state: Literal["live", "stale", "foreign", "unreadable"]
+    state: Literal["live", "adoptable", "stale", "foreign", "unreadable"]
     pid: int = 0
+    model: str = ""  # of an adoptable one, as is what follows
+    state_dir: str = ""
 
 
 def check(root: Path = SHM, *, fix: bool = False) -> Iterator[Result]:
     paths = sorted(root.glob(f"{PREFIX}*"))
     for path in paths:
         with _examined(path) as found:
-            if fix and found.state == "stale":
+            if fix and found.state in ("stale", "adoptable"):
                 path.unlink()
                 yield ok("arena", f"removed {found.name} ({size(found.nbytes)}) of process {found.pid}, which is gone")
             else:
@@ -55,6 +61,14 @@ def judge(found: Object) -> Result:
     match found.state:
         case "live":
             return ok("arena", f"{found.name} ({size(found.nbytes)}) belongs to process {found.pid}, which runs")
+        case "adoptable":
+            return warn(
+                "arena",
+                f"{found.name} ({size(found.nbytes)}) has the blocks of {found.model} from process {found.pid}, which "
+                "is gone",
+                f"the next djinnd with state directory {found.state_dir} takes it over; if none will come, "
+                "`djinnctl doctor --fix` removes it",
+            )
         case "stale":
             return warn(
                 "arena",
@@ -95,12 +109,21 @@ def _examined(path: Path) -> Iterator[Object]:
 
 
 def _inspect(name: str, fd: int) -> Object:
-    nbytes, header = os.fstat(fd).st_size, os.pread(fd, HEADER.size, 0)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
+    nbytes, header = os.fstat(fd).st_size, os.pread(fd, CONTENT.size, 0)
+    if len(header) < OWNER.size or not header.startswith(MAGIC):
         return Object(name, nbytes, "foreign")  # and not locked: a daemon that has just made it is about to do that
-    _, pid, ticks = HEADER.unpack(header)
-    lives = _is_locked(fd) or started(pid) == ticks
-    return Object(name, nbytes, "live" if lives else "stale", pid)
+    _, pid, ticks = OWNER.unpack_from(header)
+    if _is_locked(fd) or started(pid) == ticks:
+        return Object(name, nbytes, "live", pid)
+    if len(header) == CONTENT.size:
+        _, _, version, state, payload, _, model, state_dir = CONTENT.unpack(header)
+        if (version, state, CONTENT.size + payload) == (VERSION, COMPLETE, nbytes):
+            return Object(name, nbytes, "adoptable", pid, _text(model), _text(state_dir))
+    return Object(name, nbytes, "stale", pid)
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
 
 
 def _is_locked(fd: int) -> bool:

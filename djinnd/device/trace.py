@@ -1,0 +1,78 @@
+"""What a device did when: spans on named tracks, each between two stamps.
+
+    step     │ step                                        │ step
+    compute  │ prologue │ block 0 │   │ block 1 │ epilogue │
+    copy     │ block 2 │ block 2 │ block 1 │ block 1 │ …          a span a piece
+
+A stamp is queued like work and has its time when its stream has passed it: recording makes nobody wait. Times are read
+when the trace has ended and all its stamps have been passed. On a track one span follows another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from djinn_client.protocol import Span
+
+
+class Stamp(Protocol):
+    """A point in a stream of the device."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    def since(self, earlier: Any) -> float:
+        """Microseconds from another stamp of the device, which may be later; both have been passed."""
+
+
+class _Recorded(NamedTuple):
+    track: str
+    name: str
+    began: Stamp
+    ended: Stamp
+    args: dict[str, Any]
+
+
+class Trace:
+    """Spans that a thread begins and ends, and copies, which any thread may add."""
+
+    def __init__(self, stamp: Callable[[], Stamp]) -> None:
+        """`stamp`: where the compute stream is now."""
+        self._stamp = stamp
+        self._open: dict[str, tuple[str, Stamp, dict[str, Any]]] = {}  # by track
+        self._recorded: list[_Recorded] = []
+        self._passed = 0  # of those recorded: the first so many have been passed
+
+    def begin(self, track: str, name: str, **args: Any) -> None:
+        """A span of the track that was begun before and never ended, because its work failed, is forgotten."""
+        self._open[track] = (name, self._stamp(), args)
+
+    def end(self, track: str) -> None:
+        name, began, args = self._open.pop(track)
+        self.add(track, name, began, self._stamp(), **args)
+
+    def add(self, track: str, name: str, began: Stamp, ended: Stamp, **args: Any) -> None:
+        self._recorded.append(_Recorded(track, name, began, ended, args))
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether every span that was ended has its times."""
+        recorded = self._recorded
+        while self._passed < len(recorded) and recorded[self._passed].ended.passed:
+            self._passed += 1
+        return self._passed == len(recorded)
+
+    def spans(self) -> list[Span]:
+        """Those that were ended, in the order in which they began; the first begins at 0. All have been passed."""
+        assert self.is_passed
+        if not self._recorded:
+            return []
+        origin = self._recorded[0].began
+        began = [span.began.since(origin) for span in self._recorded]
+        first = min(began)
+        spans = [
+            Span(span.track, span.name, start - first, span.ended.since(span.began), span.args)
+            for span, start in zip(self._recorded, began, strict=True)
+        ]
+        return sorted(spans, key=lambda span: span.start_us)

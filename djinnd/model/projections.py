@@ -1,0 +1,133 @@
+"""The matrix products of a block, over whatever place its weights are in.
+
+q, k and v (and gate and up) lie side by side in a block's buffer, so their weights are one matrix without a copy. The
+family's attention still calls three modules; the first call computes all three products, the others take their part.
+
+A block's modules are put in place once; `Product.bind` gives them their weights, again whenever the block moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from djinn_client.packed import PackedForm
+from djinnd.model.fast_linear import fast_linear
+from djinnd.weights.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A unit of a packed block on the device, which few rows can be multiplied with as it is."""
+
+    form: PackedForm
+    unit: int
+    memory: Tensor  # uint8, the packed block
+
+
+class Product:
+    """y = x Wᵀ + b, [..., in] → [..., out], of one unit of a block's layout."""
+
+    def __init__(self, unit: tuple[str, ...], biases: tuple[str, ...]) -> None:
+        """Names in the layout: the unit's, and those of its biases, if it has any."""
+        self.unit = unit
+        self.biases = biases
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._packed: PackedWeight | None = None
+
+    def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
+        """`weight` [out, in]. With `packed`, it holds the weights only for more than PACKED_ROWS rows."""
+        self._weight, self._bias, self._packed = weight, bias, packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        packed = self._packed
+        if packed is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
+            from djinnd.model.kernels import packed_product  # needs Triton, which comes with CUDA builds of torch
+
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            y = packed_product(packed.form, packed.unit, packed.memory, rows).view(*x.shape[:-1], -1)
+            return y if self._bias is None else y + self._bias
+        return fast_linear(x, self._weight, self._bias)
+
+
+PACKED_ROWS = 8  # rows that a product on the packed form is worth it for: measured, see docs/log.md
+
+
+class SharedProduct:
+    """A product whose result several modules take their parts of. Holds it only between the first member's call and the
+    last one's."""
+
+    def __init__(self, product: Product, sizes: list[int]) -> None:
+        self._product = product
+        self._sizes = sizes
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = [None] * len(sizes)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        part = self._parts[index]
+        if x is not self._input or part is None:
+            self._input = x
+            self._parts = list(self._product(x).split(self._sizes, dim=-1))
+            part = self._parts[index]
+            assert part is not None
+        self._parts[index] = None
+        if not any(p is not None for p in self._parts):
+            self._input = None
+        return part
+
+
+class Projection(nn.Module):
+    """Stands where a Linear stood whose product is its own."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class SharedProjection(nn.Module):
+    """Stands where one of several Linears stood: [..., in] → [..., out of this member], a view of the shared result."""
+
+    def __init__(self, product: SharedProduct, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product.part(self.index, x)
+
+
+def install_products(block: nn.Module, layout: Layout) -> list[Product]:
+    """Replaces the plain Linear modules of `block` by products over the layout's units; what else the block has keeps
+    its parameters."""
+    products = []
+    for unit in layout.units:
+        if not all(name.endswith(".weight") for name in unit):
+            continue
+        paths = [name.removesuffix(".weight") for name in unit]
+        members = [block.get_submodule(path) for path in paths]
+        if not all(type(member) is nn.Linear for member in members):
+            continue
+        biases = tuple(f"{path}.bias" for path in paths)
+        has_bias = [member.bias is not None for member in members]
+        if any(has_bias) and not (len(unit) == 1 or (all(has_bias) and biases in layout.runs)):
+            continue
+        product = Product(unit, biases if any(has_bias) else ())
+        products.append(product)
+        if len(unit) == 1:
+            _put(block, paths[0], Projection(product))
+            continue
+        shared = SharedProduct(product, [layout.entries[name].shape[0] for name in unit])
+        for index, path in enumerate(paths):
+            _put(block, path, SharedProjection(shared, index))
+    return products
+
+
+def _put(block: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(block.get_submodule(parent), leaf, module)

@@ -1,0 +1,59 @@
+"""How an object of the arena begins: whose it is, what it holds, and whether it is whole.
+
+    byte 0       8     16            24      28    32            40         48          112     2048        4096
+         ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────────┬─────────┐
+         │DJARENA1│ pid │ start ticks │version│state│payload bytes│generation│fingerprint│ model │ state dir │ payload │
+         └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────────┴─────────┘
+
+Numbers are little-endian, texts UTF-8 and filled up with zeros. pid and start ticks (field 22 of /proc/<pid>/stat)
+name the owner; the pid in an object's name is its creator's.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+MAGIC = b"DJARENA1"
+VERSION = 2
+_HEADER = struct.Struct("<8sQQIIQQ64s1936s2048s")
+HEADER_BYTES = _HEADER.size
+
+
+class State(IntEnum):
+    FILLING = 1
+    COMPLETE = 2
+
+
+class Header(NamedTuple):
+    pid: int
+    start_ticks: int
+    version: int
+    state: State
+    payload: int  # bytes
+    generation: int  # how many engines have been given this object
+    fingerprint: str  # sha256 of checkpoint and layout, in hex
+    model: str
+    state_dir: str  # of the daemon
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(MAGIC, *self[:6], *(text.encode(errors="replace") for text in self[6:]))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Raises ValueError where the bytes are no header of this version."""
+        if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+            raise ValueError("no arena header")
+        _, pid, ticks, version, state, payload, generation, *texts = _HEADER.unpack_from(data)
+        if version != VERSION:
+            raise ValueError(f"arena version {version}, this daemon knows {VERSION}")
+        fingerprint, model, state_dir = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        return cls(pid, ticks, version, State(state), payload, generation, fingerprint, model, state_dir)
+
+
+def start_ticks(pid: int) -> int:
+    """Field 22 of /proc/<pid>/stat: with the pid it names a process for good."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[19])

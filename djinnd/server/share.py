@@ -1,0 +1,155 @@
+"""What a client has handed over of its model: small files, copied into a folder, and the weights, in a window.
+
+The window is the client's memfd. Nothing of it is read here; what must hold before an engine maps it is the kernel's
+word: it cannot shrink, grow or be written to any more, and has all its pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from djinn_client.errors import InvalidRequest, OutOfMemory
+from djinn_client.image import Dtype
+from djinn_client.placing import Placing
+from djinn_client.shm import IMAGE_SEALS
+from djinnd.server.client import Client
+
+FILES = ("config.json", "generation_config.json", "tokenizer.json")
+MAX_FILES_BYTES = 256 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Owns folder and window until `release`.
+
+    described ──weights──► a model ──ended──► (its last session goes) ──► released
+        └────────────────── ended ──────────────────────────────────────────┘
+    """
+
+    id: str
+    model: str  # its name
+    user: int
+    public: bool
+    client: Client | None  # None: its connection is gone
+    folder: Path
+    stored: Dtype
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # to compute in
+    kv_bytes: int
+    placing: Placing
+    nbytes: int = 0  # of the image
+    window: int = -1  # a descriptor for reading; -1 before the weights have come
+    ended: bool = False  # nobody new may use it
+    grace: asyncio.TimerHandle | None = None  # runs while its connection is gone
+    writing: asyncio.Task[None] | None = None  # of the files
+    leaving: asyncio.Task[None] | None = None
+    lock: int = -1  # on the folder, for as long as this daemon lives
+
+    def is_open_to(self, client: Client) -> bool:
+        return self.public or self.is_of(client)
+
+    def is_of(self, client: Client) -> bool:
+        return client.user == self.user or client.is_admin
+
+    def write_files(self, fd: int, sizes: Mapping[str, int]) -> None:
+        """Copies the files from a memfd, which is closed; for a thread. Raises InvalidRequest, OutOfMemory."""
+        try:
+            _expect_memfd(fd)
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700)
+            self.lock = _lock(self.folder)
+            offset = 0
+            for name, size in sizes.items():
+                content = os.pread(fd, size, offset)
+                if len(content) < size:
+                    raise InvalidRequest(f"{name} ends after {len(content):,} of {size:,} bytes", field="files")
+                (self.folder / name).write_bytes(content)
+                offset += size
+        except OSError as error:
+            raise OutOfMemory(f"the files of {self.model} cannot be kept in {self.folder.parent}: {error}") from error
+        finally:
+            os.close(fd)
+
+    def open_window(self, fd: int) -> None:
+        """Takes the weights: a descriptor of this daemon's own, for reading. Raises InvalidRequest."""
+        seals = _expect_memfd(fd)
+        if seals & IMAGE_SEALS != IMAGE_SEALS:
+            raise InvalidRequest(
+                f"the weights of {self.model} must be sealed against shrinking, growing and writing (seals "
+                f"{IMAGE_SEALS:#x}); theirs are {seals:#x}",
+                seals=seals,
+            )
+        stat = os.fstat(fd)
+        if stat.st_size != self.nbytes:
+            raise InvalidRequest(
+                f"the weights of {self.model} have {stat.st_size:,} bytes; its image has {self.nbytes:,}",
+                bytes=stat.st_size,
+                needed=self.nbytes,
+            )
+        if stat.st_blocks * 512 < self.nbytes:
+            raise InvalidRequest(
+                f"the weights of {self.model} have memory for {stat.st_blocks * 512:,} of {self.nbytes:,} bytes: "
+                "reserve all of it before you seal it (posix_fallocate)",
+                bytes=stat.st_blocks * 512,
+                needed=self.nbytes,
+            )
+        try:
+            self.window = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidRequest(f"the weights of {self.model} cannot be opened for reading: {error}") from error
+
+    def release(self) -> None:
+        """For a thread: where the client is gone, gigabytes are given back here."""
+        if self.window >= 0:
+            os.close(self.window)
+            self.window = -1
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def check_files(sizes: Mapping[str, int]) -> None:
+    """Raises InvalidRequest."""
+    if unknown := sorted(sizes.keys() - set(FILES)):
+        raise InvalidRequest(f"a model has the files {', '.join(FILES)}, and no {unknown[0][:80]!r}", field="files")
+    if "config.json" not in sizes:
+        raise InvalidRequest("a model must bring its config.json", field="files")
+    if min(sizes.values()) < 0 or sum(sizes.values()) > MAX_FILES_BYTES:
+        raise InvalidRequest(
+            f"the files of a model have {sum(sizes.values()):,} bytes; at most {MAX_FILES_BYTES:,}", field="files"
+        )
+
+
+def sweep(parent: Path) -> None:
+    """Removes the folders of daemons that are gone."""
+    for folder in parent.glob("*"):
+        with suppress(OSError):  # BlockingIOError: its daemon lives
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _expect_memfd(fd: int) -> int:
+    """Its seals. Raises InvalidRequest for what is none: reading from it could wait for ever."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise InvalidRequest("a model is handed over in memfds, and this descriptor is none") from error

@@ -1,0 +1,127 @@
+"""From a checkpoint's files into a WeightStore, block after block, in parallel, with progress.
+
+files ──threads──► host view, plain                                   where the store is plain
+files ──threads──► staging (two, pinned) ──► device: pack ──► host    where it is packed: a pass over the bus each way
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from djinn_client.errors import ModelRejected, OutOfMemory
+from djinn_client.packed import PackedForm
+from djinnd.device import Device
+from djinnd.weights.store import Buffer, WeightStore
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+READERS = min(16, os.cpu_count() or 1)
+AHEAD = 2  # buffers that are being read while one is packed
+
+_numbers = count()
+
+
+def fill(store: WeightStore, device: Device, progress: Progress) -> None:
+    """Raises ModelRejected with the tensor at fault, djinn_client.packed.Unpackable, or what `progress` raises; then
+    no other buffer is begun, and nobody writes to the store any more."""
+    done = 0
+    under_way: deque[tuple[int, Tensor, list[Future[None]]]] = deque()
+    packer = Packer(store, device) if store.is_packed else None
+    with ThreadPoolExecutor(READERS, "djinn-read") as readers:
+        try:
+            for index, buffer in enumerate(store.buffers):
+                if len(under_way) == AHEAD:
+                    done += _finish(store, packer, *under_way.popleft())
+                    progress(done, store.nbytes)
+                packed = store.forms[index] is not None
+                plain = packer.staging(index) if packer is not None and packed else store.host(index)
+                views = buffer.layout.views(plain)
+                under_way.append((index, plain, [readers.submit(_read, buffer, n, v) for n, v in views.items()]))
+            while under_way:
+                done += _finish(store, packer, *under_way.popleft())
+                progress(done, store.nbytes)
+        finally:
+            for _, _, jobs in under_way:
+                for job in jobs:
+                    job.cancel()
+            if packer is not None:
+                packer.close()
+
+
+def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor, jobs: list[Future[None]]) -> int:
+    """Bytes of the store that are filled now."""
+    for job in jobs:
+        job.result()
+    form = store.forms[index]
+    if form is not None:
+        assert packer is not None
+        packer.pack(form, plain, store.host(index))
+    return store.extents[index]
+
+
+def _read(buffer: Buffer, name: str, view: Tensor) -> None:
+    tensor = buffer.recipes[name]()
+    if tensor.shape != view.shape:
+        raise ModelRejected(
+            f"{buffer.name}{name} has shape {list(tensor.shape)} in the checkpoint, the model wants {list(view.shape)}",
+            tensor=f"{buffer.name}{name}",
+        )
+    _copy(view, tensor)
+
+
+def _copy(view: Tensor, tensor: Tensor) -> None:
+    """Bytes by a plain copy on this thread alone: each of the readers would have torch start threads of its own."""
+    if tensor.dtype == view.dtype and tensor.is_contiguous() and tensor.dim():
+        np.copyto(view.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
+    else:
+        view.copy_(tensor)
+
+
+class Packer:
+    """Packs blocks on the device, or on the host where the device has no room for it. Owns staging and device memory
+    until `close`."""
+
+    def __init__(self, store: WeightStore, device: Device) -> None:
+        forms = [form for form in store.forms if form is not None]
+        numel = max(form.numel for form in forms)
+        self._device = device
+        # Zeroed: what pads the vectors travels with them.
+        self._staging = [device.staging(numel * 2).zero_().view(torch.bfloat16) for _ in range(AHEAD)]
+        self._layouts = [buffer.layout for buffer in store.buffers]
+        self._label = f"packing {next(_numbers)}"
+        self._memory: Tensor | None = None
+        if device.torch_device.type != "cpu":
+            try:
+                room = numel * 2 + max(form.nbytes for form in forms)
+                self._memory = device.allocate(self._label, (room,), torch.uint8)
+            except OutOfMemory:
+                pass
+
+    def staging(self, index: int) -> Tensor:
+        """Where to put the plain block `index`: [numel], bfloat16. Free again when it has been packed."""
+        return self._staging[index % AHEAD][: self._layouts[index].numel]
+
+    def pack(self, form: PackedForm, plain: Tensor, out: Tensor) -> None:
+        if self._memory is None:
+            form.pack(plain, out)
+            return
+        with self._device.aside():
+            there = self._memory[: form.numel * 2].view(torch.bfloat16)
+            packed = self._memory[form.numel * 2 :][: form.nbytes]
+            there.copy_(plain, non_blocking=True)
+            used = form.pack(there, packed)
+            out[:used].copy_(packed[:used], non_blocking=True)
+
+    def close(self) -> None:
+        self._staging.clear()
+        if self._memory is not None:
+            self._memory = None
+            self._device.release(self._label)

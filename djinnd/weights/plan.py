@@ -1,0 +1,286 @@
+"""Where each block of a model is to be: the residency plan. Pure: sizes and a budget in, places out.
+
+    budget │ reserved │ workspace │ KV pages │ rest │ scratch │ ring: slots │ resident blocks … │
+
+A block has one of three places. `plain`: it stays on the device as it is computed with. `packed`: it stays in the
+lossless 12-bit code, and is decoded into the scratch buffer just before it computes, or inside the product.
+`streamed`: it passes through the ring, packed where it can be. In this order they cost time, and the plan takes the
+first that fits: all plain; all resident, some packed; as few streamed as possible. Streamed blocks are spread evenly
+over the model, so that the copy engine has work while the resident blocks between them compute.
+
+Of a streamed block with stacked experts, only the trunk (all but the experts) passes through the ring. The experts stay
+in host memory, and those that its router has picked are fetched into the scratch buffer: see model/experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from djinn_client.errors import InvalidRequest, OutOfMemory
+from djinn_client.protocol import Placing
+from djinnd.device.budget import gib
+
+SLOTS = 3
+# In one slot a copy waits until the block before it has been computed with, which takes about a thirtieth of a copy's
+# time: up to so many streamed blocks, to stream one fewer is worth more than a second slot.
+ONE_SLOT_PAYS = 32
+ALIGNMENT = 256  # bytes
+
+
+class Place(Enum):
+    PLAIN = "plain"
+    PACKED = "packed"
+    STREAMED = "streamed"
+
+
+def are_fetched(count: int, picked: int) -> bool:
+    """Whether a streamed block's experts are fetched on demand, and do not pass through the ring: where `picked` of
+    `count`, for one row, are fewer bytes than all of them. More rows never need more than the ring would carry."""
+    return 0 < picked < count
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSize:
+    """Bytes of a block's stacked experts, of which its router picks some for each row, and fewer than there are."""
+
+    plain: int
+    packed: int | None
+    count: int
+    picked: int
+
+    @property
+    def least(self) -> int:
+        return self.plain if self.packed is None else self.packed
+
+    def share(self, rows: int) -> float:
+        """Of the experts, that so many rows are expected to need: as if each picked evenly, without the others."""
+        return 1 - (1 - self.picked / self.count) ** rows
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """Bytes of a block on the device, with its `experts`, if it has any that are fetched on demand. `packed` None: it
+    has no packed form."""
+
+    plain: int
+    packed: int | None
+    experts: ExpertsSize | None = None
+
+    @property
+    def least(self) -> int:
+        return self.plain if self.packed is None else self.packed
+
+    @property
+    def passing(self) -> int:
+        """Through the ring, where the block streams."""
+        return self.least - (0 if self.experts is None else self.experts.least)
+
+    def needed(self, rows: int) -> BlockSize:
+        """What so many rows are expected to be computed with."""
+        if self.experts is None:
+            return self
+        spare = 1 - self.experts.share(rows)
+        packed = None if self.packed is None else self.packed - round(spare * self.experts.least)
+        return BlockSize(self.plain - round(spare * self.experts.plain), packed)
+
+    def fetched(self, rows: int) -> int:
+        """Expected to be fetched on demand for so many rows, where the block streams."""
+        return 0 if self.experts is None else round(self.experts.least * self.experts.share(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`ring_bytes` and `scratch_bytes` are 0 where nothing needs them. `slots` counts largest streamed blocks."""
+
+    sizes: tuple[BlockSize, ...]
+    places: tuple[Place, ...]
+    ring_bytes: int
+    scratch_bytes: int
+    slots: int
+
+    def count(self, place: Place) -> int:
+        return self.places.count(place)
+
+    @property
+    def streamed(self) -> list[int]:
+        return [index for index, place in enumerate(self.places) if place is Place.STREAMED]
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Over the bus in one pass: expected for one row, where experts are fetched on demand."""
+        return self.passing_bytes + self.fetched_bytes(1)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Through the ring in one pass."""
+        return sum(self.sizes[index].passing for index in self.streamed)
+
+    def fetched_bytes(self, rows: int) -> int:
+        """Expected to be fetched on demand in one pass of so many rows."""
+        return sum(self.sizes[index].fetched(rows) for index in self.streamed)
+
+    @property
+    def notes(self) -> list[str]:
+        """What people are told beside the figures."""
+        stacks = [size.experts for size in map(self.sizes.__getitem__, self.streamed) if size.experts is not None]
+        kinds = dict.fromkeys((stack.picked, stack.count) for stack in stacks)
+        return [f"experts on demand: {picked} of {count}" for picked, count in kinds]
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(_resident(size, place) for size, place in zip(self.sizes, self.places, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory for all blocks."""
+        return self.resident_bytes + self.ring_bytes + self.scratch_bytes
+
+
+def plan_places(
+    sizes: Sequence[BlockSize], free: int, placing: Placing, staging: int = 0, *, may_stream_more: bool = False
+) -> Plan:
+    """The first plan that fits `free` bytes. `staging`: bytes that a plain block needs beside its own for a moment,
+    while it is decoded from its packed form in host memory. `may_stream_more`: than `placing.resident` says, which is
+    then the most that may be resident.
+
+    Raises InvalidRequest for wishes that no device could grant, OutOfMemory with the least that would do.
+    """
+    wanted = _wanted_streams(placing, len(sizes), may_stream_more)
+    for plan in _candidates(sizes, wanted, placing, may_stream_more):
+        if _peak(plan, staging) <= free:
+            return _upgraded(plan, free)
+    least = min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more))
+    raise OutOfMemory(
+        f"its blocks need {gib(least)} of device memory at the least ({_described(sizes, wanted)}), "
+        f"{gib(max(free, 0))} is free for them: raise the budget, unload a model, ask for less KV memory, or let more "
+        "blocks stream",
+        needed=least,
+        free=free,
+    )
+
+
+def least_bytes(sizes: Sequence[BlockSize], placing: Placing, staging: int = 0) -> int:
+    """Of device memory, that the blocks need where as many stream as can. `staging`: see plan_places."""
+    wanted = _wanted_streams(placing, len(sizes), may_stream_more=True)
+    return min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more=True))
+
+
+def fewest_streams(placing: Placing, blocks: int) -> int:
+    """How many blocks stream however large the budget is."""
+    return min(_wanted_streams(placing, blocks, may_stream_more=True))
+
+
+def _peak(plan: Plan, staging: int) -> int:
+    """Bytes of device memory, while the blocks are brought to their places: scratch serves as staging."""
+    return plan.nbytes + (staging if Place.PLAIN in plan.places and not plan.scratch_bytes else 0)
+
+
+def spread(count: int, among: int) -> list[int]:
+    """`count` of `among` blocks, evenly."""
+    return [(2 * k + 1) * among // (2 * count) for k in range(count)]
+
+
+def _wanted_streams(placing: Placing, blocks: int, may_stream_more: bool) -> Sequence[int]:
+    """How many blocks may stream, the most welcome count first."""
+    wish = placing.resident
+    if wish is None:
+        return range(blocks + 1)
+    resident = round(wish * blocks) if isinstance(wish, float) else wish
+    if not 0 <= resident <= blocks:
+        raise InvalidRequest(f"resident is {wish}; the model has {blocks} blocks", field="resident", blocks=blocks)
+    return range(blocks - resident, blocks + 1 if may_stream_more else blocks - resident + 1)
+
+
+def _candidates(
+    sizes: Sequence[BlockSize], wanted: Sequence[int], placing: Placing, may_stream_more: bool
+) -> Iterator[Plan]:
+    """Plans from the fastest to the smallest. Where more may stream than was asked for, a ring that is too small for
+    that is no error: then no more do."""
+    packable = any(size.packed is not None for size in sizes)
+    for streams in wanted:
+        for resident in (Place.PLAIN, Place.PACKED):
+            if resident is Place.PACKED and not packable:
+                continue
+            if resident is Place.PLAIN and packable and streams > min(wanted):
+                continue  # one more of them has not fitted packed, so it is packed that fewer stream
+            fewest_slots = 1 if streams <= ONE_SLOT_PAYS or streams == max(wanted) else 2
+            is_more = may_stream_more and streams > min(wanted)
+            yield from _plans(sizes, streams, resident, placing, fewest_slots, is_more)
+
+
+def _plans(
+    sizes: Sequence[BlockSize],
+    streams: int,
+    resident: Place,
+    placing: Placing,
+    fewest_slots: int,
+    is_more: bool,
+) -> Iterator[Plan]:
+    places = [Place.PLAIN if size.packed is None else resident for size in sizes]
+    for index in spread(streams, len(sizes)) if streams else []:
+        places[index] = Place.STREAMED
+    travelling = [_aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is Place.STREAMED]
+    scratch = _aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
+    if not travelling:
+        yield Plan(tuple(sizes), tuple(places), 0, scratch, 0)
+        return
+    for ring in _ring_sizes(travelling, placing, fewest_slots, is_more):
+        yield Plan(tuple(sizes), tuple(places), ring, scratch, min(ring // max(travelling), len(travelling)))
+
+
+def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, is_more: bool) -> Iterator[int]:
+    """Bytes of the ring: as asked for, else three slots, or fewer where memory is short."""
+    largest = max(travelling)
+    if placing.ring_bytes:
+        if placing.ring_bytes < largest and is_more:
+            return
+        if placing.ring_bytes < largest:
+            raise InvalidRequest(
+                f"a ring of {gib(placing.ring_bytes)} is too small: the largest streamed block has {gib(largest)}",
+                field="ring_gb",
+                needed=largest,
+            )
+        yield min(placing.ring_bytes // ALIGNMENT * ALIGNMENT, sum(travelling))
+        return
+    for slots in [placing.slots] if placing.slots else range(SLOTS, fewest_slots - 1, -1):
+        yield min(slots * largest, sum(travelling))
+
+
+def _upgraded(plan: Plan, free: int) -> Plan:
+    """Where all blocks are resident and some packed: half of the memory that is left makes packed blocks plain, the
+    other half is for pages of KV."""
+    packed = [index for index, place in enumerate(plan.places) if place is Place.PACKED]
+    if plan.streamed or not packed:
+        return plan
+    gain = max(plan.sizes[index].plain - plan.sizes[index].least for index in packed)
+    count = min((free - plan.nbytes) // 2 // gain, len(packed)) if gain > 0 else 0
+    places = list(plan.places)
+    for k in spread(count, len(packed)) if count else []:
+        places[packed[k]] = Place.PLAIN
+    return Plan(plan.sizes, tuple(places), plan.ring_bytes, plan.scratch_bytes, plan.slots)
+
+
+def _in_scratch(size: BlockSize, place: Place) -> int:
+    """Bytes of scratch that the block computes from."""
+    if place is Place.PLAIN:
+        return 0
+    if size.packed is not None:
+        return size.plain
+    return size.experts.plain if size.experts is not None else 0
+
+
+def _resident(size: BlockSize, place: Place) -> int:
+    if place is Place.STREAMED:
+        return 0
+    return _aligned(size.plain if place is Place.PLAIN else size.least)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _described(sizes: Sequence[BlockSize], wanted: Sequence[int]) -> str:
+    most = max(wanted)
+    return f"{len(sizes) - most} of {len(sizes)} resident, the largest {gib(max(size.plain for size in sizes))}"

@@ -1,0 +1,144 @@
+"""The ring: device memory that streamed blocks pass through, in the order of the model, pass after pass.
+
+    memory │ block 3 │ block 8 │ block 14 │ skipped │      the next block begins where the last one ended; one that does
+           ▲ block 19 │ block 24 …                           not fit before the end begins at the start: it never wraps
+
+Blocks of one size so have slots. A block has the same region in every pass, because captured graphs hold its address;
+its copy waits until the last block before it whose region overlaps has been computed with. Copies are queued as early
+as that: the next pass's first blocks travel while this pass ends. Order is kept by the device's events alone, and the
+host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from djinnd.device import Device, Event, Mark
+
+PIECE = 128 << 20  # bytes of one copy: see docs/log.md for the sweep
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    start: int  # bytes
+    end: int
+
+    def overlaps(self, other: Region) -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+def place_regions(sizes: Sequence[int], capacity: int) -> list[Region]:
+    """Where each block of a pass is, by the skip-end rule. Every size fits the capacity."""
+    regions: list[Region] = []
+    at = 0
+    for size in sizes:
+        assert 0 < size <= capacity, (size, capacity)
+        if at + size > capacity:
+            at = 0
+        regions.append(Region(at, at + size))
+        at += size
+    return regions
+
+
+def distances(regions: Sequence[Region]) -> list[int]:
+    """For each block, how many turns back the last one was whose region overlaps its own: from 1 to all of them."""
+    count = len(regions)
+    return [
+        next(back for back in range(1, count + 1) if regions[turn].overlaps(regions[(turn - back) % count]))
+        for turn in range(count)
+    ]
+
+
+class Ring:
+    """Turn t belongs to streamed block t mod n. A turn is queued (its copy is under way or done), taken (its block may
+    be computed with) and given back, each in order:
+
+        given back <= taken <= queued,      and queued turns that are not given back never overlap.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: Tensor,
+        regions: Sequence[Region],
+        sources: Callable[[int], tuple[Tensor, Tensor]],
+        *,
+        prefetch: bool = True,
+        piece: int = PIECE,
+        name: Callable[[int], str] = str,
+    ) -> None:
+        """`memory`: uint8 on the device. `sources(k)`: for the k-th streamed block the target, a view of its region,
+        and the host tensor to copy there, flat and of one length. `prefetch` False: a block's copy is queued when its
+        turn comes, for comparison. `name(k)`: of its copies, in a trace."""
+        self._device = device
+        self._regions = list(regions)
+        self._distances = distances(regions)
+        self._sources = [sources(k) for k in range(len(regions))]
+        self._names = [name(k) for k in range(len(regions))]
+        self._prefetch = prefetch
+        self._piece = piece
+        assert all(region.end <= memory.numel() for region in regions)
+        self._start()
+
+    def _start(self) -> None:
+        self._queued = self._taken = self._given_back = 0
+        self._ready: dict[int, list[Event]] = {}  # by turn, from queued to taken: one a piece
+        self._passed: dict[int, Mark] = {}  # by turn, of turns given back that a later one may have to wait for
+        self._queue_copies()
+
+    @property
+    def next(self) -> int:
+        """Which streamed block has the next turn."""
+        return self._taken % len(self._regions)
+
+    def take(self) -> None:
+        """Work that is queued on the compute stream from now on finds the next block in its region. Raises what went
+        wrong with its copy; the ring is then of no use until `restart`."""
+        assert self._taken == self._given_back, "the block of the last turn has not been given back"
+        if not self._prefetch:
+            self._queue(self._device.mark())
+        for event in self._ready.pop(self._taken):
+            event.order()
+        self._taken += 1
+
+    def give_back(self) -> None:
+        """All work on the block that was taken last has been queued."""
+        assert self._given_back == self._taken - 1
+        self._passed[self._given_back] = self._device.mark()
+        self._passed.pop(self._given_back - len(self._regions), None)
+        self._given_back += 1
+        self._queue_copies()
+
+    def restart(self) -> None:
+        """After a pass that was broken off: the next one begins with the first block. Waits for the device."""
+        self._device.synchronize()
+        self._start()
+
+    def _queue_copies(self) -> None:
+        if not self._prefetch:
+            return
+        while True:
+            before = self._queued - self._distances[self._queued % len(self._regions)]
+            if before >= self._given_back:
+                return
+            self._queue(self._passed.get(before))
+
+    def _queue(self, after: Mark | None) -> None:
+        k = self._queued % len(self._regions)
+        (target, source), name = self._sources[k], self._names[k]
+        count = max(1, self._piece // source.element_size())
+        pieces = zip(target.split(count), source.split(count), strict=True)
+        self._ready[self._queued] = [self._device.copy(to, of, after, name) for to, of in pieces]
+        self._queued += 1
+
+    def check_integrity(self) -> None:
+        """Asserts that turns are in order and that no region is filled while another turn needs it."""
+        assert self._given_back <= self._taken <= self._queued, (self._given_back, self._taken, self._queued)
+        assert sorted(self._ready) == list(range(self._taken, self._queued)), sorted(self._ready)
+        live = [self._regions[turn % len(self._regions)] for turn in range(self._given_back, self._queued)]
+        for index, region in enumerate(live):
+            for other in live[index + 1 :]:
+                assert not region.overlaps(other), f"{region} and {other} are in use at once"

@@ -1,0 +1,80 @@
+"""The process that engines are forked from dies, or goes on when all around it dies: sessions go on either way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import djinn_client as djinn
+from djinnctl.restart import restart
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import Daemon, descriptors_of, is_alive, wait_for
+
+PROMPT = "def fibonacci("
+BEFORE, AFTER = 8, 12  # tokens
+
+
+@pytest.fixture
+def fragile(start_daemon: DaemonStarter) -> Daemon:
+    running = start_daemon(errors=["engine_lost"])
+    with running.client() as client:
+        client.load(MODEL)
+    return running
+
+
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[1])
+
+
+def next_engine(daemon: Daemon, after: int) -> int:
+    wait_for(lambda: (device := daemon.device()).state == "ready" and device.pid != after)
+    return daemon.device().pid
+
+
+def test_killed_it_comes_back_and_so_does_the_engine(fragile: Daemon) -> None:
+    with djinn.Session(MODEL, address=fragile.address) as whole:
+        expected = whole.generate(PROMPT, max_tokens=BEFORE + AFTER, ignore_eos=True).token_ids
+    engine = fragile.device().pid
+    nursery = parent_of(engine)
+    with djinn.Session(MODEL, address=fragile.address) as s:
+        s.generate(PROMPT, max_tokens=BEFORE, ignore_eos=True)
+        os.kill(nursery, signal.SIGKILL)
+        successor = next_engine(fragile, after=engine)
+        assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == expected[BEFORE:]
+    assert not is_alive(engine) and not is_alive(nursery)
+    assert parent_of(parent_of(successor)) == fragile.pid
+    assert djinn.status(check=True, address=fragile.address).integrity == []
+
+
+def test_it_survives_engines_and_restarts(fragile: Daemon) -> None:
+    """And each engine has what the first had, and nothing else."""
+    with djinn.Session(MODEL, address=fragile.address) as s:
+        expected = s.generate(PROMPT, max_tokens=AFTER, ignore_eos=True).token_ids
+    engine = fragile.device().pid
+    nursery, descriptors = parent_of(engine), descriptors_of(engine)
+    os.kill(engine, signal.SIGKILL)
+    engine = next_engine(fragile, after=engine)
+    with fragile.client() as client:
+        assert parent_of(engine) == nursery
+        for warm in (True, False):
+            restart(client, warm=warm)
+            with djinn.Session(MODEL, address=fragile.address) as s:
+                assert s.generate(PROMPT, max_tokens=AFTER, ignore_eos=True).token_ids == expected
+            engine = fragile.device().pid
+            assert (parent_of(engine), descriptors_of(engine)) == (nursery, descriptors)
+            assert client.status(check=True).integrity == []
+    assert "nursery_lost" not in fragile.log
+
+
+def test_a_killed_daemon_takes_it_along(fragile: Daemon, start_daemon: DaemonStarter) -> None:
+    nursery = parent_of(fragile.device().pid)
+    fragile.kill()
+    assert not is_alive(nursery)
+    successor = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")})
+    assert parent_of(parent_of(fragile.device().pid)) == successor.pid
+    djinn.load(MODEL, address=fragile.address)  # what was left is adopted
+    djinn.unload(MODEL, address=fragile.address)

@@ -1,0 +1,218 @@
+"""Clients that hand over something else than a model: each is told what is wrong with it, and nothing else happens."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import djinn_client as djinn
+from djinn_client.image import Image
+from djinn_client.protocol import Failure, ModelReply, Progress, ShareDescribed, ShareModel, ShareWeights, encode
+from djinn_client.shm import IMAGE_SEALS
+from tests.conftest import MODEL, DaemonStarter
+from tests.support import reference
+from tests.support.daemon import Daemon, descriptors_of, wait_for
+from tests.support.models import reduced_model, tiny_model
+from tests.support.served import Wire
+
+PROMPT = [300, 20, 101, 7, 55, 430, 12]
+CONFIG = AutoConfig.from_pretrained(reduced_model("llama-2")).to_json_string().encode()
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        yield start(errors=["model_failed"])
+
+
+@pytest.fixture
+def wire(daemon: Daemon) -> Iterator[Wire]:
+    """Afterwards the daemon holds nothing of what came over it, and works."""
+    with Wire(daemon.address) as wire:
+        yield wire
+    with daemon.client() as client:
+        wait_for(lambda: client.status().connections == 1)
+        wait_for(lambda: [model.name for model in client.models()] == [MODEL])
+        wait_for(lambda: not list((daemon.folder / "state" / "shared").glob("*")))
+        wait_for(lambda: "/memfd" not in descriptors_of(daemon.pid))
+        assert client.status(check=True).integrity == []
+        assert client.status().devices[0].restarts == 0
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        expected = reference.greedy(tiny_model(), PROMPT, 4)
+        assert s.generate(PROMPT, max_tokens=4, ignore_eos=True).token_ids == expected
+    djinn.unload(MODEL, address=daemon.address)
+
+
+@contextmanager
+def memory(content: bytes = b"") -> Iterator[int]:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(fd, content, 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def ask(wire: Wire, request: object, *fds: int) -> object:
+    """The final reply to a request that these descriptors come with."""
+    socket.send_fds(wire.socket, [encode(request, len(fds))], fds)  # type: ignore[arg-type]
+    while isinstance(reply := wire.reply(), Progress):
+        pass
+    return reply
+
+
+def refusal(reply: object) -> str:
+    assert isinstance(reply, Failure), reply
+    return f"{reply.code}: {reply.message}"
+
+
+def share_request(**changes: object) -> ShareModel:
+    fields = {"id": 1, "model": "mine", "files": {"config.json": len(CONFIG)}, "stored": "bfloat16"}
+    return ShareModel(**fields | {"dtype": "bfloat16", "kv_bytes": 32 << 20} | changes)  # type: ignore[arg-type]
+
+
+def described(wire: Wire) -> tuple[str, Image]:
+    with memory(CONFIG) as files:
+        reply = ask(wire, share_request(), files)
+    assert isinstance(reply, ShareDescribed), reply
+    assert reply.image.is_packed
+    return reply.share, reply.image
+
+
+def hand_over(wire: Wire, share: str, fd: int, seals: int = IMAGE_SEALS) -> object:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return ask(wire, ShareWeights(id=2, share=share), fd)
+
+
+@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE])
+def test_weights_that_could_still_change(missing: int, wire: Wire) -> None:
+    share, image = described(wire)
+    with memory() as fd:
+        os.posix_fallocate(fd, 0, image.nbytes)
+        told = refusal(hand_over(wire, share, fd, IMAGE_SEALS & ~missing))
+    assert told.startswith("invalid_request: ") and "must be sealed against shrinking, growing and writing" in told
+
+
+def test_weights_of_another_size(wire: Wire) -> None:
+    for wrong in (-4096, 4096):
+        share, image = described(wire)
+        with memory() as fd:
+            os.posix_fallocate(fd, 0, image.nbytes + wrong)
+            told = refusal(hand_over(wire, share, fd))
+        assert f"have {image.nbytes + wrong:,} bytes; its image has {image.nbytes:,}" in told
+
+
+def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None:
+    """And then made as long as before: there is no memory behind the end, and none that reading it could get."""
+    share, image = described(wire)
+    with memory() as fd:
+        os.posix_fallocate(fd, 0, image.nbytes)
+        os.ftruncate(fd, 4096)
+        os.ftruncate(fd, image.nbytes)
+        told = refusal(hand_over(wire, share, fd))
+    assert f"have memory for 4,096 of {image.nbytes:,} bytes" in told
+
+
+def test_weights_that_nobody_may_open(wire: Wire) -> None:
+    """Root may; whoever may not is told."""
+    share, image = described(wire)
+    with memory() as fd:
+        os.posix_fallocate(fd, 0, image.nbytes)
+        os.fchmod(fd, 0)
+        told = refusal(hand_over(wire, share, fd))
+    assert "cannot be opened for reading" in told or "not a packed block" in told
+
+
+def test_garbage_in_the_place_of_packed_blocks(wire: Wire) -> None:
+    share, image = described(wire)
+    with memory() as fd:
+        os.pwrite(fd, os.urandom(image.nbytes), 0)
+        told = refusal(hand_over(wire, share, fd))
+    assert told.startswith("model_rejected: mine: the shared weights of model.layers.0: not a packed block")
+
+
+def test_garbage_behind_the_heads_of_packed_blocks(daemon: Daemon, wire: Wire) -> None:
+    """It makes the model wrong, and does nothing else: patches that point anywhere are not followed."""
+    share, image = described(wire)
+    buffer = image.buffers[0]
+    assert buffer.units
+    head = torch.zeros(64, dtype=torch.int32)
+    head[:4] = torch.tensor([0x706A6A64, 1, 8, len(buffer.units)])
+    head[16 : 16 + len(buffer.units)] = 110
+    with memory() as fd:
+        os.pwrite(fd, bytes(image.nbytes), 0)
+        for block in image.buffers[:-1]:
+            os.pwrite(fd, os.urandom(block.extent), block.offset)
+            os.pwrite(fd, head.numpy().tobytes(), block.offset)
+        reply = hand_over(wire, share, fd)
+    if isinstance(reply, ModelReply):
+        with djinn.Session("mine", address=daemon.address) as s:
+            s.generate(PROMPT, max_tokens=8, ignore_eos=True)
+    else:
+        assert "model_rejected" in refusal(reply)
+
+
+def test_descriptors_that_are_no_memory(wire: Wire) -> None:
+    share, _ = described(wire)
+    reader, writer = os.pipe()
+    told = refusal(ask(wire, ShareWeights(id=2, share=share), reader))
+    assert "this descriptor is none" in told
+    told = refusal(ask(wire, share_request(model="another"), reader))
+    assert "this descriptor is none" in told
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_number_of_descriptors_that_is_not_one(wire: Wire) -> None:
+    share, _ = described(wire)
+    with memory(CONFIG) as fd:
+        assert "0 came" in refusal(wire.ask(ShareWeights(id=2, share=share)))
+        assert "2 came" in refusal(ask(wire, ShareWeights(id=2, share=share), fd, fd))
+        assert "0 came" in refusal(wire.ask(share_request(model="another")))
+        assert "3 came" in refusal(ask(wire, share_request(model="another"), fd, fd, fd))
+
+
+def test_files_that_are_not_what_was_said(wire: Wire) -> None:
+    for files, content, words in (
+        ({"config.json": 10_000}, CONFIG, f"config.json ends after {len(CONFIG):,} of 10,000 bytes"),
+        ({"config.json": 300 << 20}, CONFIG, "at most 268,435,456"),
+        ({"config.json": -1}, CONFIG, "at most"),
+        ({}, CONFIG, "must bring its config.json"),
+        ({"config.json": 2, "../../x": 4}, b"{}....", "no '../../x'"),
+        ({"config.json": 2, "modeling_x.py": 4}, b"{}....", "no 'modeling_x.py'"),
+        ({"config.json": 4}, b"{{{{", "config.json"),
+    ):
+        with memory(content) as fd:
+            told = refusal(ask(wire, share_request(files=files), fd))
+        assert words in told, told
+    code = json.loads(CONFIG) | {"model_type": "mine", "auto_map": {"AutoConfig": "modeling_x.Config"}}
+    with memory(json.dumps(code).encode()) as fd:
+        told = refusal(ask(wire, share_request(files={"config.json": len(json.dumps(code))}), fd))
+    assert told.startswith("model_rejected: ")
+
+
+def test_shares_that_are_not_there(daemon: Daemon, wire: Wire) -> None:
+    share, image = described(wire)
+    with memory() as fd, Wire(daemon.address) as another:
+        os.posix_fallocate(fd, 0, image.nbytes)
+        assert "no such share" in refusal(hand_over(wire, "nonsense", fd))
+        assert "no such share" in refusal(hand_over(another, share, fd))
+        assert "not a packed block" in refusal(hand_over(wire, share, fd))
+        assert "no such share" in refusal(hand_over(wire, share, fd))
+
+
+def test_a_client_that_goes_between_the_two_requests(daemon: Daemon, wire: Wire) -> None:
+    with Wire(daemon.address) as another:
+        described(another)
+        with memory(CONFIG) as fd:
+            assert "is a model mine already" in refusal(ask(wire, share_request(), fd))
+    with memory(CONFIG) as fd:
+        wait_for(lambda: isinstance(ask(wire, share_request(), fd), ShareDescribed))

@@ -1,0 +1,76 @@
+"""`djinnctl trace` while sessions of a model that streams are served: by the daemon's processes, into a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import ROOT, Daemon, clean_environ
+
+STEPS = 3
+
+
+def traced(daemon: Daemon, file: Path) -> list[dict[str, Any]]:
+    """The complete events of a trace that is taken while two sessions generate, each on its track."""
+    ended = threading.Event()
+
+    def generate() -> None:
+        with djinn.Session(MODEL, address=daemon.address) as s:
+            while not ended.is_set():
+                s.generate("x = ", max_tokens=16, ignore_eos=True)
+                s.truncate(0)
+
+    users = [threading.Thread(target=generate) for _ in range(2)]
+    for user in users:
+        user.start()
+    try:
+        command = [sys.executable, "-m", "djinnctl", "trace", "-o", str(file), "--steps", str(STEPS), "--json"]
+        environ = clean_environ() | {"DJINND_ADDRESS": daemon.address}
+        told = json.loads(subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, check=True).stdout)
+    finally:
+        ended.set()
+        for user in users:
+            user.join()
+    assert (told["file"], told["device"], told["steps"]) == (str(file), "cpu", STEPS)
+    events = json.loads(file.read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    complete = [event | {"track": threads[event["tid"]]} for event in events if event["ph"] == "X"]
+    assert len(complete) == told["spans"]
+    return complete
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: bool) -> None:
+    daemon = start_daemon()
+    with daemon.client() as client:
+        info = client.load(MODEL, resident=1, slots=3, packing=packing)
+        events = traced(daemon, tmp_path / "trace.json")
+        assert client.status(check=True).integrity == []
+    steps, compute, copies = (
+        [event for event in events if event["track"] == track] for track in ("step", "compute", "copy")
+    )
+    for step in steps:
+        assert step["args"]["model"] == MODEL and 1 <= step["args"]["rows"] <= 2
+    blocks = [f"block {index}" for index in range(info.blocks)]
+    assert [event["name"] for event in compute] == ["prologue", *blocks, "epilogue"] * STEPS
+    streamed = [event["name"] for event in compute if event["args"].get("place") == "streamed"]
+    assert len(streamed) == STEPS * info.blocks_streamed == STEPS * (info.blocks - 1)
+    assert sorted(event["name"] for event in copies) == sorted(streamed)  # the blocks are smaller than a piece
+    assert all(event["args"]["GB/s"] > 0 for event in copies)
+    for before, after in pairwise(copies):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def test_a_resident_model_copies_nothing(daemon: Daemon, tmp_path: Path) -> None:
+    events = traced(daemon, tmp_path / "trace.json")
+    assert {event["track"] for event in events} == {"step", "compute"}
+    assert {event["args"].get("place") for event in events if event["name"].startswith("block")} <= {"plain", "packed"}

@@ -1,0 +1,8 @@
+"""`python -m tests.support.nursery`: a nursery for scripted engines. It is ready at once: it imports what they need."""
+
+from __future__ import annotations
+
+from djinnd.engine.nursery import main
+
+if __name__ == "__main__":
+    main(["posix_ipc"])

@@ -1,0 +1,97 @@
+"""Blocks in places that the test chooses, and what their modules then see."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from djinnd.model.loader import Weights
+from djinnd.model.projections import Product, Projection, SharedProjection
+from djinnd.weights.plan import Place, Plan, _in_scratch
+
+
+def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> Plan:
+    """As the planner would make it, were these the places."""
+    sizes = weights.store.sizes(weights.dtype)
+    travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is Place.STREAMED]
+    scratch = max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True))
+    slots = min(slots, len(travelling))
+    ring = min(slots * max(travelling), sum(travelling)) if travelling else 0
+    return Plan(tuple(sizes), tuple(places), ring, scratch, slots)
+
+
+def products_of(block: nn.Module) -> Iterator[tuple[str, Product, slice]]:
+    """Where a Linear stood: its name, the product that it takes part in, and which of its rows are its own."""
+    for path, module in block.named_modules():
+        if isinstance(module, Projection):
+            yield path, module.product, slice(None)
+        elif isinstance(module, SharedProjection):
+            sizes = module.product._sizes
+            start = sum(sizes[: module.index])
+            yield path, module.product._product, slice(start, start + sizes[module.index])
+
+
+def tensors_of(block: nn.Module) -> list[Tensor]:
+    """Every parameter of the block, and the weights and biases of its products."""
+    found: list[Tensor] = list(block.parameters())
+    for _, product, _ in products_of(block):
+        found += [tensor for tensor in (product._weight, product._bias) if tensor is not None]
+    return found
+
+
+def seen_by(block: nn.Module) -> dict[str, Tensor]:
+    """A copy of each tensor of a block as its modules find it now, by the name that it has in the model."""
+    seen = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+    for path, product, rows in products_of(block):
+        assert product._weight is not None
+        seen[f"{path}.weight"] = product._weight[rows].clone()
+        if product._bias is not None:
+            seen[f"{path}.bias"] = product._bias[rows].clone()
+    return seen
+
+
+@functools.cache
+def from_files(folder: Path, dtype: torch.dtype, prefixes: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    """The parameters of each block as transformers itself loads them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    named = dict(model.named_parameters())
+    return [
+        {n.removeprefix(prefix): p.detach() for n, p in named.items() if n.startswith(prefix)} for prefix in prefixes
+    ]
+
+
+def assert_as_in_the_checkpoint(weights: Weights, folder: Path, passes: int) -> None:
+    """Each block's modules see the files' bits when the block has been prepared, and still when it is given back."""
+    wanted = from_files(folder, weights.dtype, tuple(weights.skeleton.prefixes))
+    for _ in range(passes):
+        for index, block in enumerate(weights.skeleton.adapter.blocks):
+            weights.residency.begin(index)
+            prepare(weights, index)
+            weights.residency.check_integrity()
+            assert_same(seen_by(block), wanted[index], f"block {index}")
+            weights.residency._device.synchronize()
+            assert_same(seen_by(block), wanted[index], f"block {index}, when all copies had happened")
+            weights.residency.end(index)
+
+
+def prepare(weights: Weights, index: int) -> None:
+    """As for a batch that picks every expert."""
+    weights.residency.prepare(index, 16)
+    experts = weights.residency._blocks[index].experts
+    if experts is not None and experts._source is not None:
+        experts.fetch(torch.arange(experts._routing.count, device=weights.residency.device.torch_device))
+
+
+def assert_same(seen: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    assert seen.keys() == wanted.keys(), seen.keys() ^ wanted.keys()
+    for name, tensor in wanted.items():
+        assert seen[name].dtype == tensor.dtype and torch.equal(bits(seen[name]), bits(tensor)), f"{what}: {name}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8)

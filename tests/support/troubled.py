@@ -1,0 +1,74 @@
+"""A CPU that plays the device, and whose bus has troubles: copies that come late, wait at a gate, or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from djinnd.device.cpu import CpuDevice, _CopyEvent
+from djinnd.device.device import Mark
+
+FOREVER = 60.0  # seconds
+
+
+class _Watched(Tensor):
+    """What a copy reads from: the copy asks the device first."""
+
+    device_: TroubledDevice
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            target, source = args
+            source.device_.meet(target, source)
+            return func(target, source.as_subclass(Tensor))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class TroubledDevice(CpuDevice):
+    """Sound until it is told otherwise. `largest`: bytes of the largest copy so far, from the host."""
+
+    def __init__(self, memory: int) -> None:
+        self.delay = 0.0  # seconds that each copy takes
+        self.largest = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._failing: list[tuple[int, int]] = []
+        self.failed = 0
+        self.fail_any = 0  # so many copies, whatever they are of
+        super().__init__(memory)
+
+    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
+        with torch.inference_mode():
+            watched = source.as_subclass(_Watched)
+        watched.device_ = self
+        return super().copy(target, watched, after, name)
+
+    def meet(self, target: Tensor, source: Tensor) -> None:
+        """In the thread that copies. Until a late copy has come, its target is full of what is no number."""
+        self.largest = max(self.largest, source.numel() * source.element_size())
+        if self.delay or not self.gate.is_set():
+            target.view(torch.uint8).fill_(0xFF)
+        assert self.gate.wait(FOREVER)
+        if self.delay:
+            time.sleep(self.delay)
+        if self.fail_any:
+            self.fail_any -= 1
+            raise OSError("the bus has caught fire")
+        start = source.data_ptr()
+        for number, (first, end) in enumerate(self._failing):
+            if first <= start < end:
+                del self._failing[number]
+                self.failed += 1
+                raise OSError("the bus has caught fire")
+
+    def fail(self, source: Tensor) -> None:
+        """The next copy from anywhere in this host memory fails, once."""
+        self._failing.append((source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()))
+
+    def let_go(self) -> None:
+        self.gate.set()

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from djinn_client.protocol import Span
+from djinnd.device import Trace
+from djinnd.device.cpu import CpuDevice
+from tests.support.troubled import TroubledDevice
+
+
+@dataclass
+class Passed:
+    """A stamp of a clock that the test sets. `at` None: its stream has not come to it."""
+
+    at: float | None
+
+    @property
+    def passed(self) -> bool:
+        return self.at is not None
+
+    def since(self, earlier: Passed) -> float:
+        assert self.at is not None and earlier.at is not None
+        return self.at - earlier.at
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.trace = Trace(lambda: Passed(self.now))
+
+    def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
+        self.now = start
+        self.trace.begin(track, name, **args)
+        self.now = end
+        self.trace.end(track)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def device() -> Iterator[TroubledDevice]:
+    device = TroubledDevice(1 << 20)
+    yield device
+    device.let_go()
+    device.close()
+
+
+def test_spans_are_told_as_they_began_whenever_they_ended(clock: Clock) -> None:
+    clock.trace.begin("step", "step", rows=2)
+    clock.span("compute", "prologue", 1010, 1030)
+    clock.span("compute", "block 0", 1030, 1075.5)
+    clock.now = 1100
+    clock.trace.end("step")
+    clock.trace.add("copy", "block 1", Passed(1005), Passed(1050), bytes=7)
+    assert clock.trace.spans() == [
+        Span("step", "step", 0.0, 100.0, {"rows": 2}),
+        Span("copy", "block 1", 5.0, 45.0, {"bytes": 7}),
+        Span("compute", "prologue", 10.0, 20.0),
+        Span("compute", "block 0", 30.0, 45.5),
+    ]
+
+
+def test_the_first_to_begin_is_at_0_though_another_was_told_of_before(clock: Clock) -> None:
+    clock.span("compute", "block 0", 1010, 1020)
+    clock.span("copy", "block 1", 990, 1030)
+    assert [(span.name, span.start_us) for span in clock.trace.spans()] == [("block 1", 0.0), ("block 0", 20.0)]
+
+
+def test_what_was_begun_and_never_ended_is_left_out(clock: Clock) -> None:
+    """Its work failed; the next step begins anew."""
+    clock.trace.begin("compute", "block 0")
+    clock.span("compute", "block 1", 1010, 1020)
+    clock.trace.begin("compute", "block 2")
+    assert [span.name for span in clock.trace.spans()] == ["block 1"]
+    assert Clock().trace.spans() == []
+
+
+def test_it_is_passed_when_the_last_of_all_spans_is(clock: Clock) -> None:
+    trace, late, later = clock.trace, Passed(None), Passed(None)
+    assert trace.is_passed
+    clock.span("compute", "block 0", 1010, 1020)
+    trace.add("copy", "block 1", Passed(1000), late)
+    trace.add("copy", "block 2", Passed(1000), later)
+    clock.span("compute", "block 1", 1020, 1030)
+    assert not trace.is_passed
+    later.at = 1001
+    assert not trace.is_passed
+    with pytest.raises(AssertionError):
+        trace.spans()
+    late.at = 1001
+    assert trace.is_passed
+    assert len(trace.spans()) == 4
+
+
+def test_a_device_without_a_trace_records_nothing(device: CpuDevice) -> None:
+    with device.span("compute", "prologue"):
+        device.copy(torch.zeros(4), torch.ones(4)).wait()
+    device.trace = trace = Trace(device.stamp)
+    device.trace = None
+    with device.span("compute", "prologue"):
+        device.copy(torch.zeros(4), torch.ones(4)).wait()
+    assert trace.spans() == []
+
+
+def test_copies_and_compute_of_a_cpu_are_on_one_clock(device: TroubledDevice) -> None:
+    device.trace = trace = Trace(device.stamp)
+    with device.span("compute", "before"):
+        pass
+    device.gate.clear()
+    event = device.copy(torch.zeros(4), torch.ones(4), name="block 3")
+    with device.span("compute", "beside"):
+        assert not trace.is_passed, "the copy waits at the gate"
+    device.let_go()
+    event.wait()
+    with device.span("compute", "after"):
+        pass
+    spans = {span.name: span for span in trace.spans()}
+    before, copy, beside, after = (spans[name] for name in ("before", "block 3", "beside", "after"))
+    assert (copy.track, copy.args, beside.track) == ("copy", {"bytes": 16}, "compute")
+    assert end(before) <= copy.start_us and end(copy) <= after.start_us
+    assert end(beside) < end(copy) and copy.duration_us > 0
+
+
+def test_a_copy_is_of_the_trace_in_which_it_was_queued(device: TroubledDevice) -> None:
+    """However late it happens, and also where it fails."""
+    source = torch.ones(4)
+    device.gate.clear()
+    device.fail(source)
+    device.trace = trace = Trace(device.stamp)
+    broken = device.copy(torch.zeros(4), source, name="broken")
+    device.trace = None
+    sound = device.copy(torch.zeros(4), torch.ones(4), name="of no trace")
+    device.let_go()
+    with pytest.raises(OSError, match="caught fire"):
+        broken.wait()
+    sound.wait()
+    assert [span.name for span in trace.spans()] == ["broken"]
+
+
+def test_work_that_fails_has_no_span(device: CpuDevice) -> None:
+    device.trace = trace = Trace(device.stamp)
+    with pytest.raises(ValueError, match="in mid-way"), device.span("compute", "block 0"):
+        raise ValueError("in mid-way")
+    with device.span("compute", "block 0"):
+        pass
+    assert len(trace.spans()) == 1
+
+
+def test_any_thread_may_copy_meanwhile(device: CpuDevice) -> None:
+    device.trace = trace = Trace(device.stamp)
+    copying = [
+        threading.Thread(target=lambda: [device.copy(torch.zeros(4), torch.ones(4)) for _ in range(50)])
+        for _ in range(4)
+    ]
+    for thread in copying:
+        thread.start()
+    for thread in copying:
+        thread.join()
+    device.synchronize()
+    assert trace.is_passed
+    assert sum(span.track == "copy" for span in trace.spans()) >= 200
+
+
+def end(span: Span) -> float:
+    return span.start_us + span.duration_us

@@ -1,0 +1,118 @@
+"""A trace as a file: what is in it, and what `djinnctl trace` says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from djinn_client import Span, TraceReply
+from djinn_client.protocol import Failure, GetTrace
+from djinnctl.chrome_trace import chrome
+from djinnctl.cli import main
+from tests.support.scripted_daemon import Line, ScriptedDaemon
+from tools.bench import plot
+
+SPANS = [
+    Span("step", "step", 0.0, 900.0, {"model": "m", "rows": 2, "tokens": 2}),
+    Span("copy", "block 1", 10.0, 400.0, {"bytes": 20_000_000}),
+    Span("compute", "prologue", 20.0, 30.0),
+    Span("compute", "block 0", 50.5, 350.25, {"place": "plain"}),
+    Span("paging", "demote", 60.0, 0.0, {"bytes": 7}),
+]
+
+
+@pytest.fixture
+def asked(daemon: ScriptedDaemon) -> list[GetTrace]:
+    """What the daemon is asked; it answers with SPANS, or with none for less than a second."""
+    requests: list[GetTrace] = []
+
+    def answer(line: Line) -> None:
+        line.welcome()
+        request = line.expect(GetTrace)
+        requests.append(request)
+        if request.steps < 1:
+            line.send(Failure(id=request.id, code="invalid_request", message="steps is 0"))
+        else:
+            line.send(TraceReply(id=request.id, device="cuda:0", spans=SPANS if request.seconds >= 1 else []))
+
+    daemon.play(answer)
+    return requests
+
+
+def run(daemon: ScriptedDaemon, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["trace", *arguments, "--address", daemon.address])
+
+
+def test_a_process_a_device_and_a_thread_a_track() -> None:
+    events = chrome(TraceReply(id=0, device="cuda:0", spans=SPANS))["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["cuda:0"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(threads.values()) == ["step", "compute", "copy", "paging"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [(threads[event["tid"]], event["name"], event["ts"], event["dur"]) for event in complete] == [
+        (span.track, span.name, span.start_us, span.duration_us) for span in SPANS
+    ]
+    assert {event["pid"] for event in events} == {0}
+
+
+def test_a_copy_has_its_rate() -> None:
+    events = chrome(TraceReply(id=0, device="cpu", spans=SPANS))["traceEvents"]
+    args = [event["args"] for event in events if event["ph"] == "X"]
+    assert args[1] == {"bytes": 20_000_000, "GB/s": 50.0}
+    assert args[4] == {"bytes": 7}, "what took no time that could be measured has none"
+    assert args[0] == SPANS[0].args
+
+
+def test_the_file_is_what_the_plot_of_a_timeline_reads(
+    daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    result = run(daemon, "-o", str(file))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{file}: 1 steps of cuda:0 in 0.9 ms, 5 spans; https://ui.perfetto.dev shows it\n"
+    assert (asked[0].steps, asked[0].seconds) == (4, 10.0)
+    drawn = plot.spans(json.loads(file.read_text()))
+    assert [(span.lane, span.name) for span in drawn] == [
+        ("copy", "block 1"),
+        ("compute", "prologue"),
+        ("compute", "block 0"),
+    ]
+    assert drawn[2].began_ms == pytest.approx(0.0405) and drawn[2].lasted_ms == pytest.approx(0.35025)
+
+
+def test_as_json_it_says_what_was_written(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
+    file = str(tmp_path / "trace.json")
+    result = run(daemon, "-o", file, "--steps", "9", "--seconds", "1.5", "--json")
+    told = {"file": file, "device": "cuda:0", "steps": 1, "spans": 5, "seconds": 0.0009}
+    assert json.loads(result.stdout) == pytest.approx(told)
+    assert (asked[0].steps, asked[0].seconds) == (9, 1.5)
+
+
+def test_a_device_that_ran_nothing(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = run(daemon, "-o", str(file), "--seconds", "0.5")
+    assert (result.exit_code, result.stdout) == (0, f"{file} is empty: cuda:0 ran no step\n")
+    assert plot.spans(json.loads(file.read_text())) == []
+
+
+def test_a_refusal_writes_nothing(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = run(daemon, "-o", str(file), "--steps", "0")
+    assert (result.exit_code, result.stderr) == (1, "djinnctl: steps is 0\n")
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_written(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
+    result = run(daemon, "-o", str(tmp_path / "nowhere" / "trace.json"))
+    assert result.exit_code == 1
+    assert "No such file or directory" in result.stderr
+
+
+def test_no_daemon_and_wrong_usage(tmp_path: Path) -> None:
+    for arguments in (("-o", str(tmp_path)), ("--steps", "some"), ("--seconds", "long"), ("m",)):
+        assert CliRunner().invoke(main, ["trace", *arguments]).exit_code == 2, arguments
+    result = CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "t.json"), "--address", "/nowhere/s"])
+    assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])

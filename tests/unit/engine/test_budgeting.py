@@ -1,0 +1,410 @@
+"""Budgets that change between the steps of sessions that generate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinn_client.errors import OutOfMemory
+from djinnd import messages
+from djinnd.core.session import Session
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.budgeting import change_budget
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.weights.plan import Place
+from tests.support import reference
+from tests.support.checkpoints import altered, cast
+from tests.support.engine_thread import EngineThread
+from tests.support.loaded import MEMORY, Served, random_prompt
+from tests.support.models import reduced_model
+
+VOCAB = 512
+FOLDER = reduced_model("llama-3.1")
+WISH = 24  # tokens that each session generates
+
+
+@pytest.fixture(scope="module")
+def sixteen_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bf16") / "m"
+    return altered(folder, "llama-3.1", lambda tensors: cast(tensors, torch.bfloat16))
+
+
+@contextmanager
+def serving(folder: Path = FOLDER, memory: int = MEMORY, **options: object) -> Iterator[Served]:
+    device = CpuDevice(memory)
+    with Served(folder, device, **options) as served:  # type: ignore[arg-type]
+        yield served
+    assert device.budget.used == 0
+    device.close()
+
+
+def set_budget(served: Served, total: int) -> None:
+    """And finds everything in order."""
+    runner, device = served.runner, served.device
+    change_budget(device, [runner], served.scheduler, total)
+    assert device.budget.total == total
+    device.budget.check_integrity()
+    served.scheduler.check_integrity()
+    runner.model.residency.check_integrity()
+    assert device.budget.used == runner.nbytes <= total
+    assert runner.model.pool.nbytes == runner.pool_bytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
+
+
+def least(served: Served) -> int:
+    with pytest.raises(OutOfMemory) as told:
+        change_budget(served.device, [served.runner], served.scheduler, 1)
+    needed: int = told.value.data["needed"]
+    return needed
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    chance = random.Random(longest)
+    return [random_prompt(chance.randint(1, longest), VOCAB, seed) for seed in range(count)]
+
+
+def begin(served: Served, texts: list[list[int]], wish: int = WISH) -> list[Session]:
+    sessions = [served.open() for _ in texts]
+    for session, text in zip(sessions, texts, strict=True):
+        served.submit(session, text, max_tokens=wish)
+    return sessions
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(seed: int) -> None:
+    """In float32, beside transformers: with blocks that come and go and sessions that lose their pages."""
+    chance, texts = random.Random(seed), prompts(16, 400)
+    with serving(max_batch_tokens=128) as served:
+        sessions = begin(served, texts)
+        seen: set[int] = set()
+        lost = 0
+        while served.step() is not None:
+            if chance.random() < 0.3:
+                held = {s.id for s in sessions if s.computed}
+                room = chance.choice([0, 1 << 18, 1 << 19, 1 << 20, 1 << 22, 1 << 24, MEMORY - least(served)])
+                set_budget(served, least(served) + chance.randint(0, room))
+                seen.add(served.runner.places.count(Place.STREAMED))
+                lost += len([s for s in sessions if s.id in held and not s.computed])
+        assert len(seen) >= 3 and lost > 0
+        for session, text in zip(sessions, texts, strict=True):
+            assert session.tokens == text + reference.greedy(FOLDER, text, WISH)
+
+
+def test_in_bfloat16_blocks_may_be_plain_packed_or_streamed_meanwhile_and_no_bit_changes(sixteen_bit: Path) -> None:
+    """With the same batches, so that products are tiled alike: no budget here takes a page from a session."""
+    texts = prompts(16, 200)
+    with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
+        undisturbed = begin(served, texts)
+        served.run()
+    chance = random.Random(0)
+    with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
+        sessions = begin(served, texts)
+        served.step()
+        needed = least(served) + 14 * served.runner.plan.page_bytes  # a page each
+        seen: set[Place] = set()
+        while served.step() is not None:
+            begun = [session for session in sessions if session.computed]
+            set_budget(served, needed + chance.randint(0, 300 << 10))
+            seen |= set(served.runner.places.places)
+            assert all(session.computed for session in begun)
+        assert seen == set(Place)
+        assert [s.tokens for s in sessions] == [s.tokens for s in undisturbed]
+
+
+def test_sessions_that_begin_after_a_change_are_served_as_well() -> None:
+    with serving() as served:
+        for total in (least(served), MEMORY, least(served) + (1 << 20)):
+            set_budget(served, total)
+            text = random_prompt(300, VOCAB, 5)
+            (session,) = begin(served, [text], 4)
+            served.run()
+            assert session.tokens[300:] == reference.greedy(FOLDER, text, 4)
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_taken_comes_back(sixteen_bit: Path) -> None:
+    with serving(sixteen_bit, dtype="bfloat16") as served:
+        (session,) = begin(served, prompts(1, 100))
+        served.step()
+        places, pages = served.runner.places.places, served.runner.plan.num_pages
+        assert places == (Place.PLAIN,) * 4
+        set_budget(served, least(served))
+        assert served.runner.places.count(Place.STREAMED) == 4 and served.runner.plan.num_pages < pages
+        set_budget(served, MEMORY)
+        assert served.runner.places.places == places and served.runner.plan.num_pages >= pages
+        served.run()
+        assert len(session.tokens) > WISH
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_less_than_the_least_is_refused_with_a_figure_that_then_does(sixteen_bit: Path, dtype: str) -> None:
+    with serving(sixteen_bit, dtype=dtype) as served:
+        sessions = begin(served, prompts(16, 600))
+        for _ in range(3):
+            served.step()
+        needed = least(served)
+        before = (served.runner.places, served.runner.plan, served.device.budget.used, served.device.budget.total)
+        with pytest.raises(OutOfMemory, match=r"a budget of .* is too small: .* loaded need") as told:
+            set_budget(served, needed - 1)
+        assert told.value.data == {"needed": needed, "budget": needed - 1}
+        assert before == (
+            served.runner.places,
+            served.runner.plan,
+            served.device.budget.used,
+            served.device.budget.total,
+        )
+        set_budget(served, needed)
+        served.run()
+        assert all(session.request is None for session in sessions)
+
+
+def test_in_the_least_the_longest_session_that_there_is_can_come_to_its_end() -> None:
+    texts = [random_prompt(900, VOCAB, 1), random_prompt(30, VOCAB, 2)]
+    with serving(max_batch_tokens=128) as served:
+        long, short = begin(served, texts, wish=200)
+        served.step()
+        set_budget(served, least(served))
+        assert served.runner.kv.capacity_tokens >= 1100
+        served.run()
+        assert (len(long.tokens), len(short.tokens)) == (1100, 230)
+
+
+def test_a_session_that_may_go_on_for_ever_needs_no_more_than_the_pool_has() -> None:
+    with serving() as served:
+        (session,) = begin(served, prompts(1, 50), wish=(1 << 31) - 1)
+        served.step()
+        limit = served.scheduler._queues["m"].limit
+        assert served.scheduler.reach("m") == limit < 1 << 20
+        set_budget(served, least(served))
+        served.step()
+        served.scheduler.cancel(session.request.id)  # type: ignore[union-attr]
+
+
+def test_nobody_is_there() -> None:
+    with serving() as served:
+        for total in (least(served), MEMORY, least(served) + 12345, MEMORY):
+            set_budget(served, total)
+        assert served.runner.places.places == (Place.PLAIN,) * 4
+
+
+def test_idle_sessions_give_up_their_pages_before_those_that_run() -> None:
+    with serving() as served:
+        idle = begin(served, [random_prompt(500, VOCAB, n) for n in range(6)], 1)
+        served.run()
+        (running,) = begin(served, [random_prompt(700, VOCAB, 9)])
+        served.step()
+        computed = running.computed
+        set_budget(served, least(served))
+        assert running.computed == computed
+        assert sum(session.computed > 0 for session in idle) < 6
+        served.run()
+        assert running.tokens[700:] == reference.greedy(FOLDER, running.tokens[:700], WISH)
+
+
+def test_pages_that_were_asked_for_stay_as_many_where_they_can(sixteen_bit: Path) -> None:
+    with serving() as served:
+        served.runner.load.kv_bytes = 8 << 20
+        set_budget(served, MEMORY - 1)
+        set_budget(served, MEMORY)
+        assert served.runner.pool_bytes >= 8 << 20
+
+
+def test_a_model_without_a_copy_on_the_host_gives_up_pages_but_no_block() -> None:
+    with serving() as served:
+        served.runner.weights.release_host(served.device)
+        (session,) = begin(served, prompts(1, 100))
+        served.step()
+        needed = least(served)
+        set_budget(served, needed)
+        assert served.runner.places.places == (Place.PLAIN,) * 4
+        with pytest.raises(OutOfMemory):
+            set_budget(served, needed - 1)
+        served.run()
+        set_budget(served, MEMORY)
+        assert session.tokens[-WISH:] == reference.greedy(FOLDER, session.tokens[:-WISH], WISH)
+
+
+def test_more_than_before_is_there_when_blocks_move() -> None:
+    with serving(memory=MEMORY) as served:
+        set_budget(served, 2 * MEMORY)
+        assert served.device.budget.total == 2 * MEMORY
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def written(served: Served, count: int, tokens: int) -> dict[str, Tensor]:
+    """So many sessions that hold pages of random bytes. → what each has in its pages."""
+    kv, pool = served.runner.kv, served.runner.model.pool
+    for number in range(count):
+        session = served.open(tenant=number)
+        session.tokens = [1] * tokens
+        kv.reserve(session.id, session.tenant, tokens)
+        session.computed = tokens
+    with torch.inference_mode():  # as all that writes there
+        pool[1:].copy_(torch.randn(pool[1:].shape))
+    return contents(served)
+
+
+def contents(served: Served) -> dict[str, Tensor]:
+    kv = served.runner.kv
+    return {name: served.runner.model.pool[kv.pages_of(name)].clone() for name in kv.sessions}
+
+
+def same_pages(served: Served, wanted: dict[str, Tensor]) -> bool:
+    found = contents(served)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def resize(runner: ModelRunner, num_pages: int) -> None:
+    runner.move(runner.places, num_pages)
+    runner.kv.check_integrity()
+    assert runner.plan.num_pages == num_pages and runner.device.budget.used == runner.nbytes
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["beside the old pool", "by way of the host"])
+@pytest.mark.parametrize("held", [0, 1, 40])
+def test_pages_keep_their_bytes_and_all_others_are_zeroed(room: bool, held: int) -> None:
+    with serving() as served:
+        runner, budget = served.runner, served.device.budget
+        resize(runner, 100)
+        for name in list(runner.kv.sessions):
+            runner.kv.drop(name)
+        wanted = written(served, held, 300)
+        served.scheduler.close(next(iter(wanted))) if held > 1 else None  # leaves a hole
+        wanted = contents(served)
+        page = runner.plan.page_bytes
+        for num_pages in (99, 90, 100, 81 if held else 2, 130):
+            reserved = (
+                budget.free - max(0, num_pages - runner.plan.num_pages) * page - (num_pages * page if room else 0)
+            )
+            budget.reserve("somebody else", max(0, reserved))
+            runner.move(runner.places, num_pages)
+            budget.release("somebody else")
+            assert runner.plan.num_pages == num_pages and budget.used == runner.nbytes
+            served.scheduler.check_integrity()
+            assert same_pages(served, wanted)
+            kept = [page for name in wanted for page in runner.kv.pages_of(name)]
+            others = [page for page in range(1, num_pages) if page not in kept]
+            assert not bool(runner.model.pool[others].any())
+        for index, paged in enumerate(runner.model.paged):
+            assert paged.keys.data_ptr() == runner.model.pool[:, index, 0].data_ptr()
+
+
+def test_a_page_that_changes_its_tenant_after_a_move_is_zeroed() -> None:
+    with serving() as served:
+        runner = served.runner
+        resize(runner, 20)
+        written(served, 8, 500)
+        for session in list(served.scheduler.sessions())[:6]:
+            served.scheduler.close(session.id)
+        runner.kv.reserve("heir", tenant=99, tokens=600)  # pages of others, not zeroed yet
+        resize(runner, 14)
+        with torch.inference_mode():
+            runner.model.zero_pages(runner.kv.take_stale())
+        assert not bool(runner.model.pool[runner.kv.pages_of("heir")].any())
+        runner.kv.drop("heir")
+
+
+def test_fewer_pages_than_are_held_is_our_fault() -> None:
+    with serving() as served:
+        written(served, 4, 300)
+        with pytest.raises(AssertionError, match="8 pages are held"):
+            served.runner.move(served.runner.places, 8)
+
+
+# --- through the engine ----------------------------------------------------------------------------------------------
+
+
+def set_through(engine: EngineThread, total: int) -> messages.FromEngine:
+    """While nothing runs."""
+    request = engine.number()
+    engine.send(messages.SetBudget(request, total))
+    reply = engine.until(messages.BudgetSet | messages.Failed)  # type: ignore[arg-type]
+    assert reply.request == request
+    return reply
+
+
+def test_budgets_are_set_while_requests_run_and_each_is_answered() -> None:
+    """Whenever the message comes: tokens stay as they would have been."""
+    chance, texts = random.Random(1), prompts(16, 300)
+    with EngineThread(max_batch_tokens=128) as engine:
+        engine.loaded(FOLDER)
+        refusal = set_through(engine, 1)
+        assert isinstance(refusal, messages.Failed) and refusal.code == "out_of_memory"
+        needed = refusal.data["needed"] + (4 << 20)
+        runs = [engine.run_message(f"s{n}", text, WISH) for n, text in enumerate(texts)]
+        for n in range(16):
+            engine.open(f"s{n}")
+        engine.send(*runs)
+        tokens: dict[int, list[int]] = {run.request: [] for run in runs}
+        ended: dict[int, messages.FromEngine] = {}
+        asked: dict[int, int] = {}
+        while len(ended) < 16:
+            message = engine.receive()
+            if isinstance(message, messages.Stepped):
+                for token in message.tokens:
+                    tokens[token.request].append(token.token)
+                if chance.random() < 0.3:
+                    total = chance.choice([needed, needed + chance.randint(0, 1 << 22), MEMORY])
+                    asked[request := engine.number()] = total
+                    engine.send(messages.SetBudget(request, total))
+            elif isinstance(message, messages.BudgetSet):
+                assert message.budget_bytes == asked.pop(message.request) >= message.used_bytes
+                (info,) = message.models
+                assert info.blocks_plain + info.blocks_streamed == 4 and message.seconds >= 0
+            else:
+                ended[message.request] = message  # type: ignore[union-attr]
+        for _ in range(len(asked)):
+            engine.until(messages.BudgetSet)
+        for run, text in zip(runs, texts, strict=True):
+            assert isinstance(ended[run.request], messages.Finished), ended[run.request]
+            assert tokens[run.request] == reference.greedy(FOLDER, text, WISH)
+        report = engine.report()
+        assert report.used_bytes <= report.budget_bytes
+
+
+def test_two_models_share_a_smaller_budget() -> None:
+    text, folders = random_prompt(40, VOCAB, 3), {"m": FOLDER, "n": reduced_model("qwen3")}
+    with EngineThread() as engine:
+        for name, folder in folders.items():
+            engine.loaded(folder, name, kv_bytes=64 << 20)
+            engine.open(name, name)
+        refusal = set_through(engine, 1)
+        assert isinstance(refusal, messages.Failed)
+        needed = refusal.data["needed"]
+        assert isinstance(set_through(engine, needed - 1), messages.Failed)
+        for total in (needed, MEMORY, needed + (1 << 20), needed, MEMORY):
+            reply = set_through(engine, total)
+            assert isinstance(reply, messages.BudgetSet) and reply.used_bytes <= reply.budget_bytes == total
+            streamed = sum(info.blocks_streamed for info in reply.models)
+            assert streamed == {needed: 8, MEMORY: 0}.get(total, streamed)
+            for name, folder in folders.items():
+                tokens, _ = engine.outcome(engine.run(name, text, 6))
+                assert tokens == reference.greedy(folder, text, 6)
+                engine.send(messages.Truncate(name, 0))
+            engine.report()
+
+
+def test_while_a_model_is_loaded_the_budget_stays() -> None:
+    with EngineThread() as engine:
+        seen: list[messages.FromEngine] = []
+
+        def grant(need: messages.NeedArena) -> messages.ArenaReady:
+            seen.append(set_through(engine, MEMORY // 2))
+            return engine.grant(need)
+
+        engine.loaded(FOLDER, grant=grant)
+        (reply,) = seen
+        assert isinstance(reply, messages.Failed) and "is being loaded" in reply.message
+        assert isinstance(set_through(engine, MEMORY // 2), messages.BudgetSet)

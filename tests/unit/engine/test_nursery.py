@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.support.models import REPOSITORY
+
+# Imports what the nursery imports, says whether it may fork then, and what the engine imports after that.
+CODE = """
+import json, os, random, sys
+from djinnd.engine.nursery import LIBRARIES, import_libraries, reseed, unfit
+before = dict(os.environ)
+import_libraries(LIBRARIES)
+assert dict(os.environ) == before
+reason, libraries = unfit(), sorted(sys.modules)
+print(json.dumps([reason, libraries]), flush=True)
+import numpy, torch
+for _ in range(2):
+    if not os.fork():
+        reseed()
+        print(json.dumps([torch.rand(1).item(), numpy.random.rand(), random.random()]), flush=True)
+        os._exit(0)
+    os.wait()
+import djinnd.engine.__main__, djinnd.engine.engine, djinnd.device.cpu, djinnd.device.cuda
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_the_libraries_may_be_forked_and_are_all_that_an_engine_needs_beside_its_own() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "OPENBLAS_"))}
+    told = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, env=environ, capture_output=True, check=True)
+    (reason, libraries), one, other, modules = map(json.loads, told.stdout.splitlines())
+    assert reason == ""
+    assert not [name for name in libraries if name.startswith(("djinnd.model", "djinnd.device", "djinnd.weights"))]
+    more = {name.partition(".")[0] for name in set(modules) - set(libraries)}
+    assert not more & {"torch", "transformers", "triton", "safetensors", "click"}
+    assert not set(one) & set(other), "forks draw numbers of their own"
+
+
+def test_threads_and_devices_make_it_unfit() -> None:
+    code = (
+        "import threading, time; from djinnd.engine.nursery import unfit; print(unfit())\n"
+        "threading.Thread(target=time.sleep, args=[30], daemon=True).start(); print(unfit())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    assert told.stdout.splitlines() == ["", "importing the libraries has started 1 threads"]

@@ -1,0 +1,147 @@
+"""What is recorded and when it is answered: with a clock that the test sets, and in a real engine that streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from djinn_client.protocol import Placing, Span
+from djinnd import messages
+from djinnd.core.batch import Batch, Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.engine.tracing import Tracer
+from tests.support.engine_thread import EngineThread
+from tests.support.traces import check_streaming
+from tests.support.troubled import TroubledDevice
+
+
+def batch(*counts: int) -> Batch:
+    rows = []
+    for number, count in enumerate(counts):
+        session = Session(f"s{number}", "m", 0, "agent")
+        request = Request(id=number, first=0, prompt_end=count, max_tokens=1)
+        rows.append(Row(session, request, 0, count, 0, 1, samples=True))
+    return Batch("m", tuple(rows), 0)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.device = TroubledDevice(1 << 20)
+        self.now = 0.0
+        self.sent: list[messages.Traced | messages.Failed] = []
+        self.tracer = Tracer(self.device, self.sent.append, lambda: self.now)
+
+    def step(self, *counts: int) -> None:
+        with self.tracer.step(batch(*counts)), self.device.span("compute", "block 0"):
+            self.device.copy(torch.zeros(4), torch.ones(4), name="block 1")
+        self.tracer.answer()
+
+    def spans(self) -> list[Span]:
+        """Of the only answer so far."""
+        (answer,) = self.sent
+        assert isinstance(answer, messages.Traced) and answer.request == 7
+        return answer.spans
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.device.let_go()
+    scene.device.close()
+
+
+def test_so_many_steps_are_recorded_and_no_more(scene: Scene) -> None:
+    scene.step(1)
+    scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
+    scene.step(1, 1, 30)
+    assert scene.sent == []
+    scene.step(1)
+    scene.step(1, 1)
+    scene.device.synchronize()
+    scene.tracer.answer()
+    steps = [span.args for span in scene.spans() if span.track == "step"]
+    assert steps == [{"model": "m", "rows": 3, "tokens": 32}, {"model": "m", "rows": 1, "tokens": 1}]
+    assert sorted(span.track for span in scene.spans()) == ["compute", "compute", "copy", "copy", "step", "step"]
+    scene.tracer.answer()
+    assert len(scene.sent) == 1
+
+
+def test_a_trace_ends_with_what_there_is_when_its_time_is_up(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=4, seconds=10))
+    scene.step(1)
+    scene.device.synchronize()
+    scene.now = 9.9
+    scene.tracer.answer()
+    assert scene.sent == []
+    scene.now = 10.0
+    scene.tracer.answer()
+    assert [span.track for span in scene.spans()].count("step") == 1
+
+
+def test_an_idle_engine_answers_with_nothing(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=4, seconds=10))
+    scene.now = 10.0
+    scene.tracer.answer()
+    assert scene.spans() == []
+
+
+def test_the_answer_comes_when_the_last_copy_has_happened(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
+    scene.device.gate.clear()
+    scene.step(1)
+    scene.now = 11.0
+    scene.tracer.answer()
+    assert scene.sent == [], "the copy waits at the gate"
+    scene.step(1)  # is not recorded, and does not wait for the trace
+    scene.device.let_go()
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert [span.name for span in scene.spans() if span.track == "copy"] == ["block 1"]
+
+
+def test_another_trace_meanwhile_is_refused_and_afterwards_is_not(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
+    scene.now = 3.0
+    scene.tracer.start(messages.Trace(8, steps=1, seconds=10))
+    refusal = "another trace is being recorded, for up to 7.0 s more: try again then"
+    assert scene.sent == [messages.Failed(8, "retry", refusal, {"seconds": 7.0})]
+    scene.sent.clear()
+    scene.step(1)
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert len(scene.spans()) == 3
+    scene.tracer.start(messages.Trace(9, steps=1, seconds=10))
+    assert len(scene.sent) == 1
+
+
+def test_a_step_that_fails_counts_and_has_no_span(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
+    with pytest.raises(RuntimeError, match="in mid-way"), scene.tracer.step(batch(1)):
+        raise RuntimeError("in mid-way")
+    assert scene.device.trace is None
+    scene.step(1)
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert [span.track for span in scene.spans()].count("step") == 1
+
+
+# --- in an engine that streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "placing",
+    [
+        Placing(resident=1, packing=False),
+        Placing(resident=1, slots=2, piece_bytes=20_000),
+        Placing(resident=1, prefetch=False),
+        Placing(resident=4),
+    ],
+    ids=["plain", "two slots in pieces", "no prefetch", "half"],
+)
+def test_each_streamed_block_travels_once_a_step_and_never_where_one_computes(placing: Placing) -> None:
+    with EngineThread() as engine:
+        check_streaming(engine, placing, steps=3, rounding_us=1e-3)

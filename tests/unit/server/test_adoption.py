@@ -1,0 +1,223 @@
+"""What a daemon makes of the arena that others have left. Owners are other descriptors or other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import posix_ipc
+import pytest
+
+from djinnd.server.arena import Arena
+from djinnd.server.arena_header import HEADER_BYTES, Header, State, start_ticks
+
+ROOT = Path(__file__).parents[3]
+FINGERPRINT = "ab" * 32
+OWNER = """
+import sys, time
+from djinnd.server.arena import Arena
+
+arena = Arena(sys.argv[1])
+for model in sys.argv[2:]:
+    print(arena.grant(model, 4096, "ab" * 32).name, flush=True)
+    arena.complete(model)
+print("complete", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def state(tmp_path):
+    path = tmp_path / "state"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def successor(state):
+    arena = Arena(str(state))
+    yield arena
+    arena.close()
+
+
+def path_of(name):
+    return Path("/dev/shm", name.removeprefix("/"))
+
+
+def header_of(name):
+    return Header.unpack(path_of(name).read_bytes())
+
+
+def left_by(folder, **changes):
+    """The name of an object that an arena with that state directory has left; `changes` to its header, or its
+    `size`. It holds W's."""
+    size = changes.pop("size", None)
+    arena = Arena(str(folder))
+    name = arena.grant(changes.get("model", "llama"), 4096, FINGERPRINT).name
+    with path_of(name).open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(b"W" * 4096)
+    arena.complete(changes.get("model", "llama"))
+    arena.leave()
+    header = header_of(name)._replace(pid=1 << 22, **changes)
+    with path_of(name).open("r+b") as file:
+        file.write(header.pack())
+    if size is not None:
+        os.truncate(path_of(name), size)
+    return name
+
+
+def test_what_is_complete_is_adopted_and_granted_as_it_is(state, successor):
+    name = left_by(state)
+    assert successor.adopt() == ["llama"]
+    assert (successor.models, successor.nbytes, successor.findings()) == ({"llama"}, HEADER_BYTES + 4096, [])
+    header = header_of(name)
+    assert (header.pid, header.start_ticks) == (os.getpid(), start_ticks(os.getpid()))
+    grant = successor.grant("llama", 4096, FINGERPRINT)
+    assert grant.complete and grant.name == name
+    assert header_of(name).generation == header.generation + 1
+    assert path_of(name).read_bytes()[grant.offset :] == b"W" * 4096
+    successor.close()
+    assert not path_of(name).exists()
+
+
+@pytest.mark.parametrize(("nbytes", "fingerprint"), [(8192, FINGERPRINT), (4096, "cd" * 32)])
+def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, successor, caplog, nbytes, fingerprint):
+    before = path_of(left_by(state)).stat()
+    successor.adopt()
+    with caplog.at_level("INFO"):
+        grant = successor.grant("llama", nbytes, fingerprint)
+    assert not grant.complete
+    assert not os.path.samestat(path_of(grant.name).stat(), before)
+    assert b"W" not in path_of(grant.name).read_bytes()[HEADER_BYTES:]
+    assert "model=llama reason=the checkpoint or its layout has changed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"state": State.FILLING}, "llama was not read to its end"),
+        ({"version": 1}, "arena version 1, this daemon knows 2"),
+        ({"state": 7}, "7 is not a valid State"),
+        ({"size": HEADER_BYTES + 100}, "it has 4,196 bytes and should have 8,192"),
+        ({"payload": 1 << 40}, "it has 8,192 bytes and should have"),
+        ({"state_dir": "/nowhere/at/all"}, "its daemon's state directory /nowhere/at/all is gone"),
+    ],
+)
+def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor, caplog, changes, why):
+    name = left_by(state, **changes)
+    with caplog.at_level("INFO"):
+        assert successor.adopt() == []
+    assert not path_of(name).exists()
+    assert why in caplog.text
+
+
+def test_of_two_of_one_model_one_is_adopted_and_the_other_removed(state, successor):
+    names = [left_by(state) for _ in range(2)]
+    assert successor.adopt() == ["llama"]
+    assert [path_of(name).exists() for name in sorted(names)] == [True, False]
+
+
+def test_what_a_daemon_with_another_state_directory_has_left_waits_for_its_successor(state, successor, tmp_path):
+    name = left_by(tmp_path)
+    assert successor.adopt() == []
+    assert path_of(name).exists()
+    other = Arena(str(tmp_path))
+    assert other.adopt() == ["llama"]
+    other.close()
+
+
+def test_what_is_no_arena_stays(successor):
+    name = "/djinnd-1-of-somebody-else"
+    memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
+    try:
+        assert successor.adopt() == []
+        assert path_of(name).exists()
+    finally:
+        memory.close_fd()
+        posix_ipc.unlink_shared_memory(name)
+
+
+def test_a_link_is_not_followed(successor, tmp_path):
+    link = path_of("/djinnd-link")
+    (tmp_path / "target").write_bytes(b"DJARENA1" + bytes(8192))
+    link.symlink_to(tmp_path / "target")
+    try:
+        assert successor.adopt() == []
+        assert link.is_symlink()
+    finally:
+        link.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may own another user's object")
+def test_an_object_of_another_user_is_not_adopted_whatever_its_header_says(state, successor):
+    name = left_by(state)
+    os.chown(path_of(name), 65534, 65534)
+    assert successor.adopt() == []
+    assert not path_of(name).exists()
+
+
+def test_what_an_owner_has_is_left_alone_until_the_kernel_says_that_it_is_gone(state, successor):
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(state), "a", "b"], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as owner:
+        names = [owner.stdout.readline().strip() for _ in range(2)]
+        assert owner.stdout.readline() == "complete\n"
+        assert successor.adopt() == []
+        owner.send_signal(signal.SIGKILL)
+    assert sorted(successor.adopt()) == ["a", "b"]
+    assert all(path_of(name).exists() for name in names)
+
+
+def test_of_two_that_start_at_once_one_adopts(state):
+    """Each in a process of its own, released at the same moment, and both look at every object."""
+    count = 20
+    names = [left_by(state, model=f"m{number}") for number in range(count)]
+    code = (
+        "import sys; from djinnd.server.arena import Arena; arena = Arena(sys.argv[1]); print('ready', flush=True);"
+        "input(); print(*arena.adopt(), flush=True); input(); arena.close()"
+    )
+    command = [sys.executable, "-c", code, str(state)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        both = (one, other)
+        for process in both:
+            assert process.stdout.readline() == "ready\n"
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        adopted = [process.stdout.readline().split() for process in both]
+        assert sorted(adopted[0] + adopted[1]) == sorted(f"m{number}" for number in range(count))
+        assert all(path_of(name).exists() for name in names)
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.close()
+    assert not any(path_of(name).exists() for name in names)
+
+
+def test_who_loses_an_object_between_look_and_lock_does_not_get_it(state, successor, monkeypatch):
+    """Its name is gone then, and what the descriptor leads to is nobody's."""
+    name = left_by(state)
+    real = os.pread
+
+    def removed_meanwhile(fd, size, offset):
+        data = real(fd, size, offset)
+        path_of(name).unlink(missing_ok=True)
+        return data
+
+    monkeypatch.setattr(os, "pread", removed_meanwhile)
+    assert successor.adopt() == []
+    assert successor.models == set()
+
+
+def test_leaving_keeps_what_is_complete_and_nothing_else(state, successor):
+    arena = Arena(str(state))
+    whole, half = arena.grant("whole", 4096, FINGERPRINT), arena.grant("half", 4096, FINGERPRINT)
+    arena.complete("whole")
+    arena.leave()
+    assert (path_of(whole.name).exists(), path_of(half.name).exists()) == (True, False)
+    assert arena.models == set() and arena.nbytes == 0
+    assert successor.adopt() == ["whole"], "no lock is left either"

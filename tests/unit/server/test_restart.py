@@ -1,0 +1,304 @@
+"""A daemon that succeeds itself, and what it finds then. The scripted engine asserts that what it is told is complete
+has the bytes that an engine before it wrote."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client import Client, errors
+from djinn_client.protocol import Done, Generate, Generated, GetStatus, OpenSession, Piece, Restart
+from tests.support.engine import Script
+from tests.support.served import ROOT, Served, Wire, is_listening, wait_for
+from tests.support.serving import TINY
+
+
+def starts(daemon):
+    return daemon.log.count("djinnd_starting")
+
+
+def restart(daemon, warm=True):
+    """Returns when the successor's engine is ready."""
+    before = daemon.log.count("djinnd_ready")
+    with daemon.client() as client:
+        wait_for(lambda: client.status().state == "ready")
+        client.restart(warm=warm)
+    wait_for(lambda: daemon.log.count("djinnd_ready") == before + 1)
+
+
+def inodes(daemon):
+    return [os.stat(f"/dev/shm/{name}").st_ino for name in daemon.arena()]
+
+
+def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_again(serve):
+    daemon = serve()
+    djinn.load("djinn-tiny", address=daemon.address)
+    before, listener = inodes(daemon), os.stat(daemon.address).st_ino
+    with Wire(daemon.address) as wire:
+        lost = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
+        assert wire.ask(Restart(id=1, warm=True)) == Done(id=1)
+        assert wire.reply() is None, "the connection is closed, after the answer"
+        with daemon.client() as client:  # waits in the queue of the same socket
+            wait_for(lambda: client.status().state == "ready")
+            told = []
+            client.load("djinn-tiny", on_progress=lambda progress: told.append(progress.stage))
+            status = client.status(check=True)
+            assert (status.pid, status.integrity) == (daemon.process.pid, [])
+            with pytest.raises(errors.SessionNotFound):
+                client.close_session(lost)
+        assert "filled" not in told
+    assert (inodes(daemon), os.stat(daemon.address).st_ino) == (before, listener)
+    assert (starts(daemon), daemon.log.count("arena_adopted")) == (2, 1)
+
+
+def test_a_cold_restart_keeps_no_blocks(serve):
+    daemon = serve()
+    djinn.load("djinn-tiny", address=daemon.address)
+    restart(daemon, warm=False)
+    with daemon.client() as client:
+        assert client.status().models[0].state == "available"
+        assert daemon.arena() == []
+        client.load("djinn-tiny")
+    assert "arena_adopted" not in daemon.log
+
+
+def test_restarts_one_after_the_other(serve):
+    daemon = serve()
+    djinn.load("djinn-tiny", address=daemon.address)
+    for _ in range(4):
+        restart(daemon)
+        djinn.load("djinn-tiny", address=daemon.address)
+    with daemon.client() as client:
+        wait_for(lambda: client.status().connections == 1)
+        status = client.status(check=True)
+        assert (status.integrity, status.connections) == ([], 1)
+        fds = os.listdir(f"/proc/{daemon.process.pid}/fd")
+    assert daemon.log.count("arena_adopted") == 4
+    assert len(fds) < 32, "descriptors pile up"
+
+
+def test_what_runs_may_finish_before_a_restart_and_nothing_new_begins(serve):
+    daemon = serve(gated=True)
+    with Wire(daemon.address) as wire, Wire(daemon.address) as admin:
+        session = wire.ask(OpenSession(id=1, model="djinn-tiny"))
+        while not hasattr(session, "session"):
+            session = wire.reply()
+        wire.send(Generate(id=2, session=session.session.id, token_ids=[5], max_tokens=3, stream=True))
+        daemon.step()
+        assert isinstance(wire.reply(), Piece)
+        assert admin.ask(Restart(id=1, warm=True)) == Done(id=1)
+        assert admin.ask(GetStatus(id=2)).state == "draining"
+        assert admin.ask(OpenSession(id=3, model="djinn-tiny")).code == "shutting_down"
+        assert admin.ask(Restart(id=4)).code == "shutting_down"
+        daemon.step(2)
+        replies = [wire.reply(), wire.reply(), wire.reply()]
+        assert isinstance(replies[-1], Generated) and replies[-1].finish_reason == "length"
+    wait_for(lambda: starts(daemon) == 2)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_signal_while_it_drains_for_a_restart_makes_it_a_stop(serve, warm):
+    daemon = serve(gated=True)
+    djinn.load("djinn-tiny", address=daemon.address)
+    with Wire(daemon.address) as wire, Wire(daemon.address) as admin:
+        session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2, stream=True))
+        daemon.step()
+        assert isinstance(wire.reply(), Piece)
+        assert admin.ask(Restart(id=1, warm=warm)) == Done(id=1)
+        daemon.signal(signal.SIGTERM)
+        wait_for(lambda: "restart_given_up" in daemon.log)
+        daemon.step()
+        assert isinstance(wire.reply(), Piece) and isinstance(wire.reply(), Generated)
+        assert daemon.process.wait(30) == 0
+    assert starts(daemon) == 1
+    assert daemon.left_behind() == []
+
+
+def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
+    """It is blocked from the moment at which the first has no ear for it; here it comes just before the exec."""
+    daemon = Served(folder)
+    code = (
+        "import os, signal, sys; sys.argv = sys.argv[1:]\n"
+        "import djinnd.server.succession as succession\n"
+        "real = succession.succeed\n"
+        "def late(given):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    real(given)\n"
+        "succession.succeed = late\n"
+        "from pathlib import Path\n"
+        "from tests.support.served import main\n"
+        "main(*map(Path, sys.argv))\n"
+    )
+    config, script = daemon.write_files()
+    with daemon.log_path.open("ab") as log:
+        command = [sys.executable, "-c", code, str(config), str(script)]
+        daemon.process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
+    wait_for(lambda: is_listening(daemon.address))
+    with ExitStack() as stack:
+        stack.callback(daemon.process.kill)  # where an assertion fails
+        with daemon.client() as client:
+            client.load("djinn-tiny")
+            client.restart(warm=True)
+        assert daemon.process.wait(30) == 0, daemon.log
+    assert starts(daemon) == 2
+    assert daemon.left_behind() == []
+
+
+def test_only_an_administrator_may_restart(serve, folder):
+    """Another user, by SO_PEERCRED."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may speak as another user")
+    daemon = serve()
+    os.chmod(daemon.folder, 0o755)
+    os.chmod(daemon.address, 0o666)
+    os.seteuid(65534)
+    try:
+        wire = Wire(daemon.address)
+    finally:
+        os.seteuid(0)
+    with wire:
+        refused = wire.ask(Restart(id=1, warm=True))
+    assert (refused.code, refused.message) == ("not_permitted", "only an administrator may restart the daemon")
+    assert starts(daemon) == 1
+
+
+def test_what_systemd_hears_of_a_restart_and_its_socket_stays(folder):
+    """sd_notify(3): RELOADING with the time, then READY, and no STOPPING; LISTEN_FDS as at the first start."""
+    path, notify = str(folder / "systemd.sock"), str(folder / "notify")
+    daemon = Served(folder)
+    config, script = daemon.write_files()
+    code = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX)\n"
+        "s.bind(sys.argv[1]); s.listen(); os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
+        "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1', 'LISTEN_FDNAMES': 'djinnd.socket'}\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'tests.support.served', *sys.argv[2:]])"
+    )
+    command = [sys.executable, "-c", code, path, str(config), str(script)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(notify)
+        listener.settimeout(30)
+
+        def until(word):
+            heard = []
+            while not any(word in words for words in heard):
+                heard.append(listener.recv(1000).decode().splitlines())
+            return [word for words in heard for word in words if not word.startswith(("STATUS", "WATCHDOG"))]
+
+        environ = os.environ | {"NOTIFY_SOCKET": notify}
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environ) as process, ExitStack() as stack:
+            stack.callback(process.kill)  # where an assertion fails
+            assert until("READY=1") == ["READY=1"]
+            with Client(path) as client:
+                client.load("djinn-tiny")
+                client.restart(warm=True)
+            reloading, time, ready = until("READY=1")
+            assert (reloading, ready) == ("RELOADING=1", "READY=1")
+            assert int(time.removeprefix("MONOTONIC_USEC=")) > 0
+            with Client(path) as client:
+                client.load("djinn-tiny")
+                assert (client.status().address, client.status(check=True).integrity) == (path, [])
+            process.send_signal(signal.SIGTERM)
+            assert until("STOPPING=1") == ["STOPPING=1"]
+            process.communicate(timeout=30)
+            assert process.returncode == 0
+    assert os.path.exists(path), "systemd's"
+
+
+# --- models that come back, and such that do not ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(folder):
+    path = folder / "checkpoint"
+    path.mkdir()
+    shutil.copy(TINY / "config.json", path)
+    return path
+
+
+def test_a_model_that_its_caller_named_comes_back_too(serve, checkpoint):
+    daemon = serve()
+    djinn.load(str(checkpoint), address=daemon.address)
+    restart(daemon)
+    wait_for(lambda: daemon.log.count("model_ready") == 2)
+    with daemon.client() as client:
+        assert {model.name: model.state for model in client.models()}[str(checkpoint)] == "ready"
+
+
+def test_blocks_of_a_checkpoint_that_is_gone_are_removed_and_why_is_said(serve, checkpoint):
+    daemon = serve()
+    djinn.load(str(checkpoint), address=daemon.address)
+    shutil.rmtree(checkpoint)
+    restart(daemon)
+    wait_for(lambda: "model_failed" in daemon.log)
+    wait_for(lambda: daemon.arena() == [])
+    assert f"there is no folder {checkpoint}" in daemon.log
+    assert djinn.status(check=True, address=daemon.address).integrity == []
+
+
+def test_blocks_of_a_model_that_is_not_configured_any_more_are_removed(serve, checkpoint):
+    daemon = serve(models={"mine": {"path": str(checkpoint)}})
+    djinn.load("mine", address=daemon.address)
+    daemon._config["models"] = {}
+    daemon.write_files()
+    restart(daemon)
+    wait_for(lambda: "no model is called 'mine'" in daemon.log)
+    wait_for(lambda: daemon.arena() == [])
+
+
+def test_blocks_that_an_engine_dies_over_are_kept_for_the_next_load(serve):
+    daemon = serve()
+    djinn.load("djinn-tiny", address=daemon.address)
+    daemon.script.on_load = {"djinn-tiny": "die"}
+    daemon.write_files()
+    restart(daemon)
+    with daemon.client() as client:
+        wait_for(lambda: "model_failed" in daemon.log)
+        wait_for(lambda: client.status().state == "ready")
+        assert client.status(check=True).integrity == []
+        assert len(daemon.arena()) == 1
+
+
+# --- keep_host: false ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_a_model_does_not_need_on_the_host_are_given_back(serve):
+    daemon = serve(Script(keep_host=False))
+    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
+        wait_for(lambda: daemon.arena() == [])
+        status = client.status(check=True)
+        assert (status.integrity, status.arena_bytes) == ([], 0)
+        assert session.generate([5], max_tokens=2).token_ids == [2, 3]
+
+
+def test_without_blocks_on_the_host_the_next_engine_reads_the_checkpoint_again(serve):
+    """The grant of the new engine and what is left to do for the old one keep their order."""
+    daemon = serve(Script(keep_host=False))
+    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
+        session.generate([5], max_tokens=2)
+        for number in range(2, 4):
+            os.kill(client.status().devices[0].pid, signal.SIGKILL)
+            wait_for(lambda: daemon.starts == number)  # noqa: B023  # called at once
+            assert session.generate(max_tokens=1)
+            wait_for(lambda: daemon.arena() == [])
+        assert client.status(check=True).integrity == []
+        client.unload("djinn-tiny", force=True)
+        assert client.status(check=True).integrity == []
+
+
+def test_after_a_warm_restart_such_a_model_is_loaded_when_it_is_asked_for(serve):
+    daemon = serve(Script(keep_host=False))
+    djinn.load("djinn-tiny", address=daemon.address)
+    wait_for(lambda: daemon.arena() == [])
+    restart(daemon)
+    with daemon.client() as client:
+        assert client.status().models[0].state == "available"
+        client.load("djinn-tiny")

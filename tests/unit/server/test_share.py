@@ -1,0 +1,102 @@
+"""What a client has handed over, on this daemon's side; and who may use it."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from djinn_client.errors import InvalidRequest, ModelNotFound
+from djinn_client.placing import Placing
+from djinnd.config import Limits
+from djinnd.server.arena import Arena
+from djinnd.server.models import Models
+from djinnd.server.sessions import SessionTable
+from djinnd.server.share import Share, sweep
+
+OWNER = SimpleNamespace(user=1000, is_admin=False)
+OTHER = SimpleNamespace(user=1001, is_admin=False)
+ADMIN = SimpleNamespace(user=1002, is_admin=True)
+
+
+def share(folder, number="0123", **changes):
+    fields = {"id": number, "model": "mine", "user": 1000, "public": False, "client": OWNER, "folder": folder / number}
+    return Share(**fields, stored="float32", dtype="auto", kv_bytes=0, placing=Placing(packing=False), **changes)
+
+
+def files(content):
+    fd = os.memfd_create("files")
+    os.write(fd, content)
+    return fd
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_files_are_kept_until_the_share_goes(tmp_path):
+    parent = tmp_path / "shared"
+    before = descriptors()
+    made = share(parent)
+    made.write_files(files(b"{}[]"), {"config.json": 2, "tokenizer.json": 2})
+    assert (made.folder / "config.json").read_bytes() == b"{}"
+    assert (made.folder / "tokenizer.json").read_bytes() == b"[]"
+    assert made.folder.stat().st_mode & 0o777 == parent.stat().st_mode & 0o777 == 0o700
+    made.release()
+    assert (list(parent.iterdir()), descriptors()) == ([], before)
+    made.release()
+
+
+def test_what_a_daemon_has_left_is_swept_and_what_one_has_is_not(tmp_path):
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "config.json").write_text("{}")
+    made = share(tmp_path)
+    made.write_files(files(b"{}"), {"config.json": 2})
+    before = descriptors()
+    sweep(tmp_path)
+    assert (list(tmp_path.iterdir()), descriptors()) == ([made.folder], before)
+    made.release()
+    sweep(tmp_path / "nowhere")
+
+
+def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
+    before = descriptors()
+    made = share(tmp_path)
+    with pytest.raises(InvalidRequest, match="ends after 2 of 3 bytes"):
+        made.write_files(files(b"{}"), {"config.json": 3})
+    made.release()
+    assert descriptors() == before
+
+
+def models_with(made, tmp_path):
+    sessions = SessionTable(Limits(), lambda session: None)
+    models = Models({}, sessions, Arena(str(tmp_path)), lambda name: pytest.fail("no engine is needed"))
+    models.add_shared(made)
+    return models
+
+
+def test_a_model_is_its_owners_unless_it_is_public(tmp_path):
+    made = share(tmp_path)
+    models = models_with(made, tmp_path)
+    names = {client.user: [model.name for model in models.visible(client)] for client in (OWNER, OTHER, ADMIN)}
+    assert names == {1000: ["djinn-tiny", "mine"], 1001: ["djinn-tiny"], 1002: ["djinn-tiny", "mine"]}
+    assert models.find_open("mine", OWNER) is models.find_open("mine", ADMIN)
+    with pytest.raises(ModelNotFound) as hidden:
+        models.find_open("mine", OTHER)
+    with pytest.raises(ModelNotFound) as unknown:
+        models.find_open("none", OTHER)
+    assert hidden.value.message.replace("mine", "none") == unknown.value.message
+    made.public = True
+    assert models.find_open("mine", OTHER).share is made
+    assert [made.is_of(client) for client in (OWNER, OTHER, ADMIN)] == [True, False, True]
+
+
+def test_nobody_opens_what_was_taken_back(tmp_path):
+    made = share(tmp_path)
+    models = models_with(made, tmp_path)
+    made.ended = True
+    for client in (OWNER, ADMIN):
+        assert models.find_visible("mine", client).share is made
+        with pytest.raises(ModelNotFound, match="taken it back"):
+            models.find_open("mine", client)

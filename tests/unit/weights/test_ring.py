@@ -1,0 +1,155 @@
+"""The ring on the CPU that plays the device, whose copies are real and in a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinnd.device.cpu import CpuDevice
+from djinnd.weights.ring import Region, Ring, place_regions
+from tests.support.troubled import TroubledDevice
+
+
+@pytest.fixture
+def device() -> Iterator[TroubledDevice]:
+    device = TroubledDevice(1 << 20)
+    yield device
+    device.let_go()
+    device.close()
+
+
+class Scene:
+    """Blocks of `sizes` bytes whose every byte is the block's number, plus one."""
+
+    def __init__(self, device: CpuDevice, sizes: list[int], capacity: int, **options: object) -> None:
+        self.device = device
+        self.memory = torch.zeros(capacity, dtype=torch.uint8)
+        self.blocks = [torch.full((size,), k + 1, dtype=torch.uint8) for k, size in enumerate(sizes)]
+        self.regions = place_regions(sizes, capacity)
+        self.ring = Ring(device, self.memory, self.regions, self.source, **options)  # type: ignore[arg-type]
+
+    def source(self, k: int) -> tuple[Tensor, Tensor]:
+        return self.region(k), self.blocks[k]
+
+    def region(self, k: int) -> Tensor:
+        return self.memory[self.regions[k].start : self.regions[k].end]
+
+    def turn(self) -> int:
+        """One block, found whole when it is taken and when it is given back. → which."""
+        k = self.ring.next
+        self.ring.take()
+        self.ring.check_integrity()
+        found = self.region(k).clone()
+        self.device.synchronize()  # all that is queued has been copied
+        assert torch.equal(found, self.blocks[k]) and torch.equal(self.region(k), self.blocks[k])
+        self.ring.give_back()
+        self.ring.check_integrity()
+        return k
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("capacity", [100, 200, 250, 300, 400])
+def test_blocks_of_one_size_pass_in_order_pass_after_pass(
+    device: TroubledDevice, capacity: int, prefetch: bool
+) -> None:
+    scene = Scene(device, [100] * 4, capacity, prefetch=prefetch)
+    assert [scene.turn() for _ in range(10)] == [0, 1, 2, 3] * 2 + [0, 1]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000])
+def test_a_copy_may_be_cut_into_pieces(device: TroubledDevice, piece: int) -> None:
+    scene = Scene(device, [100, 30, 60], 130, piece=piece)
+    assert [scene.turn() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert device.largest <= piece
+
+
+def test_the_end_is_skipped_by_a_block_that_would_not_fit_before_it(device: TroubledDevice) -> None:
+    scene = Scene(device, [60, 30, 50, 40], 100)
+    assert scene.regions == [Region(0, 60), Region(60, 90), Region(0, 50), Region(50, 90)]
+    assert [scene.turn() for _ in range(9)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_one_block_that_has_the_ring_to_itself(device: TroubledDevice) -> None:
+    scene = Scene(device, [64], 64)
+    assert [scene.turn() for _ in range(3)] == [0, 0, 0]
+
+
+def test_slots_are_filled_before_the_first_block_is_taken(device: TroubledDevice) -> None:
+    scene = Scene(device, [100] * 4, 300)
+    device.synchronize()
+    assert [int(scene.region(k)[0]) for k in range(3)] == [1, 2, 3]
+
+
+def test_the_next_pass_s_first_blocks_travel_while_this_one_ends(device: TroubledDevice) -> None:
+    scene = Scene(device, [100] * 4, 300)
+    for _ in range(4):
+        scene.turn()
+    device.synchronize()
+    assert scene.memory[:100].tolist() == [1] * 100
+
+
+def test_without_prefetch_nothing_is_copied_before_its_turn(device: TroubledDevice) -> None:
+    scene = Scene(device, [100] * 4, 300, prefetch=False)
+    device.synchronize()
+    assert not bool(scene.memory.any())
+    scene.turn()
+    device.synchronize()
+    assert not bool(scene.memory[100:].any())
+
+
+def test_a_copy_that_comes_late_is_waited_for(device: TroubledDevice) -> None:
+    scene = Scene(device, [100] * 3, 200)
+    device.delay = 0.01
+    assert [scene.turn() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_copy_that_fails_is_told_at_its_block_s_turn_and_restart_makes_it_good(device: TroubledDevice) -> None:
+    scene = Scene(device, [100] * 3, 200)
+    device.fail(scene.blocks[2])
+    assert [scene.turn(), scene.turn()] == [0, 1]
+    with pytest.raises(OSError, match="the bus has caught fire"):
+        scene.ring.take()
+    scene.ring.restart()
+    scene.ring.check_integrity()
+    assert [scene.turn() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("taken", [False, True])
+def test_restart_begins_with_the_first_block_wherever_the_pass_was(
+    device: TroubledDevice, turns: int, taken: bool
+) -> None:
+    scene = Scene(device, [60, 30, 50, 40], 100)
+    for _ in range(turns):
+        scene.turn()
+    if taken:
+        scene.ring.take()
+    scene.ring.restart()
+    assert [scene.turn() for _ in range(5)] == [0, 1, 2, 3, 0]
+
+
+def test_turns_are_taken_and_given_back_one_by_one(device: TroubledDevice) -> None:
+    ring = Scene(device, [100] * 3, 200).ring
+    with pytest.raises(AssertionError):
+        ring.give_back()
+    ring.take()
+    with pytest.raises(AssertionError, match="has not been given back"):
+        ring.take()
+
+
+def test_the_audit_sees_a_region_that_is_filled_while_it_is_needed(device: TroubledDevice) -> None:
+    ring = Scene(device, [100] * 3, 200).ring
+    ring._queue(None)  # the third block goes where the first one waits
+    with pytest.raises(AssertionError, match="are in use at once"):
+        ring.check_integrity()
+
+
+def test_a_region_outside_of_the_memory_is_our_fault(device: TroubledDevice) -> None:
+    memory = torch.zeros(10, dtype=torch.uint8)
+    with pytest.raises(AssertionError):
+        Ring(device, memory, [Region(0, 11)], lambda k: (memory, memory))
+    with pytest.raises(AssertionError):
+        place_regions([11], 10)

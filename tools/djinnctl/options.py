@@ -1,0 +1,63 @@
+"""Options that several commands take, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    from djinnctl.units import parse_size
+
+    return _read(parse_size, ctx, param, value)
+
+
+def read_resident(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | float | Literal["auto"] | None:
+    from djinnctl.units import parse_resident
+
+    return _read(parse_resident, ctx, param, value)
+
+
+def read_packing(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | None:
+    return None if value is None else value == "auto"
+
+
+def kv_option(command: F) -> F:
+    what = "Memory for KV pages, as 4GiB. Default: what fits."
+    return click.option("--kv", callback=read_size, metavar="SIZE", help=what)(command)
+
+
+def placing_options(command: F) -> F:
+    """Where a model's blocks go: the command gets djinn_client's PlacingOptions, None for what is not given."""
+    for option in (
+        click.option(
+            "--packing",
+            type=click.Choice(["auto", "off"]),
+            callback=read_packing,
+            help="Whether bfloat16 blocks may be packed into the lossless 12-bit code.",
+        ),
+        click.option("--slots", type=click.IntRange(min=0), metavar="N", help="Slots of the ring."),
+        click.option("--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes; or give slots."),
+        click.option(
+            "--resident",
+            callback=read_resident,
+            metavar="auto|N|0.73",
+            help="Blocks that stay on the device, or their share; the others stream. Default: as many as fit.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _read(parse: Callable[[str], T], ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
