@@ -38,6 +38,7 @@ class PrivateDaemon:
     def __init__(self, folder: Path, config: str) -> None:
         self.address = str(folder / "djinnd.sock")
         self._log = folder / "djinnd.log"
+        (folder / "notify").unlink(missing_ok=True)  # of a daemon that was in this folder before
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(folder / "notify"))
         self._notify.settimeout(0.2)
@@ -84,6 +85,11 @@ class PrivateDaemon:
             raise DaemonFailed(f"djinnd did not stop within {STOP_LIMIT_S:.0f} s of SIGTERM") from None
         if code != 0:
             raise DaemonFailed(f"djinnd stopped with exit code {code}")
+
+    def wait(self) -> None:
+        """Returns when it has ended by itself, or was killed."""
+        self._notify.close()
+        self._process.wait(STOP_LIMIT_S)
 
     def shared_memory(self) -> list[str]:
         """The names of its objects in /dev/shm; none once it has stopped."""

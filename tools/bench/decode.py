@@ -11,7 +11,6 @@ as a yardstick transformers' SDPA with its own eager attention.
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import tempfile
 import time
@@ -24,14 +23,11 @@ from rich.table import Table
 
 import djinn_client as djinn
 from tools.bench import peer_transformers
-from tools.bench.report import record, report, save
+from tools.bench.prompts import prompt
+from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
 FIRST_TOKEN_RUNS = 7
-
-
-def prompt(tokens: int, vocab: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, vocab), k=tokens)
 
 
 def first_token_s(address: str, model: str, context: int, vocab: int) -> list[float]:
@@ -147,10 +143,7 @@ def main(
     parameters = {"model": checkpoint.name, "dtype": found["dtype"], "weights": "resident", **work}
     results = {"djinnd": found, "transformers": peer, "limit_ms": limit_ms, "memory_bytes_per_s": rate}
     result = report("decode", parameters, results, summary(found, peer, limit_ms, context))
-    if path:
-        save(result, path)
-    if recorded:
-        record(result)
+    keep(result, path, recorded=recorded)
 
 
 if __name__ == "__main__":

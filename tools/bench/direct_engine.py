@@ -20,6 +20,7 @@ from djinn_client.protocol import FrameDecoder, Sampling
 from djinnd.messages import (
     MAX_FRAME,
     ArenaReady,
+    BudgetSet,
     Close,
     Failed,
     Finished,
@@ -30,7 +31,9 @@ from djinnd.messages import (
     Open,
     Ready,
     Run,
+    SetBudget,
     Shutdown,
+    Stepped,
     ToEngine,
     decode_from_engine,
     encode,
@@ -77,6 +80,41 @@ class DirectEngine:
             self._send(Close(session=name))
         assert generated == sessions * tokens, (generated, sessions, tokens)
         return generated / seconds
+
+    def generate(
+        self, model: str, prompts: list[list[int]], tokens: int, budgets: dict[int, int]
+    ) -> tuple[list[list[int]], list[BudgetSet]]:
+        """Greedy tokens of sessions that all begin in one step; `budgets`: bytes to change the device's budget to, by
+        the step after which that is asked for. → the tokens by prompt, and what came of the changes."""
+        names = [f"budget-{index}" for index in range(len(prompts))]
+        for name in names:
+            self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
+        runs = [
+            Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0))
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        self._socket.sendall(b"".join(encode(run) for run in runs))
+        given: dict[int, list[int]] = {run.request: [] for run in runs}
+        unfinished, steps, changes = set(given), 0, []
+        for message in self._incoming:
+            match message:
+                case Stepped():
+                    steps += 1
+                    for token in message.tokens:
+                        given[token.request].append(token.token)
+                    if steps in budgets:
+                        self._send(SetBudget(next(self._requests), budgets[steps]))
+                case Finished():
+                    unfinished.discard(message.request)
+                case BudgetSet():
+                    changes.append(message)
+                case Failed():
+                    raise RuntimeError(f"the engine failed: {message.message}")
+            if not unfinished and len(changes) == len(budgets):
+                break
+        for name in names:
+            self._send(Close(session=name))
+        return list(given.values()), changes
 
     def _send(self, message: ToEngine) -> None:
         self._socket.sendall(encode(message))

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import djinn_client as djinn
 from tools.bench.direct_engine import DirectEngine
-from tools.bench.report import record, report, save
+from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
 PROMPT = list(range(100, 132))  # token ids, below any model's vocabulary
@@ -158,10 +158,7 @@ def main(
     parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}
     results: dict[str, Any] = {"empty_call": trips, "sessions": {n: rates._asdict() for n, rates in found.items()}}
     result = report("ipc", parameters, results, summary(trips, found))
-    if path:
-        save(result, path)
-    if recorded:
-        record(result)
+    keep(result, path, recorded=recorded)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,14 @@ def record(result: Report) -> None:
             table.write(result.row)
 
 
+def keep(result: Report, path: Path | None, *, recorded: bool) -> None:
+    """What a bench's `--json` and `--record` ask for."""
+    if path:
+        save(result, path)
+    if recorded:
+        record(result)
+
+
 def commit() -> str:
     """Of the working tree, with `+` where it has changes that are not committed. Outside of a checkout, what
     $BENCH_COMMIT says, or "unknown"."""

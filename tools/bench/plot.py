@@ -1,0 +1,165 @@
+"""Figures of a streaming experiment, as PNG and SVG. Needs matplotlib, which the extra `bench` has.
+
+    python -m tools.bench.plot RESULT.json [--trace TRACE.json] [--out FOLDER]
+
+| figure | what | from |
+|---|---|---|
+| `bandwidth` | bytes a second over the bus in one session's decode, of each contender, below the ceiling | RESULT |
+| `memory` | the device's memory over the time of the experiment, and whose turn it was | RESULT |
+| `timeline` | copies and compute of a step | TRACE, in Chrome's format, as `djinnctl trace -o` writes it |
+
+RESULT is what `python -m tools.bench.stream --json` wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from tools.bench.report import Report
+from tools.bench.stream.outcome import Results, Status
+
+FORMATS = ("png", "svg")
+OURS, THEIRS, NEITHER = "#1f6f8b", "#9aa5ab", "#c44536"
+LANES = {"copy": THEIRS, "compute": OURS}
+
+
+class Bar(NamedTuple):
+    name: str
+    rate: float  # bytes a second over the bus; 0 where there is none
+    note: str  # why there is none
+    ours: bool
+
+
+class Span(NamedTuple):
+    lane: str  # "copy" or "compute"
+    name: str
+    began_ms: float  # since the first span
+    lasted_ms: float
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def bars(results: Results) -> list[Bar]:
+    """Contenders that stream, or would have: all but those that have everything resident."""
+    found = []
+    for name, outcome in results.contenders.items():
+        ours = outcome.found is not None and outcome.found.resident_blocks is not None
+        if outcome.found is None:
+            if outcome.status is not Status.SKIPPED:
+                found.append(Bar(name, 0.0, outcome.status, ours))
+        elif outcome.found.streamed_bytes:
+            found.append(Bar(name, outcome.found.bandwidth(min(outcome.found.step_s)), "", ours))
+    return found
+
+
+def spans(trace: Any) -> list[Span]:
+    """The complete events ("ph": "X") whose thread or process is named `copy` or `compute`, by time.
+
+    Chrome's format: times in microseconds; names of threads and processes are the ids themselves or come in metadata
+    events ("ph": "M").
+    """
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    names = {
+        (event["name"], event["pid"], event.get("tid") if event["name"] == "thread_name" else None): event["args"][
+            "name"
+        ]
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("thread_name", "process_name")
+    }
+
+    def lane(event: Any) -> str | None:
+        pid, tid = event["pid"], event.get("tid")
+        called = (tid, names.get(("thread_name", pid, tid)), pid, names.get(("process_name", pid, None)))
+        return next((name for name in called if name in LANES), None)
+
+    complete = [(event, lane(event)) for event in events if event.get("ph") == "X"]
+    drawn = sorted(((event, name) for event, name in complete if name is not None), key=lambda pair: pair[0]["ts"])
+    start = drawn[0][0]["ts"] if drawn else 0.0
+    return [Span(name, event["name"], (event["ts"] - start) / 1e3, event["dur"] / 1e3) for event, name in drawn]
+
+
+# --- how --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def figure(folder: Path, name: str, width: float, height: float) -> Iterator[Any]:
+    """Axes to draw on; the files are written when the context ends."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    drawn, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending in FORMATS:
+        drawn.savefig(folder / f"{name}.{ending}", dpi=200)
+    pyplot.close(drawn)
+
+
+def draw_bandwidth(results: Results, title: str, folder: Path) -> None:
+    found = bars(results)
+    with figure(folder, "bandwidth", 8, 1 + 0.45 * len(found)) as axes:
+        colours = [OURS if bar.ours else THEIRS for bar in found]
+        drawn = axes.barh([bar.name for bar in found], [bar.rate / 1e9 for bar in found], color=colours)
+        axes.bar_label(drawn, [bar.note or f"{bar.rate / 1e9:.1f}" for bar in found], padding=4, zorder=3)
+        axes.axvline(
+            results.ceiling / 1e9, color=NEITHER, linestyle="--", zorder=0, label=f"bus: {results.ceiling / 1e9:.1f}"
+        )
+        axes.set(title=title, xlabel="weights over the bus in decode, one session, GB/s")
+        axes.set_xlim(0, 1.2 * results.ceiling / 1e9)
+        axes.invert_yaxis()
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_memory(results: Results, budget: int, title: str, folder: Path) -> None:
+    with figure(folder, "memory", 10, 4) as axes:
+        seconds = [second for second, _ in results.device_memory]
+        axes.step(seconds, [used / (1 << 30) for _, used in results.device_memory], where="post", color=OURS)
+        for phase in results.phases:
+            axes.axvspan(phase.began, phase.ended, color=THEIRS, alpha=0.15, linewidth=0)
+            middle = (phase.began + phase.ended) / 2
+            axes.annotate(phase.name, (middle, 1.0), xycoords=("data", "axes fraction"), rotation=30, fontsize=8)
+        if budget:
+            axes.axhline(budget / (1 << 30), color=NEITHER, linestyle="--", label=f"budget: {budget / (1 << 30):g}")
+            axes.legend(loc="upper right", bbox_to_anchor=(1, -0.1), frameon=False)
+        axes.set(xlabel=f"seconds of {title}", ylabel="device memory, GiB", ylim=(0, None))
+
+
+def draw_timeline(drawn: list[Span], title: str, folder: Path) -> None:
+    with figure(folder, "timeline", 12, 2.4) as axes:
+        for row, (lane, colour) in enumerate(LANES.items()):
+            ranges = [(span.began_ms, span.lasted_ms) for span in drawn if span.lane == lane]
+            axes.broken_barh(ranges, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4)
+        axes.set(title=title, xlabel="ms", yticks=range(len(LANES)), yticklabels=list(LANES))
+        axes.invert_yaxis()
+
+
+@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Draw its timeline too.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("figures"), show_default=True)
+def main(result: Path, trace: Path | None, out: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("matplotlib is not installed: pip install 'djinnd[bench]'")
+    report = msgspec.json.decode(result.read_bytes(), type=Report)
+    results = msgspec.convert(report.results, Results, strict=False)
+    title = report.parameters["name"]
+    draw_bandwidth(results, title, out)
+    if results.device_memory:
+        draw_memory(results, report.parameters["memory_bytes"], title, out)
+    if trace is not None:
+        draw_timeline(spans(json.loads(trace.read_text())), title, out)
+    click.echo(f"figures: {', '.join(sorted(file.name for file in out.iterdir()))} in {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The checkpoint of an experiment, and what its config.json says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from djinn_client.errors import InvalidRequest
+from tools.bench.stream.experiment import Shape
+
+MAKE_MODEL = Path(__file__).resolve().parents[2] / "make_model.py"
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    vocab: int
+    dtype: str  # torch's name
+
+
+def find(folder: Path) -> Checkpoint:
+    """Raises InvalidRequest where no checkpoint is."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return Checkpoint(folder.resolve(), config["vocab_size"], config.get("dtype") or config["torch_dtype"])
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"{folder} is no checkpoint that this experiment can use: {error!r}") from error
+
+
+def make(shape: Shape, folder: Path, device: str) -> None:
+    """Where `folder` has none yet. In a process of its own: this one must hold none of the device's memory."""
+    if (folder / "config.json").exists():
+        return
+    options = [f"--dtype={shape.dtype}", f"--device={device.split(':')[0]}"]
+    options += ["--reduced"] * shape.reduced + [f"--blocks={shape.blocks}"] * bool(shape.blocks)
+    command = [sys.executable, str(MAKE_MODEL), "random", shape.shape, str(folder), *options]
+    made = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if made.returncode:
+        raise InvalidRequest(f"the checkpoint of {shape.shape} could not be made: {made.stderr.strip()}")

@@ -1,0 +1,122 @@
+"""What this process's descendants have of the device's memory, sampled by NVML in a thread."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+PERIOD_S = 0.1
+GRAIN = 16 << 20  # bytes; a curve has no point for a smaller change
+
+
+class Meter(Protocol):
+    """Bytes in use now."""
+
+    def __call__(self) -> int: ...
+
+
+class Phase(NamedTuple):
+    name: str
+    began: float
+    ended: float
+
+
+class Watched:
+    """Filled when its phase ends: the most bytes that were in use; None where nobody measures."""
+
+    peak: int | None = None
+
+
+class DeviceMemory:
+    """Samples as long as its context lasts. `meter` None: there is nothing to sample, and every peak is None."""
+
+    def __init__(self, meter: Meter | None) -> None:
+        self._meter = meter
+        self._began = time.monotonic()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._peak = 0
+        self.curve: list[tuple[float, int]] = []  # seconds since the start, bytes
+        self.phases: list[Phase] = []
+        self._thread = threading.Thread(target=self._sample, name="device-memory", daemon=True)
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[Watched]:
+        """One at a time."""
+        watched = Watched()
+        with self._lock:
+            self._peak = 0
+        began = self._now()
+        try:
+            yield watched
+        finally:
+            self.phases.append(Phase(name, began, self._now()))
+            if self._meter is not None:
+                with self._lock:
+                    watched.peak = self._peak
+
+    def __enter__(self) -> Self:
+        if self._meter is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        if self._meter is not None:
+            self._thread.join()
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self._began, 2)
+
+    def _sample(self) -> None:
+        assert self._meter is not None
+        last = self._now(), 0
+        while not self._stop.wait(PERIOD_S):
+            now, used = self._now(), self._meter()
+            with self._lock:
+                self._peak = max(self._peak, used)
+            if abs(used - (self.curve[-1][1] if self.curve else 0)) >= GRAIN:
+                self.curve += [last, (now, used)] if not self.curve or last[0] > self.curve[-1][0] else [(now, used)]
+            last = now, used
+
+
+def nvml_meter(index: int = 0) -> Meter | None:
+    """None without NVML. Where the driver does not say which process has what, as in some containers: what the device
+    has in use beyond what it has now."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or no driver: NVML's errors have no base but Exception until it is imported
+        return None
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+    before = nvml.nvmlDeviceGetMemoryInfo(device).used
+
+    told = False
+
+    def used() -> int:
+        nonlocal told
+        ours = descendants(os.getpid())
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        held = sum(process.usedGpuMemory or 0 for process in running if process.pid in ours)
+        told = told or held > 0
+        return held if told else max(0, nvml.nvmlDeviceGetMemoryInfo(device).used - before)
+
+    return used
+
+
+def descendants(pid: int) -> set[int]:
+    """Of the process, itself included."""
+    found = {pid}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+        found.update(*(descendants(int(child)) for child in children))
+    return found

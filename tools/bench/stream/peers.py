@@ -1,0 +1,65 @@
+"""A peer as a contender: a process of its own, whose end is a result however it comes."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tools.bench.stream.experiment import Contender
+from tools.bench.stream.outcome import Job, Outcome, Status
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Peer(NamedTuple):
+    module: str
+    package: str  # that must be installed
+    needs_cuda: bool = True
+    arguments: tuple[str, ...] = ()
+
+
+PEERS: dict[Contender, Peer] = {
+    "gpu-only": Peer("peer_transformers", "transformers", needs_cuda=False),
+    "accelerate": Peer("peer_accelerate", "accelerate"),
+    "diffusers": Peer("peer_diffusers", "diffusers"),
+    "deepspeed": Peer("peer_deepspeed", "deepspeed"),
+    "deepspeed-persistent": Peer("peer_deepspeed", "deepspeed", arguments=("persistent",)),
+}
+
+
+def measure(contender: Contender, job: Job, folder: Path, limit_s: float) -> Outcome:
+    """`folder` receives the job and what the process says."""
+    peer = PEERS[contender]
+    if peer.needs_cuda and job.device == "cpu":
+        return Outcome(status=Status.SKIPPED, note="needs CUDA")
+    if importlib.util.find_spec(peer.package) is None:
+        return Outcome(status=Status.SKIPPED, note=f"{peer.package} is not installed")
+    asked, said = folder / f"{contender}.job.json", folder / f"{contender}.log"
+    asked.write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", f"tools.bench.{peer.module}", str(asked), *peer.arguments]
+    with said.open("w") as log:
+        try:
+            ended = subprocess.run(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=limit_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(status=Status.FAILED, note=f"no result within {limit_s:.0f} s")
+    answer = Path(job.outcome)
+    if answer.exists():
+        return msgspec.json.decode(answer.read_bytes(), type=Outcome)
+    return Outcome(status=Status.FAILED, note=f"{_how(ended.returncode)}: {_last_line(said)}")
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "without a word"

@@ -1,0 +1,125 @@
+"""djinnd as a contender: a daemon of one's own with one model in it, asked by sessions like anybody's."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+import djinn_client as djinn
+from tools.bench.prompts import prompt
+from tools.bench.stream.outcome import Found, Outcome, Status
+from tools.private_daemon import DaemonFailed, PrivateDaemon
+
+MODEL = "streamed"
+ALONE = 4  # tokens of the prompt
+
+
+class Serving(NamedTuple):
+    """A daemon's configuration, and what its sessions do."""
+
+    device: str
+    memory: str
+    settings: dict[str, Any]  # the model's, `path` among them
+    vocab: int
+    prompt: int  # tokens
+    tokens: int
+    sessions: dict[int, int]  # how many decode → tokens before, of each
+    runs: int
+    first_token: bool
+
+    @property
+    def config(self) -> str:
+        return yaml.safe_dump(
+            {"device": self.device, "memory": self.memory, "models": {MODEL: self.settings}}, sort_keys=False
+        )
+
+
+class Served(NamedTuple):
+    outcome: Outcome
+    logits: npt.NDArray[np.float32] | None = None  # of the prompt: [tokens, vocab]
+    info: djinn.ModelInfo | None = None
+
+
+def measure(serving: Serving, say: Callable[[str], None]) -> Served:
+    """A daemon that fails is an outcome; where it has failed to stop, what it had answered still counts."""
+    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
+        daemon = PrivateDaemon(Path(folder), serving.config)
+        found = Served(Outcome(status=Status.FAILED))
+        try:
+            with daemon:
+                daemon.wait_until_ready()
+                found = _measure(serving, daemon.address)
+        except djinn.OutOfMemory as error:
+            found = Served(Outcome(status=Status.OUT_OF_MEMORY, note=error.message))
+        except djinn.DjinnError as error:
+            found = Served(Outcome(status=Status.FAILED, note=error.message))
+            say(daemon.last_words())
+        except DaemonFailed as error:
+            found.outcome.note = str(error)
+            say(daemon.last_words())
+        return found
+
+
+def _measure(serving: Serving, address: str) -> Served:
+    info = djinn.load(MODEL, address=address)
+    logits = prompt_logits(serving, address)
+    first = first_token_s(serving, address) if serving.first_token else []
+    steps = {n: asyncio.run(step_s(serving, address, n)) for n in serving.sessions}
+    found = Found(
+        first_token_s=first,
+        step_s=steps,
+        streamed_bytes=info.streamed_bytes,
+        resident_blocks=info.blocks_plain,
+        packed_blocks=info.blocks_packed,
+        streamed_blocks=info.blocks_streamed,
+    )
+    return Served(Outcome(status=Status.MEASURED, found=found), logits, info)
+
+
+def prompt_logits(serving: Serving, address: str) -> npt.NDArray[np.float32]:
+    """float32 [tokens, vocab]. The last tokens come one by one, through the code that decodes."""
+    tokens = prompt(serving.prompt, serving.vocab, 0)
+    with djinn.Session(MODEL, address=address) as session:
+        parts = [session.forward(tokens[:-ALONE]), *(session.forward([token]) for token in tokens[-ALONE:])]
+        return np.concatenate(parts)
+
+
+def first_token_s(serving: Serving, address: str) -> list[float]:
+    """Of fresh sessions, one after another, each with a prompt of its own; the first warms up and does not count."""
+    times = []
+    for run in range(serving.runs + 1):
+        with djinn.Session(MODEL, address=address) as session:
+            began = time.perf_counter()
+            session.generate(prompt(serving.prompt, serving.vocab, run), max_tokens=1, ignore_eos=True)
+            times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
+    """Seconds of a step while so many sessions decode, all from the same length in each run."""
+    context = serving.sessions[sessions]
+    opened = [await djinn.AsyncSession(MODEL, address=address).open() for _ in range(sessions)]
+    try:
+        first = (
+            s.generate(prompt(context, serving.vocab, i), max_tokens=1, ignore_eos=True) for i, s in enumerate(opened)
+        )
+        await asyncio.gather(*first)
+        return [await _run(opened, serving.tokens, context) for _ in range(serving.runs)]
+    finally:
+        for session in opened:
+            await session.close()
+
+
+async def _run(sessions: Sequence[djinn.AsyncSession], tokens: int, context: int) -> float:
+    for session in sessions:
+        await session.truncate(context)
+    done = await asyncio.gather(*(session.generate(max_tokens=tokens, ignore_eos=True) for session in sessions))
+    return max(reply.timings.total - reply.timings.first_token for reply in done) / (tokens - 1)
