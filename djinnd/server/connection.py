@@ -186,6 +186,9 @@ class Connection:
                 self._events.frame(frame.payload, self._take_fds(frame.fds))
                 if not self.is_open:
                     return
+            if not self._decoder.pending:  # they come with a frame's first byte, and there is none that began
+                close_fds(self._received_fds)
+                self._received_fds.clear()
             if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
                 raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
         except ProtocolError as error:
