@@ -79,6 +79,14 @@ class AsyncSession:
         self._steps = SessionSteps(address)
         self._opening = partial(self._steps.open, model, priority, on_progress)
 
+    @classmethod
+    def _over(cls, steps: SessionSteps, session: str) -> Self:
+        """Of a session that the daemon has; opening it is attaching."""
+        opened = cls.__new__(cls)
+        opened._steps = steps
+        opened._opening = partial(steps.attach, session)
+        return opened
+
     async def open(self) -> Self:
         """Opens the session unless it is open. Raises what `Session` raises."""
         await run(self._opening())
@@ -115,6 +123,11 @@ class AsyncSession:
     async def truncate(self, length: int) -> None:
         """See Session.truncate."""
         await run(self._steps.truncate(length))
+
+    async def fork(self, priority: Class | None = None) -> Self:
+        """See Session.fork. `async with await s.fork() as t` closes the new session."""
+        steps = await run(self._steps.fork(priority))
+        return self._over(steps, steps.info.id)
 
     async def close(self) -> None:
         """See Session.close."""
@@ -170,7 +183,4 @@ class AsyncStream:
 
 async def attach_async(session: str, *, address: str | None = None) -> AsyncSession:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    attached = AsyncSession.__new__(AsyncSession)
-    attached._steps = SessionSteps(address)
-    attached._opening = partial(attached._steps.attach, session)
-    return await attached.open()
+    return await AsyncSession._over(SessionSteps(address), session).open()

@@ -46,6 +46,12 @@ class Session:
         self._steps = SessionSteps(address)
         run(self._steps.open(model, priority, on_progress))
 
+    @classmethod
+    def _over(cls, steps: SessionSteps) -> Self:
+        session = cls.__new__(cls)
+        session._steps = steps
+        return session
+
     @property
     def id(self) -> str:
         return self._steps.info.id
@@ -80,6 +86,13 @@ class Session:
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens. Raises InvalidRequest where there are not so many."""
         run(self._steps.truncate(length))
+
+    def fork(self, priority: Class | None = None) -> Self:
+        """A new session that has this one's tokens and KV, and goes its own way: what both have is held once.
+
+        It has a connection of its own, may be called while this one is, and is closed by itself. `priority` None: as
+        this one. Raises SessionBusy while a call runs, NotPermitted at the limit of sessions."""
+        return self._over(run(self._steps.fork(priority)))
 
     def close(self) -> None:
         """Closes the session in the daemon; again does nothing."""
@@ -138,7 +151,6 @@ class Stream:
 
 def attach(session: str, *, address: str | None = None) -> Session:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    attached = Session.__new__(Session)
-    attached._steps = SessionSteps(address)
-    run(attached._steps.attach(session))
-    return attached
+    steps = SessionSteps(address)
+    run(steps.attach(session))
+    return Session._over(steps)

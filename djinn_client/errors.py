@@ -19,6 +19,7 @@ DjinnError
 ├── Cancelled               somebody ended the request before it had a result
 └── Retry                   not the caller's fault: the same call may work in a moment
     ├── EngineLost          the engine died; a new one is being started
+    ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
     └── ShuttingDown
 """
 
@@ -112,6 +113,10 @@ class EngineLost(Retry):
 
 class ShuttingDown(Retry):
     code = "shutting_down"
+
+
+class JournalUnavailable(Retry):
+    code = "journal_unavailable"
 
 
 def _tree(cls: type[DjinnError]) -> list[type[DjinnError]]:

@@ -146,6 +146,14 @@ class AttachSession(Request, tag="attach"):
     session: str
 
 
+class ForkSession(Request, tag="fork"):
+    """Opens a session with the model, the tokens and the KV of another one of the caller's, which is idle. They go
+    their own ways from there."""
+
+    session: str
+    priority: Class | None = None  # None: the other's
+
+
 class CloseSession(Request, tag="close"):
     session: str
 
@@ -276,6 +284,7 @@ ClientMessage = (
     | Ping
     | OpenSession
     | AttachSession
+    | ForkSession
     | CloseSession
     | Generate
     | Forward

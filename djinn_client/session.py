@@ -15,8 +15,10 @@ from djinn_client.exchange import Delivery
 from djinn_client.options import GenerateOptions, build, generate_request, token_ids
 from djinn_client.protocol import (
     AttachSession,
+    Class,
     CloseSession,
     Done,
+    ForkSession,
     Forward,
     Generate,
     Generated,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 R = TypeVar("R", bound=Reply)
+Entry = OpenSession | AttachSession | ForkSession  # what gives a connection its session
 
 
 class SessionSteps:
@@ -69,6 +72,16 @@ class SessionSteps:
 
     def attach(self, session: str) -> Steps[None]:
         yield from self._enter(build(AttachSession, session=session))
+
+    def fork(self, priority: Class | None) -> Steps[SessionSteps]:
+        """The new session has a connection of its own, so that both can be called at once."""
+        self._expect_idle()
+        with self._turn:
+            self._expect_no_stream()
+            self._expect_held()
+            fork = SessionSteps(self._address)
+            yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
+            return fork
 
     def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
         request = generate_request(self.info.id, prompt, options, stream=False)
@@ -127,8 +140,7 @@ class SessionSteps:
 
     def _connected(self) -> Steps[Connection]:
         """The session's connection, a new one if need be. Only for who has the turn."""
-        if self._ended:
-            raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
+        self._expect_held()
         if self._connection is None or self._connection.closed:
             yield from self._begin(build(AttachSession, session=self.info.id))
         assert self._connection is not None
@@ -141,14 +153,14 @@ class SessionSteps:
             connection = yield from self._connected()
             return (yield from connection.call(request, expected))
 
-    def _enter(self, request: OpenSession | AttachSession, on_progress: OnProgress | None = None) -> Steps[None]:
+    def _enter(self, request: Entry, on_progress: OnProgress | None = None) -> Steps[None]:
         self._expect_idle()
         with self._turn:
             if self._info is None:
                 yield from self._begin(request, on_progress)
 
-    def _begin(self, request: OpenSession | AttachSession, on_progress: OnProgress | None = None) -> Steps[None]:
-        """Connects and opens or attaches. Who stops waiting hangs up: the model may take minutes to load."""
+    def _begin(self, request: Entry, on_progress: OnProgress | None = None) -> Steps[None]:
+        """Connects and opens, attaches or forks. Who stops waiting hangs up: the model may take minutes to load."""
         connection = yield from connect(self._address)
         try:
             self._info = (yield from connection.call(request, SessionOpened, on_progress)).message.session
@@ -164,6 +176,11 @@ class SessionSteps:
     def _close_stream(self) -> None:
         if self._stream is not None and (stream := self._stream()) is not None:
             stream.close()
+
+    def _expect_held(self) -> None:
+        """Raises InvalidRequest where the session was closed or detached."""
+        if self._ended:
+            raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
 
     def _expect_idle(self, stream: StreamSteps | None = None) -> None:
         """Raises SessionBusy while a call runs or another stream is open."""

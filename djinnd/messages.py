@@ -115,6 +115,14 @@ class Open(msgspec.Struct, tag="open"):
     tokens: list[int] = []
 
 
+class Fork(msgspec.Struct, tag="fork"):
+    """One-way: opens a session with the tokens and the KV of `parent`, which is idle."""
+
+    session: str
+    parent: str
+    priority: Class
+
+
 class Close(msgspec.Struct, tag="close"):
     """One-way. A request that still runs ends with Finished(cancelled)."""
 
@@ -180,6 +188,7 @@ ToEngine = (
     | Trace
     | Unload
     | Open
+    | Fork
     | Close
     | Run
     | CancelRun

@@ -58,6 +58,7 @@ class Engine:
             messages.ArenaRefused: self._loads.arena,
             messages.Unload: self._unload,
             messages.Open: self._open,
+            messages.Fork: self._fork,
             messages.Close: self._close,
             messages.Run: self._run,
             messages.CancelRun: lambda m: self._finish(self._scheduler.cancel(m.request)),
@@ -152,6 +153,11 @@ class Engine:
         self._scheduler.open(
             Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
         )
+
+    def _fork(self, message: messages.Fork) -> None:
+        copy = self._scheduler.fork(message.parent, message.session, message.priority)
+        if copy is not None:
+            self._runners[self._scheduler.session(message.session).model].copy_page(*copy)
 
     def _close(self, message: messages.Close) -> None:
         self._finish(self._scheduler.close(message.session))

@@ -137,6 +137,11 @@ class ModelRunner:
         """After a step that was broken off."""
         self.model.residency.restart()
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Between steps: the whole page, in turn with what the device has still to do."""
+        with self.device.computing():
+            self.model.copy_page(source, target)
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes

@@ -6,17 +6,23 @@
     row 2  │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │   Rows grow by doubling.
            └───┴───┴───┴───┴───┴───┘
 Token i of a session is in page table[row, i // page_size], so the tables of a batch are one fancy index.
+
+Sessions share pages: a fork its parent's, and whoever of a tenant begins with the same tokens those of the first. A
+page that two of them hold is full, and a session writes only past its end, so nobody ever writes into it: only full
+pages are shared, and `trim` gives up a shared one rather than keep it in part.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import KeysView, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
+from djinnd.kvcache.prefixes import Key, Prefixes, chain, root
 
 PAGE_BYTES = 4 << 20  # of all blocks: copies of this size reach the bus's rate
 FIRST_ROWS = 8
@@ -27,6 +33,13 @@ def page_size_for(token_bytes: int) -> int:
     page nearest to 4 MiB."""
     assert token_bytes > 0
     return 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
+
+
+class PageCopy(NamedTuple):
+    """Of a whole page, for the device, before anything else is written there."""
+
+    source: int
+    target: int
 
 
 class KvManager:
@@ -42,6 +55,8 @@ class KvManager:
         self._table: npt.NDArray[np.int32] = np.full((FIRST_ROWS, self._width), SCRATCH, np.int32)
         self._row: dict[str, int] = {}
         self._held = [0] * FIRST_ROWS  # pages, by row
+        self._keys: dict[str, list[Key]] = {}  # of the first pages of each session, those that `publish` has seen
+        self._prefixes = Prefixes()
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
 
     @property
@@ -79,24 +94,94 @@ class KvManager:
         if wanted <= held:
             return
         pages = self.pool.allocate(wanted - held, tenant)
-        if row is None:
-            row = self._row[session_id] = self._take_row()
-        self._table[row, held:wanted] = pages
-        self._held[row] = wanted
+        self._prefixes.forget(pages)
+        self._append(session_id, pages)
 
-    def trim(self, session_id: str, tokens: int) -> None:
-        """Takes the pages past the first `tokens` tokens from the session."""
+    def publish(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int) -> None:
+        """The KV of the session's first `computed` tokens is there: who has the same prefix finds its full pages."""
+        row, keys = self._row[session_id], self._keys[session_id]
+        for page in range(len(keys), computed // self.page_size):
+            keys.append(self._next_key(tenant, keys, tokens))
+            self._prefixes.add(keys[page], int(self._table[row, page]))
+
+    def adopt(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, most: int) -> int:
+        """Gives the session, which holds pages for its `computed` tokens only, those that hold the KV of what follows,
+        as far as the tenant has computed it, and of `most` tokens at most. → tokens that it has KV of then."""
+        keys, found = self._keys.get(session_id, [])[: computed // self.page_size], list[int]()
+        own = len(keys)
+        while (len(keys) + 1) * self.page_size <= most:
+            key = self._next_key(tenant, keys, tokens)
+            page = self._prefixes.find(key)
+            if page is None:
+                break
+            keys.append(key)
+            found.append(page)
+        if len(keys) * self.page_size <= computed:
+            return computed
+        self.trim(session_id, own * self.page_size)
+        self.pool.share(found, tenant)
+        self._append(session_id, found)
+        self._keys[session_id] = keys
+        return len(keys) * self.page_size
+
+    def _next_key(self, tenant: int, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
+        start = len(keys) * self.page_size
+        return chain(keys[-1] if keys else root(tenant), tokens[start : start + self.page_size])
+
+    def fork(self, parent: str, child: str, tenant: int, tokens: int) -> tuple[int, PageCopy | None]:
+        """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
+        fills a page in part, the child gets one of its own, to be copied. The parent holds pages for just these tokens.
+        → tokens that the child has KV of; fewer than `tokens` where no page is free for the copy."""
+        assert child not in self._row
+        pages = self.pages_of(parent)
+        assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
+        full = tokens // self.page_size
+        own, copy = pages[:full], None
+        self.pool.share(own, tenant)
+        if full < len(pages) and self.pool.free:
+            copy = PageCopy(pages[full], *self.pool.allocate(1, tenant, overwritten=True))
+            self._prefixes.forget([copy.target])
+            own.append(copy.target)
+        if own:
+            self._append(child, own)
+            self._keys[child] = self._keys[parent][:full]
+        return min(tokens, len(own) * self.page_size), copy
+
+    def trim(self, session_id: str, tokens: int) -> int:
+        """Takes the pages past the first `tokens` tokens from the session, which will write from there on: so also one
+        that it would keep in part, where others hold it. → tokens that it still has pages for, of these."""
         row = self._row.get(session_id)
         if row is None:
-            return
+            return 0
         held, kept = self._held[row], self.pages_for(tokens)
-        if kept >= held:
-            return
-        self.pool.release(self._pages(row)[kept:].tolist())
+        if kept <= held and tokens % self.page_size:
+            last = int(self._table[row, kept - 1])
+            if self.pool.references(last) > 1:
+                kept -= 1
+            else:
+                self._prefixes.forget([last])
+        del self._keys[session_id][tokens // self.page_size :]
+        if kept < held:
+            self._cut(session_id, row, kept)
+        return min(tokens, kept * self.page_size, held * self.page_size)
+
+    def _append(self, session_id: str, pages: Sequence[int]) -> None:
+        if session_id not in self._row:
+            self._row[session_id] = self._take_row()
+            self._keys[session_id] = []
+        row = self._row[session_id]
+        held = self._held[row]
+        self._table[row, held : held + len(pages)] = pages
+        self._held[row] = held + len(pages)
+
+    def _cut(self, session_id: str, row: int, kept: int) -> None:
+        held = self._held[row]
+        self.pool.release(self._pages(row)[kept:].tolist(), self._prefixes)
         self._table[row, kept:held] = SCRATCH
         self._held[row] = kept
         if kept == 0:
             self._free_rows.append(self._row.pop(session_id))
+            del self._keys[session_id]
 
     def drop(self, session_id: str) -> None:
         """Takes all pages from the session; one that holds none stays as it is."""
@@ -122,6 +207,7 @@ class KvManager:
     def resize(self, num_pages: int) -> dict[int, int]:
         """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move."""
         places = self.pool.resize(num_pages)
+        self._prefixes.move(places)
         renamed = np.full(max(places, default=0) + 1, SCRATCH, np.int32)
         renamed[list(places)] = list(places.values())
         width = min(self._width, self._table.shape[1])
@@ -137,6 +223,8 @@ class KvManager:
     def check_integrity(self) -> None:
         """Asserts that tables and pool agree. O(pages + rows)."""
         self.pool.check_integrity()
+        self._prefixes.check_integrity()
+        assert self._keys.keys() == self._row.keys(), "sessions with keys and sessions with pages differ"
         rows = sorted([*self._row.values(), *self._free_rows])
         assert rows == list(range(len(self._table))), f"{len(rows)} rows are in use or free, of {len(self._table)}"
         for session_id, row in self._row.items():
@@ -149,6 +237,10 @@ class KvManager:
         for page in range(1, self.pool.capacity + 1):
             holders, references = in_tables[page], self.pool.references(page)
             assert holders == references, f"page {page} is in {holders} tables and has {references} references"
+
+    def may_write(self, page: int) -> bool:
+        """Nobody else holds it, or could find it."""
+        return self.pool.references(page) == 1 and page not in self._prefixes
 
     def _pages(self, row: int) -> npt.NDArray[np.int32]:
         """A view of the row's pages."""

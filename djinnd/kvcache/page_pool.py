@@ -3,13 +3,17 @@
     page 0        scratch: rows that pad a graph's bucket read and write it; nobody is given it
     page 1 …      free ──allocate──► held (references ≥ 1; share adds one) ──release of the last──► free
 
-A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out
-to be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made.
+A free page keeps its bytes, so whoever knows what they are may share it again. Pages that are of use so are given last,
+and of those the one that was freed first.
+
+A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out to
+be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 
 SCRATCH = 0
 
@@ -28,7 +32,7 @@ class PagePool:
         """`num_pages` includes the scratch page."""
         assert num_pages >= 2, f"a pool of {num_pages} pages has none to give"
         self.capacity = num_pages - 1
-        self._free = list(range(num_pages - 1, SCRATCH, -1))  # a stack; a fresh pool gives its pages in rising order
+        self._free = OrderedDict.fromkeys(range(1, num_pages))  # the first is given first
         self._references = [0] * num_pages
         self._last_tenant: list[int | None] = [None] * num_pages
         self._stale: set[int] = set()
@@ -44,31 +48,39 @@ class PagePool:
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def allocate(self, count: int, tenant: int) -> list[int]:
-        """`count` pages with one reference each. Raises OutOfPages, and then has changed nothing."""
+    def allocate(self, count: int, tenant: int, *, overwritten: bool = False) -> list[int]:
+        """`count` pages with one reference each. `overwritten`: the caller fills them whole at once, so that nothing of
+        before is left to zero. Raises OutOfPages, and then has changed nothing."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             if self._last_tenant[page] not in (None, tenant):
                 self._stale.add(page)
             self._last_tenant[page] = tenant
             self._references[page] = 1
+        if overwritten:
+            self._stale.difference_update(pages)
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Adds a reference to each; each must be held already, by the same tenant."""
+    def share(self, pages: Sequence[int], tenant: int) -> None:
+        """Adds a reference to each, which must be the tenant's or, if free, have been; it is not free any more."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is shared but nobody holds it"
+            assert self._last_tenant[page] == tenant, f"page {page} is not tenant {tenant}'s"
+            if self._references[page] == 0:
+                del self._free[page]
             self._references[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Takes a reference from each; a page without any is free."""
+    def release(self, pages: Sequence[int], of_use: Container[int] = ()) -> None:
+        """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix
+        before its beginning."""
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released but nobody holds it"
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                self._free[page] = None
+                if page not in of_use:
+                    self._free.move_to_end(page, last=False)
 
     def resize(self, num_pages: int) -> dict[int, int]:
         """Another pool with the same holders: where each held page is there, of all that are held. The pages that
@@ -86,7 +98,7 @@ class PagePool:
             self._references[new], self._last_tenant[new] = references[old], last_tenant[old]
         self._stale = {places[page] for page in stale if page in places}
         taken = set(places.values())
-        self._free = [page for page in range(num_pages - 1, SCRATCH, -1) if page not in taken]
+        self._free = OrderedDict.fromkeys(page for page in range(1, num_pages) if page not in taken)
         return places
 
     def take_stale(self) -> list[int]:
@@ -98,8 +110,7 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Asserts that every page but the scratch page is either free, once, or held. O(pages)."""
-        free = set(self._free)
-        assert len(free) == len(self._free), f"{len(self._free) - len(free)} pages are in the free list twice"
+        free = self._free.keys()
         assert SCRATCH not in free and self._references[SCRATCH] == 0, "the scratch page was given away"
         for page in range(1, self.capacity + 1):
             count = self._references[page]

@@ -77,3 +77,7 @@ class PagedModel:
     def zero_pages(self, pages: list[int]) -> None:
         """Before a page changes its tenant."""
         self.pool.index_fill_(0, torch.tensor(pages, device=self.pool.device), 0)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        self.pool[target].copy_(self.pool[source])

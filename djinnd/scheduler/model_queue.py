@@ -10,6 +10,7 @@ nobody.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -98,7 +99,12 @@ class ModelQueue:
     def leave(self, session: Session) -> None:
         """Its request has ended: takes the pages that hold no KV from it."""
         (self.held if session.id in self.held else self.active).pop(session.id)
-        self.kv.trim(session.id, session.computed)
+        self.rewind(session, session.computed)
+
+    def rewind(self, session: Session, computed: int) -> None:
+        """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
+        at the start of that page."""
+        session.computed = self.kv.trim(session.id, computed)
 
     def compose(self, step: int, max_tokens: int, max_rows: int) -> tuple[Row, ...]:
         """Serves the active sessions in their order while pages and budget last; one row at least where one is
@@ -117,7 +123,8 @@ class ModelQueue:
             if count == 0 or (short and not self.kv.pages_held(session.id)):
                 continue
             if self._secure_pages(order, session):
-                budget.take(remaining)
+                count = min(count, session.remaining)
+                budget.take(remaining, count)
                 rows.append(self._row(session, count, step))
             else:
                 short = True
@@ -137,6 +144,8 @@ class ModelQueue:
     def _secure_pages(self, order: list[Session], session: Session) -> bool:
         """Pages for all tokens that the session has, so that no prompt stops half-way for want of them; where they
         are short, at the cost of those that the policy ranks behind it. False: it has to wait, and nobody lost any."""
+        computed = session.computed
+        self._adopt(session)
         try:
             self.kv.reserve(session.id, session.tenant, len(session.tokens))
         except OutOfPages as shortage:
@@ -144,11 +153,30 @@ class ModelQueue:
             candidates = eviction_order(idle, self.held.values(), order, session)
             victims = _first_that_free(shortage.needed - shortage.free, candidates, self.kv)
             if not victims:
+                self.rewind(session, min(computed, session.computed))
                 return False
             for victim in victims:
                 self._evict(victim)  # it is computed anew from its tokens when it next runs
             self.kv.reserve(session.id, session.tenant, len(session.tokens))
         return True
+
+    def _adopt(self, session: Session) -> None:
+        """Spares a session that is about to be given pages the part of its prompt that its tenant has computed before.
+        One token at least stays, to choose the next one, and all whose logits are wanted."""
+        request, kv = session.request, self.kv
+        assert request is not None
+        most = len(session.tokens) - 1 if request.logits_from is None else request.logits_from
+        if most // kv.page_size > session.computed // kv.page_size and (
+            kv.pages_held(session.id) == kv.pages_for(session.computed)
+        ):
+            session.computed = kv.adopt(session.id, session.tenant, session.tokens, session.computed, most)
+
+    def advance(self, session: Session, computed: int) -> None:
+        """A step has brought its KV so far."""
+        filled = computed // self.kv.page_size > session.computed // self.kv.page_size
+        session.computed = computed
+        if filled:
+            self.kv.publish(session.id, session.tenant, session.tokens, computed)
 
     def load(self) -> ModelLoad:
         kv_tokens = sum(session.computed for session in self.sessions.values())
@@ -164,13 +192,18 @@ class ModelQueue:
         assert self.active.keys() == active, f"{sorted(active ^ self.active.keys())} of {self.name}: active or not?"
         held = busy.keys() - active
         assert self.held.keys() == held, f"{sorted(held ^ self.held.keys())} of {self.name}: held or not?"
+        tenants: dict[int, int] = {}  # by page
         for session in self.sessions.values():
             self._check_session(session)
+            for page in self.kv.pages_of(session.id):
+                assert tenants.setdefault(page, session.tenant) == session.tenant, f"two tenants share page {page}"
 
     def _check_session(self, session: Session) -> None:
         name, length, computed, request = session.id, len(session.tokens), session.computed, session.request
         assert 0 <= computed <= length <= self.limit, f"session {name}: {computed} of {length} tokens computed"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
+        for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
+            assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"
         if request is None:
             assert pages == least, f"idle session {name} holds {pages} pages for {computed} tokens"
             return
@@ -191,14 +224,18 @@ def _is_chunk(row: Row) -> bool:
 
 
 def _first_that_free(missing: int, candidates: Iterable[Session], kv: KvManager) -> list[Session]:
-    """The first candidates that together hold `missing` pages; empty where all of them hold fewer."""
-    victims = []
+    """Of the first candidates whose pages together free `missing`, those that it takes; empty where all of them free
+    fewer. A page is free when the last that holds it is a victim."""
+    victims: dict[Session, list[int]] = {}
+    given: Counter[int] = Counter()  # references, by page
+
+    def is_free(page: int) -> bool:
+        return given[page] == kv.pool.references(page)
+
     for candidate in candidates:
-        held = kv.pages_held(candidate.id)
-        if held == 0:
-            continue
-        victims.append(candidate)
-        missing -= held
+        pages = victims[candidate] = kv.pages_of(candidate.id)
+        given.update(pages)
+        missing -= sum(map(is_free, pages))
         if missing <= 0:
-            return victims
+            return [victim for victim, pages in victims.items() if any(map(is_free, pages))]
     return []

@@ -48,10 +48,10 @@ class Budget:
             return 1 if self._decode_rows else 0
         return min(remaining, self._chunk_tokens) if self._chunk_rows else 0
 
-    def take(self, remaining: int) -> None:
-        """Uses up what `share` answers for the same figure."""
+    def take(self, remaining: int, count: int) -> None:
+        """Uses up `count` tokens, of those that `share` answered for `remaining`."""
         if remaining == 1:
             self._decode_rows -= 1
         else:
-            self._chunk_tokens -= self.share(remaining)
+            self._chunk_tokens -= count
             self._chunk_rows -= 1

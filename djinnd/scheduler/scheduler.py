@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
-from djinn_client.protocol import FinishReason
+from djinn_client.protocol import Class, FinishReason
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
-from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 
 
@@ -70,6 +70,16 @@ class Scheduler:
         self._queues[session.model].sessions[session.id] = session
         self._sessions[session.id] = session
 
+    def fork(self, parent_id: str, child_id: str, klass: Class) -> PageCopy | None:
+        """Opens a session that has the tokens and the KV of another one, which is idle. The copy is to be made before
+        the next step. Raises SessionNotFound."""
+        parent = self.session(parent_id)
+        assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
+        child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens), touched=parent.touched)
+        self.open(child)
+        child.computed, copy = self._queues[child.model].kv.fork(parent_id, child_id, child.tenant, parent.computed)
+        return copy
+
     def session(self, session_id: str) -> Session:
         """Raises SessionNotFound."""
         session = self._sessions.get(session_id)
@@ -94,7 +104,7 @@ class Scheduler:
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
         session.truncate(length)
-        self._queues[session.model].kv.trim(session_id, session.computed)
+        self._queues[session.model].rewind(session, session.computed)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class Scheduler:
         queue.check_fits(length + min(1, request.max_tokens))
         session.tokens.extend(new_tokens)
         if session.remaining == 0:
-            session.computed -= 1  # the last token is run again, for the logits that choose the next one
+            queue.rewind(session, session.computed - 1)  # the last token's logits choose the next one
         session.request = request
         self._in_progress[request.id] = (session, request)
         queue.join(session)
@@ -197,7 +207,7 @@ class Scheduler:
                 continue  # it has ended while the step ran
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
-            session.computed = row.end
+            self._queues[batch.model].advance(session, row.end)
             reason = _advance(session, request, token, self._queues[batch.model].limit)
             if reason:
                 finished.append(self._finish(session, reason))

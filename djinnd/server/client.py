@@ -13,7 +13,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ProtocolError, Retry
@@ -94,6 +94,7 @@ class Desk(Protocol):
 
     limits: Limits
     unfinished: int  # requests of all clients
+    after: Callable[..., None]  # Journal.after: what clients are told goes through it
 
     def is_admin(self, user: int) -> bool: ...
 
@@ -115,6 +116,8 @@ class Client:
         self.calls: dict[int, Call] = {}
         self._desk = desk
         self._introduced = False
+        self._leaving = False  # nothing more of it is heard
+        self._held_fds = 0  # with what the journal holds back
         limits = desk.limits
         self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes, accept_fds=True)
         loop = asyncio.get_running_loop()
@@ -126,10 +129,11 @@ class Client:
 
     @property
     def queued_fds(self) -> int:
-        return self._connection.queued_fds
+        return self._held_fds + self._connection.queued_fds
 
     def send(self, message: Reply) -> None:
-        self._connection.send(encode(message))  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
+        frame = encode(message)  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
+        self._desk.after(self._connection.send, frame)
 
     def cancel_calls(self) -> None:
         for call in self.calls.values():
@@ -140,12 +144,12 @@ class Client:
         if at_once:
             self._connection.close()
         else:
-            self._connection.close_when_sent()
+            self._leave()
 
     # --- events of the connection -----------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
-        if not self._take(payload, fds):
+        if self._leaving or not self._take(payload, fds):
             close_fds(fds)
 
     def _take(self, payload: bytes, fds: list[int]) -> bool:
@@ -230,12 +234,21 @@ class Client:
         error = Cancelled("the request was cancelled") if task.cancelled() else task.exception()
         if error is None:
             message, fds = task.result()
-            self._connection.send(encode(message, len(fds)), fds)  # type: ignore[arg-type]
+            self._held_fds += len(fds)
+            self._desk.after(self._send_with_fds, encode(message, len(fds)), fds)  # type: ignore[arg-type]
         elif isinstance(error, DjinnError):
             self._fail(call.id, error)
         else:
             log.error("request_failed user=%d", self.user, exc_info=error)
             self._fail(call.id, DjinnError(f"the daemon failed: {error!r}; its log has the details"))
+
+    def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
+        self._held_fds -= len(fds)
+        self._connection.send(frame, fds)
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._desk.after(self._connection.close_when_sent)
 
     def _fail(self, number: int, error: DjinnError) -> None:
         self.send(Failure(id=number, code=error.code, message=error.message, data=error.data))
@@ -245,4 +258,4 @@ class Client:
         log.info("client_refused fd=%d pid=%d user=%d reason=%s", self.fd, *self.peer, error)
         self._fail(0, error)
         self.cancel_calls()
-        self._connection.close_when_sent()
+        self._leave()

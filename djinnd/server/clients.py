@@ -20,11 +20,17 @@ Handle = Callable[[Call, Request], Coroutine[Any, Any, Answer]]
 
 class Clients:
     def __init__(
-        self, limits: Limits, admins: Collection[int], handle: Handle, on_gone: Callable[[Client], None]
+        self,
+        limits: Limits,
+        admins: Collection[int],
+        handle: Handle,
+        on_gone: Callable[[Client], None],
+        after: Callable[..., None],
     ) -> None:
-        """`admins`: uids, beside root and the daemon's own."""
+        """`admins`: uids, beside root and the daemon's own. `after`: see Journal."""
         self.limits = limits
         self.handle = handle
+        self.after = after
         self.unfinished = 0
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()

@@ -25,12 +25,13 @@ from djinn_client.protocol import (
     TokenIds,
     TraceReply,
 )
-from djinnd.messages import Loading, Trace, Truncate
+from djinnd.messages import Fork, Loading, Trace, Truncate
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
-from djinnd.server.models import Models, OnLoading, open_in
+from djinnd.server.journal import Journal
+from djinnd.server.models import Model, Models, OnLoading, open_in
 from djinnd.server.runs import ForwardRun, GenerateRun
-from djinnd.server.sessions import SessionTable
+from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
 from djinnd.server.stopping import Restart
@@ -41,6 +42,7 @@ LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is toke
 
 _NEW_WORK = (
     protocol.OpenSession,
+    protocol.ForkSession,
     protocol.Generate,
     protocol.Forward,
     protocol.LoadModel,
@@ -51,6 +53,7 @@ _NEW_WORK = (
     protocol.GetTrace,
     protocol.Restart,
 )
+_CHANGES = (protocol.OpenSession, protocol.ForkSession, protocol.Generate, protocol.Forward, protocol.Truncate)
 
 
 class Handlers:
@@ -61,6 +64,7 @@ class Handlers:
         sharing: Sharing,
         status: Status,
         supervisor: Supervisor,
+        journal: Journal,
         restart: Callable[[Restart], None],
     ) -> None:
         self._sessions = sessions
@@ -68,11 +72,13 @@ class Handlers:
         self._sharing = sharing
         self._status = status
         self._supervisor = supervisor
+        self._journal = journal
         self._restart_daemon = restart
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
             protocol.Ping: self._ping,
             protocol.OpenSession: self._open,
             protocol.AttachSession: self._attach,
+            protocol.ForkSession: self._fork,
             protocol.CloseSession: self._close,
             protocol.Generate: self._generate,
             protocol.Forward: self._forward,
@@ -95,6 +101,8 @@ class Handlers:
     async def handle(self, call: Call, request: protocol.Request) -> Answer:
         if self._status.is_draining and isinstance(request, _NEW_WORK):
             raise ShuttingDown("the daemon is stopping and takes no new work: try again when it is back")
+        if isinstance(request, _CHANGES):  # closing gives room, and goes on
+            self._journal.expect_writable()
         return await self._handlers[type(request)](call, request)
 
     async def _ping(self, call: Call, request: protocol.Ping) -> Answer:
@@ -107,7 +115,7 @@ class Handlers:
         self._sessions.expect_room(call.client.user)  # before a model is loaded in vain
         engine = await self._models.ready(model.name, _telling(call))
         self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
-        session = self._sessions.open(call.client, model.name, request.priority)
+        session = self._sessions.open(call.client, model.name, request.priority, shared=model.share is not None)
         open_in(engine, session)
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
@@ -115,6 +123,15 @@ class Handlers:
         session = self._sessions.lookup(request.session, call.client)
         self._sessions.attach(session, call.client)
         return Answer(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
+
+    async def _fork(self, call: Call, request: protocol.ForkSession) -> Answer:
+        parent = self._sessions.lookup(request.session, call.client)
+        parent.expect_model()
+        engine = self._models.find_open(parent.model, call.client).engine
+        session = self._sessions.fork(parent, call.client, request.priority)
+        if engine is not None:  # else the next one is told the tokens as they are
+            engine.send(Fork(session.id, parent.id, session.priority))
+        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
     async def _close(self, call: Call, request: protocol.CloseSession) -> Answer:
         self._sessions.close(self._sessions.lookup(request.session, call.client))
@@ -124,8 +141,8 @@ class Handlers:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         admission.check_truncate(request.length, len(session.tokens))
-        del session.tokens[request.length :]
-        engine = self._models.find(session.model).engine
+        session.cut(request.length)
+        engine = self._models.engine_of(session)
         if engine is not None:  # else the next one is told the tokens as they are
             engine.send(Truncate(session.id, request.length))
         return Answer(Done(id=call.id))
@@ -143,8 +160,7 @@ class Handlers:
     async def _generate(self, call: Call, request: protocol.Generate) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            model = self._models.find(session.model)
-            info, vocabulary = model.described
+            info, vocabulary = (await self._model_of(session)).described
             admission.check_generate(request, info, vocabulary.has_text)
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
             admission.check_prompt(prompt, len(session.tokens), info, room=1)
@@ -157,12 +173,23 @@ class Handlers:
     async def _forward(self, call: Call, request: protocol.Forward) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            model = self._models.find(session.model)
-            admission.check_forward(request, len(session.tokens), model.described[0])
+            admission.check_forward(request, len(session.tokens), (await self._model_of(session)).described[0])
             engine = await self._models.ready(session.model)
             run = ForwardRun(call, session, engine, request)
             call.client.started(call, run)
             return await run.done
+
+    async def _model_of(self, session: SessionRecord) -> Model:
+        """Which has been ready. An earlier daemon's session loads it, and finds out whether its tokens still are the
+        model's. Raises ModelNotFound, TokenOutOfRange, and what loading raises."""
+        session.expect_model()
+        if self._models.find(session.model).info is None:
+            await self._models.ready(session.model)
+        model = self._models.find(session.model)
+        if session.is_restored:
+            admission.check_tokens(session.tokens, model.described[0])
+            session.is_restored = False
+        return model
 
     # --- models -----------------------------------------------------------------------------------------------------
 

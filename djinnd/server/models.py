@@ -109,6 +109,11 @@ class Models:
             return self._models[name]
         return _configured(name, model_named(name, self._known))
 
+    def engine_of(self, session: SessionRecord) -> EngineClient | None:
+        """The engine that has the session open, if there is one."""
+        model = None if session.is_orphan else self._models.get(session.model)
+        return None if model is None else model.engine
+
     def is_known(self, name: str) -> bool:
         return name in self._models or name in self._known
 

@@ -58,7 +58,7 @@ class SessionRun:
 
     def failed(self, error: DjinnError) -> None:
         """The engine has rolled the session back, or is no more."""
-        del self._session.tokens[self._first :]
+        self._session.cut(self._first)
         self.done.set_exception(error)
 
     def _undo(self, error: DjinnError) -> None:
@@ -109,6 +109,7 @@ class GenerateRun(SessionRun):
             self._fault = fault
             self.cancel()
             return
+        self._session.changed()
         if piece is not None:
             self._call.send(piece)
         if self._generation.keep is not None and not self._halted:
@@ -123,6 +124,7 @@ class GenerateRun(SessionRun):
         if message.length != length:
             assert self._halted and message.length > length, (message, length)
             self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
+        self._session.changed()  # there may be nothing but a prompt
         self.done.set_result(Answer(self._generation.finish(message.reason, message.computed, time.monotonic())))
 
     def logits(self, message: LogitsReady, fd: int) -> None:
@@ -155,4 +157,5 @@ class ForwardRun(SessionRun):
         total = time.monotonic() - received
         timings = Timings(max(0.0, self._started_at - received), first_token=total, total=total)
         reply = Logits(id=self._call.id, tokens=message.tokens, vocab=message.vocab, timings=timings)
+        self._session.changed()
         self.done.set_result(Answer(reply, [fd]))

@@ -26,6 +26,7 @@ from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.engine_process import STOPPING
 from djinnd.server.handlers import Handlers
+from djinnd.server.journal import Journal
 from djinnd.server.listener import Listener
 from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
@@ -60,7 +61,8 @@ class Server:
         environ = _engine_environ(config)
         self._nursery = Nursery(nursery_command, environ, [each for each in given if each.name in NURSERY_FDS])
         self.address: str = self._socket.getsockname()
-        self._sessions = SessionTable(self._limits, self._close_in_engine)
+        self._journal = Journal(config.state_dir)
+        self._sessions = SessionTable(self._limits, self._close_in_engine, self._journal)
         self._arena = Arena(config.state_dir)
         self._models = Models(config.models, self._sessions, self._arena, lambda model: self._router.engine_for(model))
         self._supervisor = Supervisor(engine_command, config.memory, environ, self._nursery, self._limits, self._models)
@@ -68,18 +70,20 @@ class Server:
         self._sharing = Sharing(
             Path(config.state_dir, "shared"), self._limits, self._models, self._sessions, self._router.engine_for
         )
-        self._clients = Clients(self._limits, config.admins, lambda *c: self._handlers.handle(*c), self._gone)
+        self._clients = Clients(
+            self._limits, config.admins, lambda *c: self._handlers.handle(*c), self._gone, self._journal.after
+        )
         self._status = Status(
             self._sessions, self._models, self._supervisor, self._clients, self._arena, self._sharing, self.address
         )
         self._handlers = Handlers(
-            self._sessions, self._models, self._sharing, self._status, self._supervisor, self._restart
+            self._sessions, self._models, self._sharing, self._status, self._supervisor, self._journal, self._restart
         )
         self._listener = Listener(self._socket, self._clients.accept)
 
     async def serve(self) -> list[Inherited]:
         """Until it is asked to stop. Answers with what a successor is to have; with nothing where there is to be none.
-        Raises StartError where no engine comes up."""
+        Raises StartError where no engine comes up, or the journal cannot be used."""
         beating = asyncio.create_task(self._beat())
         try:
             self._startup()
@@ -95,6 +99,7 @@ class Server:
 
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
+        self._sessions.restore(self._journal.open())  # first of all: the state directory is this daemon's then
         adopted = self._arena.adopt()
         self._sharing.start()
         self._supervisor.start()
@@ -123,10 +128,12 @@ class Server:
         await self._supervisor.stop(0.0 if self._stopping.now.is_set() else STOPPING)
         if self._stopping.restart is None or not self._nursery.is_sound:
             await self._nursery.close()
+        await self._journal.settled()
         await self._clients.close(at_once=self._stopping.now.is_set())
         await self._models.close(keep_blocks=self._stopping.restart == "warm")
         await self._sharing.close()
-        self._sessions.clear()
+        await self._journal.close()
+        self._sessions.leave()
         log.info("djinnd_stopped")
 
     def _leave(self) -> list[Inherited]:
@@ -156,7 +163,7 @@ class Server:
             await asyncio.sleep(min(_BEAT, notifier.watchdog_s / 3 or _BEAT))
 
     def _close_in_engine(self, session: SessionRecord) -> None:
-        engine = self._models.find(session.model).engine
+        engine = self._models.engine_of(session)
         if engine is not None:
             engine.send(Close(session.id))
         self._sharing.session_closed(session.model)

@@ -1,4 +1,7 @@
-"""The sessions of all users: who they belong to, and their tokens, which are the session. Engines have copies."""
+"""The sessions of all users: who they belong to, and their tokens, which are the session. Engines have copies.
+
+The journal has them too, and hears of every change: see journal.py. What an earlier daemon has left begins as detached.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,26 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from djinn_client.errors import NotPermitted, SessionBusy, SessionNotFound
+from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionNotFound
 from djinn_client.protocol import Class
 from djinnd.config import Limits
 from djinnd.server.client import Call, Client
+from djinnd.server.journal import Journal
+from djinnd.server.journal_file import KeptSession
 
 log = logging.getLogger("djinnd.server")
+
+_SWEEP = 60.0  # seconds, at most, that a session is there beyond its time to live
 
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """`tokens`: every prompt's and every generated token that stays. Times are CLOCK_MONOTONIC."""
+    """`tokens`: every prompt's and every generated token that stays; who appends calls `changed` before it is told.
+    `shared`: its model is one that a client shares. Times are CLOCK_MONOTONIC."""
 
     id: str
     user: int
@@ -28,7 +36,12 @@ class SessionRecord:
     priority: Class
     created: float
     used: float
+    journal: Journal
+    shared: bool = False
+    is_restored: bool = False  # by this daemon, and not used yet: its model's checkpoint may have changed meanwhile
+    is_orphan: bool = False  # its shared model went with an earlier daemon; one of that name now is another
     tokens: list[int] = field(default_factory=list)
+    journalled: int = 0  # see Journalled
     attached: set[Client] = field(default_factory=set)
     call: Call | None = None  # that works on it
     grace: asyncio.TimerHandle | None = None  # runs while nobody is attached
@@ -44,16 +57,37 @@ class SessionRecord:
             self.call = None
             self.used = time.monotonic()
 
+    def changed(self) -> None:
+        """Tokens were appended."""
+        self.journal.changed(self)
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:]
+        if length < self.journalled:
+            self.journalled = length
+            self.journal.changed(self)
+
     def expect_idle(self) -> None:
         if self.call is not None:
             raise SessionBusy(f"session {self.id} is at work on another call: wait for it, or open a second session")
+
+    def expect_model(self) -> None:
+        """Raises ModelNotFound where there can be none any more."""
+        if self.is_orphan:
+            raise ModelNotFound(
+                f"{self.model} was a client's own and went with an earlier djinnd: read this session's tokens, and go "
+                "on with them in a new one",
+                model=self.model,
+            )
 
 
 class SessionTable:
     """`on_close` is called with each session that goes, when the table has it no more."""
 
-    def __init__(self, limits: Limits, on_close: Callable[[SessionRecord], None]) -> None:
+    def __init__(self, limits: Limits, on_close: Callable[[SessionRecord], None], journal: Journal) -> None:
         self._limits = limits
+        self._journal = journal
+        self._sweep: asyncio.TimerHandle | None = None
         self._on_close = on_close
         self._sessions: dict[str, SessionRecord] = {}
 
@@ -68,7 +102,7 @@ class SessionTable:
         return [s for s in self if s.user == client.user or client.is_admin]
 
     def of_model(self, model: str) -> list[SessionRecord]:
-        return [s for s in self if s.model == model]
+        return [s for s in self if s.model == model and not s.is_orphan]
 
     def lookup(self, session_id: str, client: Client) -> SessionRecord:
         """Raises SessionNotFound; the answer is the same for unknown sessions and other users'."""
@@ -85,14 +119,41 @@ class SessionTable:
         if len(self) >= self._limits.sessions:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
 
-    def open(self, client: Client, model: str, priority: Class) -> SessionRecord:
+    def restore(self, kept: Iterable[KeptSession]) -> None:
+        """At start: what the journal has, detached. Limits hold for what is opened after that."""
+        now, clock = time.monotonic(), time.time()
+        for was in kept:
+            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # clocks are set back, too
+            session = SessionRecord(was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal)
+            session.shared = session.is_orphan = was.shared
+            session.is_restored = True
+            session.tokens = was.tokens.tolist()
+            session.journalled = len(session.tokens)
+            self._sessions[session.id] = session
+            self._detached(session)
+        self._close_expired()
+
+    def open(self, client: Client, model: str, priority: Class, shared: bool = False) -> SessionRecord:
         """Attached to the client. Raises as expect_room."""
         self.expect_room(client.user)
         now = time.monotonic()
-        session = SessionRecord(secrets.token_hex(8), client.user, model, priority, created=now, used=now)
+        session = SessionRecord(secrets.token_hex(8), client.user, model, priority, now, now, self._journal, shared)
         self._sessions[session.id] = session
+        self._journal.opened(session)
         self.attach(session, client)
         log.info("session_opened session=%s user=%d model=%s class=%s", session.id, client.user, model, priority)
+        return session
+
+    def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:
+        """A session with the parent's tokens, attached to the client. Raises SessionBusy, and as expect_room; and
+        NotPermitted where the parent is another user's, for an administrator too: users share no pages."""
+        parent.expect_idle()
+        if parent.user != client.user:
+            raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
+        session = self.open(client, parent.model, priority or parent.priority, parent.shared)
+        session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
+        session.changed()
+        log.info("session_forked session=%s parent=%s tokens=%d", session.id, parent.id, len(session.tokens))
         return session
 
     def attach(self, session: SessionRecord, client: Client) -> None:
@@ -107,12 +168,16 @@ class SessionTable:
             if client in session.attached:
                 session.attached.remove(client)
                 if not session.attached:
-                    loop = asyncio.get_running_loop()
-                    session.grace = loop.call_later(self._limits.session_grace, self.close, session)
+                    self._detached(session)
 
-    def clear(self) -> None:
+    def leave(self) -> None:
+        """When the journal is closed: the sessions are the next daemon's."""
         for session in self:
-            self.close(session)
+            if session.grace is not None:
+                session.grace.cancel()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._sessions.clear()
 
     def close(self, session: SessionRecord) -> None:
         """A call that works on it is cancelled. Does nothing where the session is closed."""
@@ -122,5 +187,21 @@ class SessionTable:
             session.grace.cancel()
         if session.call is not None:
             session.call.cancel()
+        self._journal.closed(session)
         log.info("session_closed session=%s user=%d tokens=%d", session.id, session.user, len(session.tokens))
         self._on_close(session)
+
+    def _detached(self, session: SessionRecord) -> None:
+        loop = asyncio.get_running_loop()
+        session.grace = loop.call_later(self._limits.session_grace, self.close, session)
+
+    def _close_expired(self) -> None:
+        """Now and then, those that were not used for their time to live."""
+        limit = self._limits.session_ttl
+        if not limit:
+            return
+        oldest = time.monotonic() - limit
+        for session in self:
+            if session.call is None and session.used < oldest:
+                self.close(session)
+        self._sweep = asyncio.get_running_loop().call_later(min(_SWEEP, limit), self._close_expired)

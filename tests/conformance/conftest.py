@@ -82,6 +82,9 @@ class Blocking:
     async def truncate(self, length: int) -> None:
         await asyncio.to_thread(self._session.truncate, length)
 
+    async def fork(self, **options: Any) -> Blocking:
+        return Blocking(await asyncio.to_thread(self._session.fork, **options))
+
     async def close(self) -> None:
         await asyncio.to_thread(self._session.close)
 

@@ -84,7 +84,7 @@ def test_closing_twice_on_one_connection(daemon_address: str) -> None:
 async def test_every_call_on_a_session_that_somebody_else_has_closed(api: Api) -> None:
     s = await api.open()
     await asyncio.to_thread(djinn.close, s.id, address=api.address)
-    for call in (s.generate(PROMPT), s.forward([1]), s.truncate(0), s.token_ids, anext(s.stream(PROMPT))):
+    for call in (s.generate(PROMPT), s.forward([1]), s.truncate(0), s.fork(), s.token_ids, anext(s.stream(PROMPT))):
         with pytest.raises(SessionNotFound):
             await call
     await s.close()
@@ -112,6 +112,34 @@ async def test_two_connections_share_a_session(api: Api, session: Opener) -> Non
         assert await other.token_ids == await s.token_ids
         await other.detach()
         assert len(await s.token_ids) > 4
+
+
+async def test_a_fork_goes_on_as_its_parent_would_have(session: Opener) -> None:
+    async with session(priority="agent") as s:
+        await s.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        t = await s.fork()
+        u = await t.fork(priority="batch")
+        assert len({s.id, t.id, u.id}) == 3
+        assert (t.info.priority, u.info.priority, u.info.tokens) == ("agent", "batch", len(await s.token_ids))
+        calls = [each.generate(max_tokens=8, ignore_eos=True) for each in (s, t, u)]
+        replies = [reply.token_ids for reply in await asyncio.gather(*calls)]
+        assert replies[0] == replies[1] == replies[2]
+        await t.truncate(3)
+        assert len(await t.token_ids) == 3 and len(await u.token_ids) == len(await s.token_ids) > 3
+        await t.close()
+        assert len((await u.generate(max_tokens=2, ignore_eos=True)).token_ids) == 2
+        await u.close()
+
+
+async def test_a_session_at_work_is_not_forked(api: Api, session: Opener) -> None:
+    async with session() as s:
+        other = await api.attach(s.id)
+        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+        await anext(stream)
+        with pytest.raises(SessionBusy):
+            await other.fork()
+        stream.close()
+        await other.detach()
 
 
 async def test_one_call_at_a_time(api: Api, session: Opener) -> None:

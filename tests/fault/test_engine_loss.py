@@ -142,3 +142,18 @@ def test_a_step_that_fails_costs_its_own_request_only(serve):
         assert unlucky.token_ids == [5, 2]
         assert unlucky.generate(max_tokens=2).token_ids == [3, 1]
         assert lucky.generate([5], max_tokens=1).token_ids == [2]
+
+
+def test_forks_of_a_lost_engine_go_on_from_their_tokens(serve):
+    daemon = serve(fatal("die"))
+    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as parent:
+        parent.generate([5], max_tokens=3)
+        with parent.fork() as fork, fork.fork() as other:
+            fork.generate([7], max_tokens=1)
+            with pytest.raises(EngineLost):
+                parent.generate([TROUBLE], max_tokens=3)
+            assert (fork.token_ids, other.token_ids) == ([5, 2, 3, 1, 7, 3], [5, 2, 3, 1])
+            with other.fork() as late:
+                assert [each.generate(max_tokens=1).token_ids for each in (parent, other, late)] == [[2]] * 3
+            assert fork.generate(max_tokens=1).token_ids == [1]
+            assert client.status(check=True).integrity == []

@@ -105,6 +105,11 @@ def test_sessions(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daem
         assert (listed["model"], listed["priority"], listed["state"]) == (MODEL, "batch", "idle")
         assert listed["tokens"] == len(s.token_ids)
         assert s.id in djinnctl("ps").stdout
+        fork = djinnctl("fork", s.id).stdout.strip()
+        (listed,) = [info for info in as_json("ps") if info["id"] == fork]
+        assert (listed["tokens"], listed["priority"], listed["state"]) == (len(s.token_ids), "batch", "detached")
+        assert "no session" in djinnctl("fork", "nonesuch", code=FAILED).stderr
+        djinnctl("close", fork)
         assert as_json("close", s.id, "nonesuch", code=FAILED) == {"closed": [s.id], "missing": ["nonesuch"]}
         assert s.id not in djinnctl("ps").stdout
         assert "no session" in djinnctl("close", s.id, code=FAILED).stdout

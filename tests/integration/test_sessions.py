@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import djinn_client as djinn
+from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
+from tests.support.models import reduced_model
 
 GO_ON = """
 import json, sys
@@ -53,4 +57,78 @@ def test_a_session_that_nobody_comes_back_to(start_daemon: DaemonStarter) -> Non
         with pytest.raises(djinn.SessionNotFound):
             djinn.attach(left.id, address=daemon.address)
         assert len(kept.generate(max_tokens=4, ignore_eos=True).token_ids) == 4
+        assert client.status(check=True).integrity == []
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> None:
+    daemon = start_daemon({"limits": {"sessions": 2}})
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        whole = s.generate("import ", max_tokens=32, ignore_eos=True).token_ids
+    left, idle = (djinn.Session(MODEL, priority="batch", address=daemon.address) for _ in range(2))
+    left.generate("import ", max_tokens=16, ignore_eos=True)
+    tokens = left.token_ids
+    left.detach()  # and the other one is attached when the daemon goes
+    with daemon.client() as client:
+        done = restart(client, warm=warm)
+        assert (done.state, done.sessions) == ("ready", 2)
+        infos = {info.id: info for info in client.sessions()}
+        assert {name: (info.state, info.tokens, info.priority) for name, info in infos.items()} == {
+            left.id: ("detached", len(tokens), "batch"),
+            idle.id: ("detached", 0, "batch"),
+        }
+        assert infos[left.id].age_s >= infos[left.id].idle_s > 0
+        with pytest.raises(djinn.NotPermitted, match="the daemon has 2 sessions"):
+            djinn.Session(MODEL, address=daemon.address)
+        with djinn.attach(left.id, address=daemon.address) as s, djinn.attach(idle.id, address=daemon.address):
+            assert s.token_ids == tokens
+            assert s.generate(max_tokens=16, ignore_eos=True).token_ids == whole[16:]
+        idle.detach()
+        restart(client, warm=warm)
+        assert client.sessions() == []
+        assert client.status(check=True).integrity == []
+
+
+def test_the_grace_time_begins_anew_with_the_daemon(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon({"limits": {"session_grace": "1s"}})
+    left = djinn.Session(MODEL, address=daemon.address)
+    with daemon.client() as client:
+        restart(client, warm=True)
+        assert [info.id for info in client.sessions()] == [left.id]
+        wait_for(lambda: client.sessions() == [])
+        restart(client, warm=True)
+        assert client.sessions() == []
+    left.detach()
+
+
+def test_a_session_that_nobody_uses_for_its_time_to_live(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon({"limits": {"session_ttl": "1s"}})
+    with daemon.client() as client:
+        session = djinn.Session(MODEL, address=daemon.address)
+        session.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
+        wait_for(lambda: client.sessions() == [])
+        with pytest.raises(djinn.SessionNotFound):
+            session.generate(max_tokens=1)
+        session.detach()
+        assert client.status(check=True).integrity == []
+
+
+def test_a_session_whose_model_is_gone(start_daemon: DaemonStarter, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(reduced_model("llama-2"), tmp_path / "checkpoint"))
+    daemon = start_daemon(errors=["model_failed"])
+    session = djinn.Session(str(checkpoint), address=daemon.address)
+    session.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
+    tokens = session.token_ids
+    with daemon.client() as client:
+        restart(client, warm=False)
+        shutil.rmtree(checkpoint)
+        session.detach()
+        session = djinn.attach(session.id, address=daemon.address)
+        assert session.token_ids == tokens
+        with pytest.raises((djinn.ModelNotFound, djinn.ModelRejected), match=str(checkpoint)):
+            session.generate(max_tokens=1)
+        session.truncate(2)
+        assert session.token_ids == tokens[:2]
+        session.close()
+        assert client.sessions() == []
         assert client.status(check=True).integrity == []

@@ -14,6 +14,10 @@ MAX_CONTEXT = 40
 SESSIONS = st.sampled_from([f"s{i}" for i in range(20)])  # more than the table's first rows
 
 
+def tenant_of(session: str) -> int:
+    return int(session[1:]) % 3
+
+
 class KvManagerMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 60), page_size=st.integers(1, 5))
     def begin(self, capacity: int, page_size: int) -> None:
@@ -22,6 +26,10 @@ class KvManagerMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.pages: dict[str, list[int]] = {}
 
+    @property
+    def free(self) -> int:
+        return self.capacity - len({page for pages in self.pages.values() for page in pages})
+
     def pages_for(self, tokens: int) -> int:
         return len(range(0, tokens, self.page_size))
 
@@ -29,12 +37,11 @@ class KvManagerMachine(RuleBasedStateMachine):
     def reserve(self, session: str, tokens: int) -> None:
         before = self.pages.get(session, [])
         missing = max(0, self.pages_for(tokens) - len(before))
-        free = self.capacity - sum(map(len, self.pages.values()))
-        tenant = int(session[1:]) % 3
-        if missing > free:
+        tenant = tenant_of(session)
+        if missing > self.free:
             with pytest.raises(OutOfPages) as caught:
                 self.kv.reserve(session, tenant, tokens)
-            assert (caught.value.needed, caught.value.free) == (missing, free)
+            assert (caught.value.needed, caught.value.free) == (missing, self.free)
             return
         self.kv.reserve(session, tenant, tokens)
         after = self.kv.pages_of(session)
@@ -44,10 +51,37 @@ class KvManagerMachine(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, tokens=st.integers(0, MAX_CONTEXT))
     def trim(self, session: str, tokens: int) -> None:
-        self.kv.trim(session, tokens)
+        """A session writes from there on: it keeps no page in part that others hold."""
+        left = self.kv.trim(session, tokens)
         kept = self.pages.pop(session, [])[: self.pages_for(tokens)]
+        others = {page for pages in self.pages.values() for page in pages}
+        if kept and tokens < len(kept) * self.page_size and kept[-1] in others:
+            kept.pop()
         if kept:
             self.pages[session] = kept
+        assert left == min(tokens, len(kept) * self.page_size)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.pages)))
+        tenant, pages = tenant_of(parent), self.pages[parent]
+        unused = [f"s{i}" for i in range(20) if f"s{i}" not in self.pages and tenant_of(f"s{i}") == tenant]
+        if not unused:
+            return
+        child, free = unused[0], self.free
+        rest = data.draw(st.integers(0, self.page_size - 1))
+        tokens = len(pages) * self.page_size - rest
+        computed, copy = self.kv.fork(parent, child, tenant, tokens)
+        after, full = self.kv.pages_of(child), tokens // self.page_size
+        assert after[:full] == pages[:full]
+        if rest and free:
+            assert copy == (pages[full], after[full]) and self.free - 1 == self.kv.pool.free
+            assert (len(after), computed) == (full + 1, tokens)
+        else:
+            assert copy is None and (len(after), computed) == (full, full * self.page_size)
+        if after:
+            self.pages[child] = after
 
     @rule(session=SESSIONS)
     def drop(self, session: str) -> None:
@@ -56,7 +90,7 @@ class KvManagerMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(1, 60))
     def resize(self, capacity: int) -> None:
-        if capacity < sum(map(len, self.pages.values())):
+        if capacity < self.capacity - self.free:
             return
         places = self.kv.resize(capacity + 1)
         self.capacity = capacity
@@ -86,8 +120,13 @@ class KvManagerMachine(RuleBasedStateMachine):
         assert self.kv.sessions == self.pages.keys()
         for session, pages in self.pages.items():
             assert self.kv.pages_of(session) == pages and self.kv.pages_held(session) == len(pages)
-        held = [page for pages in self.pages.values() for page in pages]
-        assert SCRATCH not in held and len(set(held)) == len(held) == self.kv.pool.used
+            assert len(set(pages)) == len(pages)
+        tenants: dict[int, set[int]] = {}
+        for session, pages in self.pages.items():
+            for page in pages:
+                tenants.setdefault(page, set()).add(tenant_of(session))
+        assert SCRATCH not in tenants and len(tenants) == self.kv.pool.used
+        assert all(len(holders) == 1 for holders in tenants.values())
 
 
 TestKvManager = KvManagerMachine.TestCase

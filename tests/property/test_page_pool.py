@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -20,28 +21,44 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages)
         self.capacity = num_pages - 1
         self.references: Counter[int] = Counter()
-        self.tenant: dict[int, int] = {}  # of each held page
+        self.tenant: dict[int, int] = {}  # that held the page last
         self.bytes_of: dict[int, int] = {}  # the tenant that last wrote the page on the device; absent: zeros
+        self.filled: set[int] = set()  # whose bytes are of use to that tenant
 
-    @rule(count=st.integers(0, 6), tenant=TENANTS)
-    def allocate(self, count: int, tenant: int) -> None:
+    @rule(count=st.integers(0, 6), tenant=TENANTS, overwritten=st.booleans())
+    def allocate(self, count: int, tenant: int, overwritten: bool) -> None:
         free = self.capacity - len(self.references)
         if count > free:
             with pytest.raises(OutOfPages) as caught:
                 self.pool.allocate(count, tenant)
             assert (caught.value.needed, caught.value.free) == (count, free)
             return
-        pages = self.pool.allocate(count, tenant)
+        pages = self.pool.allocate(count, tenant, overwritten=overwritten)
         assert len(set(pages)) == len(pages) == count
         assert not self.references.keys() & set(pages) and SCRATCH not in pages
         self.references.update(pages)
         self.tenant.update(dict.fromkeys(pages, tenant))
+        self.filled.difference_update(pages)
+        if overwritten:
+            self.fill(pages)
 
-    @precondition(lambda self: self.references)
+    def fill(self, pages: Iterable[int]) -> None:
+        self.bytes_of.update((page, self.tenant[page]) for page in pages)
+        self.filled.update(pages)
+
+    def zero_stale(self) -> None:
+        for page in self.pool.take_stale():
+            assert page not in self.filled, f"what page {page} holds would be lost"
+            self.bytes_of.pop(page, None)
+
+    @precondition(lambda self: self.references or self.filled)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=4))
-        self.pool.share(pages)
+        """Also what is free, and has its tenant's bytes still."""
+        tenant = self.tenant[data.draw(st.sampled_from(sorted(self.references.keys() | self.filled)))]
+        own = [page for page in sorted(self.references.keys() | self.filled) if self.tenant[page] == tenant]
+        pages = data.draw(st.lists(st.sampled_from(own), max_size=4))
+        self.pool.share(pages, tenant)
         self.references.update(pages)
 
     @precondition(lambda self: self.references)
@@ -49,19 +66,17 @@ class PagePoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         holds = sorted(self.references.elements())
         pages = [holds[i] for i in data.draw(st.sets(st.integers(0, len(holds) - 1), max_size=6))]
-        self.pool.release(pages)
+        self.pool.release(pages, of_use=self.filled)
         self.references = +(self.references - Counter(pages))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """Zeroes what is stale; then no page holds bytes of anybody but its tenant, and each may write."""
-        for page in self.pool.take_stale():
-            self.bytes_of.pop(page, None)
+        self.zero_stale()
         for page in self.references:
             assert self.bytes_of.get(page, self.tenant[page]) == self.tenant[page], f"page {page} leaks"
         if self.references:
-            for page in data.draw(st.sets(st.sampled_from(sorted(self.references)))):
-                self.bytes_of[page] = self.tenant[page]
+            self.fill(data.draw(st.sets(st.sampled_from(sorted(self.references)))))
 
     @rule(num_pages=st.integers(2, 12))
     def resize(self, num_pages: int) -> None:
@@ -78,11 +93,11 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.references = Counter({places[page]: count for page, count in self.references.items()})
         self.tenant = {places[page]: self.tenant[page] for page in places}
         self.bytes_of = {places[page]: self.bytes_of[page] for page in places if page in self.bytes_of}
+        self.filled = {places[page] for page in self.filled if page in places}
 
     @rule()
     def stale_pages_are_told_once(self) -> None:
-        for page in self.pool.take_stale():
-            self.bytes_of.pop(page, None)
+        self.zero_stale()
         assert self.pool.take_stale() == []
 
     @invariant()

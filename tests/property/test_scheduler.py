@@ -121,6 +121,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.open(session)
         self.shadows[session.id] = Shadow(session, tokens)
 
+    @precondition(lambda self: len(self.shadows) < 16)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def fork(self, data: st.DataObject, count: int) -> None:
+        """Also forks of forks. The device makes the copy at once, as the engine has it done."""
+        for _ in range(count):
+            parent = self.draw_shadow(data, lambda shadow: shadow.call is None)
+            if parent is None:
+                return
+            model, name = parent.session.model, f"s{next(self.ids)}"
+            kv, memory, free = self.kv[model], self.device[model], self.kv[model].pool.free
+            copy = self.scheduler.fork(parent.session.id, name, "batch")
+            assert free - kv.pool.free == (copy is not None), "a fork costs its partial page and no other"
+            if copy is not None:
+                for offset in range(kv.page_size):
+                    slot = copy.target * kv.page_size + offset
+                    memory.pop(slot, None)
+                    if copy.source * kv.page_size + offset in memory:
+                        memory[slot] = memory[copy.source * kv.page_size + offset]
+            session = self.scheduler.session(name)
+            assert (session.model, session.tenant, session.klass) == (model, parent.session.tenant, "batch")
+            lost = parent.session.computed - session.computed
+            assert 0 <= lost < kv.page_size and (lost == 0 or not free)
+            child = self.shadows[name] = Shadow(session, list(parent.tokens))
+            self.cut(child, max(0, len(child.tokens) - data.draw(st.integers(0, 3))))
+
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         shadow = self.draw_shadow(data)
@@ -157,6 +182,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         idle = [shadow for shadow in self.shadows.values() if shadow.call is None]
         for shadow, prompt in zip(idle, prompts, strict=False):
             self.start(shadow, prompt, max_tokens=8, stop=frozenset())
+
+    @rule(prompt=st.lists(TOKENS, min_size=2, max_size=8), max_tokens=st.sampled_from([0, 1, 4]))
+    def submit_the_same_to_all(self, prompt: list[int], max_tokens: int) -> None:
+        """Prefixes that a tenant's sessions can share."""
+        for shadow in self.shadows.values():
+            if shadow.call is None:
+                self.start(shadow, prompt, max_tokens, stop=frozenset())
 
     def start(self, shadow: Shadow, prompt: list[int], max_tokens: int, stop: frozenset[int]) -> None:
         session = shadow.session
@@ -213,9 +245,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
         if shadow:
-            length = data.draw(st.integers(0, len(shadow.tokens)))
-            self.scheduler.truncate(shadow.session.id, length)
-            del shadow.tokens[length:]
+            self.cut(shadow, data.draw(st.integers(0, len(shadow.tokens))))
+
+    def cut(self, shadow: Shadow, length: int) -> None:
+        self.scheduler.truncate(shadow.session.id, length)
+        del shadow.tokens[length:]
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in batch.rows:
             shadow, tenant = self.shadows[row.session.id], row.session.tenant
             for position, slot in enumerate(kv.slots(row.session.id, row.start, row.count).tolist(), row.start):
+                assert kv.may_write(slot // kv.page_size), "a session writes into a page that others hold, or find"
                 memory[slot] = Written(tenant, tuple(shadow.tokens[: position + 1]))
             for position, slot in enumerate(kv.slots(row.session.id, 0, row.end).tolist()):
                 expected = Written(tenant, tuple(shadow.tokens[: position + 1]))

@@ -317,6 +317,11 @@ class Engine:
         assert message.session not in self.sessions and message.model in self.models
         self.sessions[message.session] = Session(message.model, message.tokens)
 
+    def on_fork(self, message: messages.Fork) -> None:
+        parent = self.sessions[message.parent]
+        assert message.session not in self.sessions and parent.run is None
+        self.sessions[message.session] = Session(parent.model, list(parent.tokens))
+
     def on_close(self, message: messages.Close) -> None:
         session = self.sessions[message.session]
         if session.run is not None:

@@ -118,6 +118,13 @@ class Served:
         self.scheduler.open(session)
         return session
 
+    def fork(self, parent: Session) -> Session:
+        name = f"s{next(self._numbers)}"
+        copy = self.scheduler.fork(parent.id, name, "agent")
+        if copy is not None:
+            self.runner.copy_page(*copy)
+        return self.scheduler.session(name)
+
     def submit(
         self,
         session: Session,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from djinn_client import Client, ConnectionLost, DjinnError, SessionNotFound, __version__
+from djinn_client import Client, ConnectionLost, DjinnError, SessionNotFound, __version__, attach
 from djinn_client.protocol import VERSION
 from djinnctl.options import kv_option, placing_options, read_size
 
@@ -253,13 +253,31 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
 
 @main.command(epilog=EXIT_CODES)
 @everywhere
+@click.argument("session")
+@pass_settings
+def fork(settings: Settings, session: str) -> None:
+    """Fork SESSION, which must be yours and idle, and print the new one's id.
+
+    Nobody is attached to it: `djinn_client.attach` takes it up, within the daemon's grace time.
+    """
+    from djinnctl import screen
+
+    parent = attach(session, address=settings.address)
+    forked = parent.fork()
+    for each in (forked, parent):
+        each.detach()
+    screen.show(lambda: {"session": forked.id, "parent": session}, lambda _: forked.id, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
 @click.option("--warm", is_flag=True, help="Keep the loaded models in shared memory, and load them again from there.")
 @pass_settings
 def restart(settings: Settings, warm: bool) -> None:
     """Have the daemon finish what runs, start again as the same process, and read its configuration anew.
 
-    Sessions do not survive it. Returns when the daemon serves again; clients that connect meanwhile wait. For
-    administrators.
+    Sessions survive it: attach to them within limits.session_grace. Returns when the daemon serves again; clients that
+    connect meanwhile wait. For administrators.
     """
     from djinnctl import restart as restarting
     from djinnctl import screen

@@ -13,7 +13,7 @@ PATIENCE = 15.0  # seconds in which nobody may listen, before that is said: syst
 
 
 class Restarted(msgspec.Struct):
-    """`sessions`: how many ended with it. `models`: loaded again, from shared memory."""
+    """`sessions`: how many can be attached to again. `models`: loaded again, from shared memory."""
 
     warm: bool
     version: str
@@ -26,7 +26,7 @@ class Restarted(msgspec.Struct):
 
 def restart(client: Client, *, warm: bool) -> Restarted:
     """Returns when the successor has an engine, or will get none. Raises ConnectionLost where no successor comes."""
-    before, begun = client.status(), time.monotonic()
+    begun = time.monotonic()
     client.restart(warm=warm)
     after = _successor(client)
     return Restarted(
@@ -34,7 +34,7 @@ def restart(client: Client, *, warm: bool) -> Restarted:
         version=after.version,
         pid=after.pid,
         state=after.state,
-        sessions=sum(before.sessions.values()),
+        sessions=sum(after.sessions.values()),
         models=[model.name for model in after.models if model.state in ("loading", "ready")],
         seconds=time.monotonic() - begun,
     )
@@ -61,5 +61,7 @@ def _successor(client: Client) -> StatusReply:
 def render(done: Restarted) -> str:
     """For people: what is there again, and what is not."""
     models = f"loads again {', '.join(done.models)}" if done.models else "has no models to load again"
-    lost = f"{done.sessions} sessions ended" if done.sessions != 1 else "1 session ended"
-    return f"djinnd {done.version} (pid {done.pid}) is {done.state} after {done.seconds:.1f} s and {models}; {lost}"
+    kept = f"{done.sessions} sessions are" if done.sessions != 1 else "1 session is"
+    return (
+        f"djinnd {done.version} (pid {done.pid}) is {done.state} after {done.seconds:.1f} s and {models}; {kept} there"
+    )

@@ -18,6 +18,7 @@ from djinn_client.protocol import (
     CloseSession,
     Done,
     FinishReason,
+    ForkSession,
     Forward,
     Generate,
     Generated,
@@ -325,3 +326,23 @@ def test_no_callback_and_no_descriptor_is_left(daemon: ScriptedDaemon) -> None:
 
     address = daemon.play(cancelled_then_next("a"))
     asyncio.run(main())
+
+
+def test_a_fork_is_open_and_closed_by_its_own_block(daemon: ScriptedDaemon) -> None:
+    def parent(line: Line) -> None:
+        line.open_session()
+        expect_close(line)
+
+    def child(line: Line) -> None:
+        line.welcome()
+        request = line.expect(ForkSession)
+        line.send(SessionOpened(id=request.id, session=session_info(id="s-2")))
+        expect_generate(line, "hi")
+        expect_close(line)
+
+    async def play(address: str) -> None:
+        async with djinn.AsyncSession("djinn-tiny", address=address) as s, await s.fork() as t:
+            assert (t.id, s.id) == ("s-2", "s-1")
+            await t.generate("hi")
+
+    asyncio.run(play(daemon.play(parent, child)))

@@ -26,6 +26,7 @@ from djinn_client.protocol import (
     CloseSession,
     Done,
     Failure,
+    ForkSession,
     Forward,
     Generate,
     Generated,
@@ -426,3 +427,70 @@ def test_a_failed_opening_leaves_no_descriptor(daemon: ScriptedDaemon) -> None:
     with pytest.raises(djinn.ModelNotFound, match="no such model"):
         djinn.Session("nonesuch", address=address)
     daemon.stop()  # the script saw the hang-up
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def expect_fork(line: Line, id: str = "s-2", priority: str = "batch") -> None:
+    line.welcome()
+    request = line.expect(ForkSession)
+    assert request.session == "s-1"
+    line.send(SessionOpened(id=request.id, session=session_info(id=id, priority=priority)))
+
+
+def test_a_fork_has_a_connection_of_its_own_and_is_closed_by_itself(daemon: ScriptedDaemon) -> None:
+    def parent(line: Line) -> None:
+        line.open_session()
+        expect_close(line)
+
+    def child(line: Line) -> None:
+        expect_fork(line)
+        request = line.expect(Generate)
+        assert request.session == "s-2"
+        line.send(generated(request.id, "ab"))
+        request = line.expect(CloseSession)
+        assert request.session == "s-2"
+        line.send(Done(id=request.id))
+        line.expect_hang_up()
+
+    with djinn.Session("djinn-tiny", address=daemon.play(parent, child)) as s, s.fork(priority="batch") as t:
+        assert (t.id, t.info.priority, s.id) == ("s-2", "batch", "s-1")
+        assert isinstance(t, djinn.Session) and t.generate().text == "ab"
+
+
+def test_a_fork_that_the_daemon_refuses(daemon: ScriptedDaemon) -> None:
+    def parent(line: Line) -> None:
+        line.open_session()
+        expect_close(line)
+
+    def child(line: Line) -> None:
+        line.welcome()
+        request = line.expect(ForkSession)
+        assert request.priority is None
+        line.send(Failure(id=request.id, code="session_busy", message="at work"))
+        line.expect_hang_up()
+
+    address = daemon.play(parent, child)
+    with djinn.Session("djinn-tiny", address=address) as s, pytest.raises(SessionBusy, match="at work"):
+        s.fork()
+
+
+def test_what_was_closed_is_not_forked_nor_what_has_a_stream_open(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.open_session()
+        request = line.expect(Generate)
+        line.send(Piece(id=request.id, text="a"))
+        assert line.expect(Cancel).target == request.id
+        line.send(generated(request.id, reason="cancelled"))
+        expect_close(line)
+
+    s = djinn.Session("djinn-tiny", address=daemon.play(script))
+    stream = s.stream("hi")
+    next(stream)
+    with pytest.raises(SessionBusy):
+        s.fork()
+    stream.close()
+    s.close()
+    with pytest.raises(InvalidRequest, match="closed here"):
+        s.fork()

@@ -444,6 +444,7 @@ def test_no_daemon_is_one_line_and_exit_2() -> None:
         ("budget", "1GiB"),
         ("unload", "m"),
         ("close", "s"),
+        ("fork", "s"),
     ):
         result = run(*command, "--address", "/nowhere/s")
         assert (result.exit_code, result.stdout) == (2, ""), command
@@ -451,7 +452,7 @@ def test_no_daemon_is_one_line_and_exit_2() -> None:
 
 
 def test_wrong_usage_is_exit_2() -> None:
-    for arguments in (("close",), ("nonesuch",), ("status", "--watch", "0"), ("load",)):
+    for arguments in (("close",), ("fork",), ("nonesuch",), ("status", "--watch", "0"), ("load",)):
         assert run(*arguments).exit_code == 2, arguments
 
 
@@ -506,7 +507,9 @@ def test_ctrl_c_ends_watching_well(daemon: ScriptedDaemon, monkeypatch: pytest.M
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["", "status", "ps", "models", "load", "unload", "close", "doctor", "version"])
+@pytest.mark.parametrize(
+    "command", ["", "status", "ps", "models", "load", "unload", "close", "fork", "doctor", "version"]
+)
 def test_help_tells_the_exit_codes(command: str) -> None:
     result = run(*filter(None, (command,)), "--help")
     assert result.exit_code == 0

@@ -504,3 +504,20 @@ def test_seeds_decide_what_is_drawn(serving: EngineThread) -> None:
         serving.send(messages.Run(number, name, prompt(6), 12, Sampling(temperature=1.0, seed=seed)))
         drawn.append(serving.outcome(number)[0])
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_has_the_kv_of_its_parent(serving: EngineThread) -> None:
+    first = serving.run_message("s", prompt(40), 4)
+    serving.send(first)
+    serving.outcome(first.request)
+    serving.send(messages.Fork("t", "s", "batch"), messages.Close("s"))
+    again = serving.run_message("t", [], 8)
+    serving.send(again)
+    tokens, reply = serving.outcome(again.request)
+    assert tokens == reference.greedy(FOLDER, prompt(40), 12)[4:]
+    assert isinstance(reply, messages.Finished) and reply.computed == 1
+    report = serving.report()
+    assert ([use.session for use in report.sessions], report.findings) == (["t"], [])

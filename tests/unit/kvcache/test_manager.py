@@ -195,3 +195,185 @@ def test_the_audit_finds_pages_that_no_session_holds() -> None:
     kv.pool.allocate(1, ALICE)
     with pytest.raises(AssertionError, match="is in 0 tables and has 1 references"):
         kv.check_integrity()
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_the_full_pages_and_gets_a_copy_of_the_other() -> None:
+    kv = manager()
+    kv.reserve("a", ALICE, 10)
+    pages = kv.pages_of("a")
+    computed, copy = kv.fork("a", "b", ALICE, 10)
+    assert kv.pages_of("b")[:2] == pages[:2]
+    assert computed == 10 and copy == (pages[2], kv.pages_of("b")[2]) and copy.target not in pages
+    assert kv.pool.used == 4
+    kv.check_integrity()
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
+    kv = manager(pages=2)
+    kv.reserve("a", ALICE, 8)
+    assert kv.fork("a", "b", ALICE, 8) == (8, None)
+    assert kv.pages_of("b") == kv.pages_of("a")
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(6, 4), (3, 0)])
+def test_where_no_page_is_free_a_fork_has_the_full_pages_only(tokens: int, computed: int) -> None:
+    kv = manager(pages=-(-tokens // 4))
+    kv.reserve("a", ALICE, tokens)
+    assert kv.fork("a", "b", ALICE, tokens) == (computed, None)
+    assert kv.pages_held("b") == computed // 4
+    kv.check_integrity()
+
+
+def test_a_fork_of_nothing_holds_nothing() -> None:
+    kv = manager()
+    assert kv.fork("a", "b", ALICE, 0) == (0, None) and not kv.sessions
+
+
+def test_a_copy_is_not_zeroed_afterwards() -> None:
+    """The page was another tenant's, and was given on before anybody had zeroed it."""
+    kv = manager(pages=2)
+    kv.reserve("bob", BOB, 8)
+    kv.drop("bob")
+    kv.reserve("a", ALICE, 8)
+    kv.trim("a", 3)
+    (kept,) = kv.pages_of("a")
+    _, copy = kv.fork("a", "b", ALICE, 3)
+    assert copy is not None and kv.take_stale() == [kept]
+
+
+def test_a_session_gives_up_a_shared_page_that_it_would_write_into() -> None:
+    kv = manager()
+    kv.reserve("a", ALICE, 12)
+    kv.fork("a", "b", ALICE, 12)
+    assert (kv.trim("b", 11), kv.pages_held("b")) == (8, 2)
+    assert (kv.trim("b", 8), kv.pages_held("b")) == (8, 2), "it writes into the next page only"
+    kv.drop("a")
+    assert (kv.trim("b", 6), kv.pages_held("b")) == (6, 2), "nobody else holds it any more"
+    kv.check_integrity()
+
+
+def test_a_thousand_forks_cost_a_partial_page_each_and_no_full_one() -> None:
+    kv = manager(pages=1003, page_size=16)
+    kv.reserve("a", ALICE, 40)
+    for number in range(1000):
+        computed, copy = kv.fork("a", f"b{number}", ALICE, 40)
+        assert computed == 40 and copy is not None
+    assert kv.pool.used == 3 + 1000
+    kv.check_integrity()
+    kv.drop("a")
+    for number in range(1000):
+        kv.drop(f"b{number}")
+    assert kv.pool.used == 0
+
+
+def test_forks_share_their_pages_in_a_pool_of_another_size_too() -> None:
+    kv = manager(pages=20)
+    kv.reserve("first", ALICE, 40)
+    kv.reserve("a", ALICE, 10)
+    kv.fork("a", "b", ALICE, 10)
+    kv.drop("first")
+    kv.resize(5)
+    assert kv.pages_of("a")[:2] == kv.pages_of("b")[:2] and kv.pool.used == 4
+    kv.check_integrity()
+
+
+# --- prefixes -------------------------------------------------------------------------------------------------------
+
+STORY = list(range(40))
+
+
+def computed(kv: KvManager, session: str, tokens: list[int], tenant: int = ALICE) -> list[int]:
+    """A session that has computed all these; its pages."""
+    kv.reserve(session, tenant, len(tokens))
+    kv.publish(session, tenant, tokens, len(tokens))
+    kv.check_integrity()
+    return kv.pages_of(session)
+
+
+def test_full_pages_of_the_same_tokens_are_shared_as_far_as_they_are_the_same() -> None:
+    kv = manager(pages=20)
+    pages = computed(kv, "a", STORY[:14])
+    assert kv.adopt("b", ALICE, [*STORY[:9], 77, 78, 79, 80], computed=0, most=12) == 8
+    assert kv.pages_of("b") == pages[:2]
+    assert kv.adopt("c", ALICE, STORY, computed=0, most=39) == 12, "the page that is not full is not shared"
+    assert kv.adopt("d", ALICE, STORY, computed=0, most=11) == 8
+    assert kv.adopt("e", ALICE, STORY[1:], computed=0, most=38) == 0
+    assert kv.pool.used == 4
+    kv.check_integrity()
+
+
+def test_another_tenant_finds_nothing() -> None:
+    kv = manager()
+    computed(kv, "a", STORY[:12])
+    assert kv.adopt("b", BOB, STORY, computed=0, most=39) == 0
+    assert kv.pages_held("b") == 0
+
+
+def test_pages_are_found_after_their_session_has_gone_until_somebody_is_given_them() -> None:
+    kv = manager(pages=4)
+    pages = computed(kv, "a", STORY[:12])
+    kv.drop("a")
+    assert kv.pool.used == 0
+    kv.reserve("other", BOB, 8)
+    assert kv.adopt("b", ALICE, STORY, computed=0, most=39) == 8, "the end of the prefix is given first"
+    assert kv.pages_of("b") == pages[:2]
+    kv.drop("b")
+    kv.reserve("other", BOB, 16)
+    kv.drop("other")
+    assert kv.adopt("b", ALICE, STORY, computed=0, most=39) == 0
+    kv.check_integrity()
+
+
+def test_a_session_in_the_middle_of_a_page_adopts_one_that_is_full() -> None:
+    kv = manager(pages=20)
+    pages = computed(kv, "a", STORY[:16])
+    computed(kv, "b", STORY[:6])
+    assert kv.adopt("b", ALICE, STORY, computed=6, most=39) == 16
+    assert kv.pages_of("b")[1:] == pages[1:]
+    kv.check_integrity()
+
+
+def test_a_page_that_is_written_into_is_not_found_any_more() -> None:
+    kv = manager(pages=20)
+    computed(kv, "a", STORY[:8])
+    assert kv.trim("a", 7) == 7
+    assert kv.adopt("b", ALICE, STORY, computed=0, most=39) == 4
+    computed(kv, "a", [*STORY[:7], 99, 8, 9, 10, 11])
+    assert kv.adopt("c", ALICE, STORY, computed=0, most=39) == 4
+    assert kv.adopt("d", ALICE, [*STORY[:7], 99, 5], computed=0, most=8) == 8
+    kv.check_integrity()
+
+
+def test_a_fork_publishes_what_follows_after_what_it_was_given() -> None:
+    kv = manager(pages=20)
+    computed(kv, "a", STORY[:10])
+    kv.fork("a", "b", ALICE, 10)
+    kv.drop("a")
+    pages = computed(kv, "b", STORY[:12])
+    assert kv.adopt("c", ALICE, STORY, computed=0, most=39) == 12
+    assert kv.pages_of("c") == pages
+
+
+def test_what_is_held_is_found_in_a_pool_of_another_size_and_what_was_free_is_not() -> None:
+    kv = manager(pages=20)
+    computed(kv, "gone", STORY[20:32])
+    computed(kv, "a", STORY[:12])
+    kv.drop("gone")
+    kv.resize(5)
+    assert kv.adopt("b", ALICE, STORY[20:], computed=0, most=19) == 0
+    assert kv.adopt("b", ALICE, STORY, computed=0, most=39) == 12
+    assert kv.pages_of("b") == kv.pages_of("a")
+    kv.check_integrity()
+
+
+def test_a_page_that_a_fork_was_given_is_not_found_as_what_it_was() -> None:
+    kv = manager(pages=3)
+    computed(kv, "a", STORY[20:24])
+    computed(kv, "b", STORY[:7])
+    kv.drop("a")
+    _, copy = kv.fork("b", "c", ALICE, 7)
+    assert copy is not None
+    assert kv.adopt("d", ALICE, STORY[20:], computed=0, most=19) == 0

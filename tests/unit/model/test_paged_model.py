@@ -86,3 +86,11 @@ def test_zero_pages_zeroes_these_and_no_others(model: PagedModel) -> None:
     assert zeroed == [3, 17]
     assert bool((model.pool[[page for page in range(20) if page not in zeroed]] == 1).all())
     model.pool.zero_()
+
+
+def test_copy_page_copies_this_and_touches_no_other(model: PagedModel) -> None:
+    model.pool.copy_(torch.rand(model.pool.shape))
+    before = model.pool.clone()
+    model.copy_page(17, 3)
+    before[3] = before[17]
+    assert torch.equal(model.pool, before)

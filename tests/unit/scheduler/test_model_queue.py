@@ -252,3 +252,48 @@ def test_the_reach_is_of_the_longest_session_with_its_request_and_no_more_than_c
     assert busy.request is not None
     busy.request.max_tokens = 1 << 31
     assert queue.reach == queue.limit == 40
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def fork(queue: ModelQueue, parent: Session, name: str) -> Session:
+    child = Session(name, "m", 1000, "interactive", list(parent.tokens), touched=parent.touched)
+    queue.sessions[name] = child
+    child.computed, _ = queue.kv.fork(parent.id, name, 1000, parent.computed)
+    return child
+
+
+def test_room_is_what_eviction_frees_and_not_what_the_evicted_held() -> None:
+    """Two forks hold three full pages together and one each: only both of them make room for four more."""
+    queue = queue_of(pages=6)
+    parent = add(queue, "parent", 13, computed=13, active=False)
+    child = fork(queue, parent, "child")
+    add(queue, "big", 16)
+    assert queue.kv.pool.free == 1
+    assert compose(queue) == [("big", 0, 16)]
+    assert (parent.computed, child.computed) == (0, 0)
+
+
+def test_who_holds_only_what_others_hold_too_is_not_evicted_in_vain() -> None:
+    queue = queue_of(pages=6)
+    runs = add(queue, "runs", 9, computed=8)
+    runs.request, request = None, runs.request
+    child = fork(queue, runs, "child")
+    runs.request = request
+    idle = add(queue, "idle", 8, computed=8, active=False)
+    idle.touched = 5
+    add(queue, "new", 8)
+    assert compose(queue) == [("runs", 8, 1), ("new", 0, 8)]
+    assert (child.computed, idle.computed) == (8, 0)
+
+
+def test_nobody_is_evicted_where_all_together_free_too_little() -> None:
+    queue = queue_of(pages=4)
+    first = add(queue, "first", 13, computed=12)
+    first.request, request = None, first.request
+    child = fork(queue, first, "child")
+    first.request = request
+    add(queue, "new", 8)
+    assert compose(queue) == [("first", 12, 1)]
+    assert child.computed == 12

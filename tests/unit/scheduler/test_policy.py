@@ -20,7 +20,7 @@ def shares(budget: Budget, sessions: list[Session]) -> list[int]:
     for session in sessions:
         counts.append(budget.share(session.remaining))
         if counts[-1]:
-            budget.take(session.remaining)
+            budget.take(session.remaining, counts[-1])
     return counts
 
 
@@ -70,3 +70,11 @@ def test_a_share_that_nobody_took_is_left_for_the_next() -> None:
     budget = Budget(order, max_tokens=8, max_rows=3)
     assert budget.share(6) == 6  # a finds no pages
     assert shares(budget, order[1:]) == [6, 1, 1]
+
+
+def test_what_a_chunk_did_not_need_is_left_for_the_next() -> None:
+    order = [session("a", 6), session("b", 6)]
+    budget = Budget(order, max_tokens=8, max_rows=3)
+    assert budget.share(6) == 6
+    budget.take(6, 1)  # the rest of its prompt had been computed
+    assert budget.share(6) == 6

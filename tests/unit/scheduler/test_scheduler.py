@@ -350,7 +350,7 @@ def test_a_step_completes_once_and_with_a_token_for_each_row_that_samples() -> N
 def test_a_preempted_request_goes_on_from_its_tokens() -> None:
     daemon = Daemon(pages=3)
     daemon.open("first")
-    daemon.open("second")
+    daemon.open("second", tenant=1001)
     daemon.submit("first", prompt=4, max_tokens=6)
     daemon.submit("second", prompt=6, max_tokens=3)
     order = []
@@ -374,10 +374,10 @@ def test_prompt_tokens_that_were_run_count_once_the_prompt_is_done_no_more() -> 
     assert request.computed == 6  # not the seven that ran again after the preemption
 
 
-def test_an_idle_session_loses_its_kv_and_computes_it_anew() -> None:
+def test_an_idle_session_loses_its_kv_and_computes_anew_what_others_have_been_given() -> None:
     daemon = Daemon(pages=4)
     daemon.open("idle")
-    daemon.open("busy")
+    daemon.open("busy", tenant=1001)
     daemon.submit("idle", prompt=10, max_tokens=1)
     daemon.step()
     daemon.submit("busy", prompt=10, max_tokens=1)
@@ -385,11 +385,11 @@ def test_an_idle_session_loses_its_kv_and_computes_it_anew() -> None:
     assert daemon.kv["m"].pages_held("idle") == 0
     request = daemon.submit("idle", prompt=1, max_tokens=1)
     batch, _ = daemon.step()
-    assert (batch.rows[0].start, batch.rows[0].end, request.computed) == (0, 12, 12)
+    assert (batch.rows[0].start, batch.rows[0].end, request.computed) == (4, 12, 8), "its first page was still free"
 
 
 def test_pages_that_change_tenants_are_to_be_zeroed() -> None:
-    daemon = Daemon(pages=4)
+    daemon = Daemon(pages=2)
     daemon.open("a", tenant=1000)
     daemon.open("b", tenant=1001)
     daemon.submit("a", prompt=6, max_tokens=1)
@@ -463,3 +463,117 @@ def test_the_audit_finds_a_session_in_no_queue() -> None:
     daemon.scheduler._queues["m"].sessions.clear()
     with pytest.raises(AssertionError, match=r"\['a'\] are not in their queue"):
         daemon.scheduler.check_integrity()
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_goes_on_where_its_parent_is_and_neither_changes_the_other() -> None:
+    daemon = Daemon()
+    parent = daemon.open("a")
+    daemon.submit("a", prompt=9, max_tokens=2)
+    daemon.step()
+    daemon.step()
+    copy = daemon.scheduler.fork("a", "b", "batch")
+    child = daemon.scheduler.session("b")
+    assert (child.tokens, child.computed, child.tenant, child.klass) == (parent.tokens, 10, 1000, "batch")
+    assert copy == (daemon.kv["m"].pages_of("a")[2], daemon.kv["m"].pages_of("b")[2])
+    request = daemon.submit("b", prompt=1, max_tokens=1)
+    batch, finished = daemon.step(token=6)
+    assert (batch.tokens, finished, request.computed) == (2, [request], 2)
+    assert len(parent.tokens) == 11 and len(child.tokens) == 13
+    daemon.scheduler.close("a")
+    daemon.scheduler.check_integrity()
+    assert child.computed == 12 and daemon.kv["m"].pool.used == 3
+
+
+@pytest.mark.parametrize(("length", "computed"), [(12, 12), (8, 8), (7, 4), (5, 4), (3, 0)])
+def test_a_fork_that_is_cut_within_a_shared_page_computes_it_anew(length: int, computed: int) -> None:
+    daemon = Daemon()
+    parent = daemon.open("a")
+    daemon.submit("a", prompt=12, max_tokens=0)
+    daemon.step()
+    daemon.scheduler.fork("a", "b", "agent")
+    daemon.scheduler.truncate("b", length)
+    daemon.scheduler.check_integrity()
+    assert (daemon.scheduler.session("b").computed, parent.computed) == (computed, 12)
+
+
+def test_a_fork_whose_last_token_runs_again_writes_into_a_page_of_its_own() -> None:
+    """After a forward pass there is no token without KV: the last one's logits choose the next."""
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=8, max_tokens=0)
+    daemon.step()
+    daemon.scheduler.fork("a", "b", "agent")
+    daemon.submit("b", prompt=0, max_tokens=1)
+    daemon.scheduler.check_integrity()
+    batch, _ = daemon.step()
+    (row,) = batch.rows
+    assert (row.start, row.count, row.samples) == (4, 4, True)
+    assert daemon.kv["m"].pages_of("b")[0] == daemon.kv["m"].pages_of("a")[0]
+    assert daemon.kv["m"].pages_of("b")[1] != daemon.kv["m"].pages_of("a")[1]
+
+
+def test_who_is_not_there_is_not_forked_and_who_works_neither() -> None:
+    daemon = Daemon()
+    with pytest.raises(SessionNotFound):
+        daemon.scheduler.fork("a", "b", "agent")
+    daemon.open("a")
+    daemon.submit("a", prompt=8)
+    with pytest.raises(AssertionError):
+        daemon.scheduler.fork("a", "b", "agent")
+    daemon.scheduler.check_integrity()
+
+
+# --- prefixes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_session_of_a_tenant_runs_what_is_new_in_its_prompt() -> None:
+    daemon = Daemon()
+    for name, tenant in (("a", 1000), ("b", 1000), ("c", 1001)):
+        daemon.open(name, tenant=tenant)
+    daemon.submit("a", prompt=12, max_tokens=1)
+    daemon.step()
+    requests = [daemon.submit(name, prompt=12, max_tokens=1) for name in ("b", "c")]
+    batch, finished = daemon.step()
+    assert [(row.session.id, row.start, row.count) for row in batch.rows] == [("b", 8, 4), ("c", 0, 12)]
+    assert finished == requests and [request.computed for request in requests] == [4, 12]
+    assert daemon.kv["m"].pool.used == 7
+
+
+def test_tokens_whose_logits_are_wanted_are_computed_though_their_kv_is_there() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=12, max_tokens=1)
+    daemon.step()
+    daemon.open("b", tokens=9)
+    daemon.submit("b", prompt=3, max_tokens=0, logits_from=9)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].count) == (8, 4)
+
+
+def test_a_prompt_that_shares_waits_like_any_other_where_pages_are_short() -> None:
+    daemon = Daemon(pages=4)
+    daemon.open("a")
+    daemon.open("b")
+    daemon.submit("a", prompt=14, max_tokens=2)
+    daemon.step()
+    daemon.submit("b", prompt=14, max_tokens=1)
+    batch, _ = daemon.step()
+    assert [row.session.id for row in batch.rows] == ["a"]
+    assert daemon.scheduler.session("b").computed == 0
+    batch, _ = daemon.step()
+    assert [(row.session.id, row.start, row.count) for row in batch.rows] == [("b", 12, 2)]
+
+
+def test_a_step_that_failed_publishes_nothing() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.open("b")
+    request = daemon.submit("a", prompt=12)
+    daemon.scheduler.next_batch()
+    daemon.scheduler.rollback(request.id)
+    daemon.submit("b", prompt=12)
+    batch, _ = daemon.step()
+    assert [(row.session.id, row.start) for row in batch.rows] == [("b", 0)]

@@ -15,6 +15,7 @@ from djinn_client.protocol import (
     CloseSession,
     Done,
     Failure,
+    ForkSession,
     Forward,
     Generate,
     Generated,
@@ -212,6 +213,21 @@ def test_attaching_from_another_connection(calm, session):
     assert len(session.token_ids) == 5
 
 
+def test_forks_go_their_own_ways(calm, wire, opened):
+    wire.ask(Generate(id=3, session=opened, token_ids=[5], max_tokens=3))
+    reply = wire.ask(ForkSession(id=4, session=opened, priority="batch"))
+    fork = reply.session
+    assert (fork.model, fork.priority, fork.tokens, fork.state) == ("djinn-tiny", "batch", 4, "idle")
+    assert wire.ask(Generate(id=5, session=fork.id, max_tokens=2)).token_ids == story(calm, 4, 2)
+    assert len(wire.ask(GetTokens(id=6, session=opened)).token_ids) == 4
+    grandchild = wire.ask(ForkSession(id=7, session=fork.id)).session
+    assert (grandchild.priority, grandchild.tokens) == ("batch", 6)
+    assert wire.ask(CloseSession(id=8, session=fork.id)) == Done(id=8)
+    assert wire.ask(Generate(id=9, session=grandchild.id, max_tokens=1)).token_ids == story(calm, 6, 1)
+    assert wire.ask(GetStatus(id=10, check=True)).integrity == []
+    assert wire.ask(CloseSession(id=11, session=grandchild.id)) == Done(id=11)
+
+
 def test_one_call_at_a_time(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:
@@ -222,6 +238,7 @@ def test_one_call_at_a_time(serve):
             Generate(id=3, session=session),
             Forward(id=3, session=session, token_ids=[1]),
             Truncate(id=3, session=session, length=0),
+            ForkSession(id=3, session=session),
         ):
             assert wire.ask(request).code == "session_busy"
         daemon.step(2)

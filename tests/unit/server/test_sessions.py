@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
-from djinn_client.errors import NotPermitted, SessionBusy, SessionNotFound
+from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionNotFound
 from djinnd.config import Limits
+from djinnd.server.journal import Journal
+from djinnd.server.journal_file import KeptSession
 from djinnd.server.sessions import SessionTable
 
 
@@ -31,7 +35,7 @@ def table():
 
     def make(**limits):
         closed = []
-        return SessionTable(Limits(**limits), closed.append), closed
+        return SessionTable(Limits(**limits), closed.append, Journal("")), closed
 
     return make
 
@@ -105,8 +109,8 @@ def test_sessions_of_a_model(table):
     mine = sessions.open(FakeClient(), "m", "agent")
     sessions.open(FakeClient(), "other", "agent")
     assert sessions.of_model("m") == [mine]
-    sessions.clear()
-    assert len(closed) == 2 and not list(sessions)
+    sessions.leave()
+    assert not closed and not list(sessions)
 
 
 def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
@@ -139,5 +143,87 @@ def test_closing_a_session_ends_its_grace_time(table):
         sessions.detach(only)
         sessions.close(session)
         assert session.grace.cancelled()
+
+    asyncio.run(play())
+
+
+def test_a_fork_has_its_parent_s_tokens_and_its_own_life(table):
+    sessions, closed = table(sessions_per_user=3)
+    owner = FakeClient(1)
+    parent = sessions.open(owner, "m", "agent")
+    parent.tokens += [1, 2]
+    other = FakeClient(1)
+    fork = sessions.fork(parent, other, None)
+    assert (fork.model, fork.user, fork.priority, fork.tokens) == ("m", 1, "agent", [1, 2])
+    assert fork.id != parent.id and fork.attached == {other}
+    fork.tokens.append(3)
+    assert parent.tokens == [1, 2]
+    assert sessions.fork(fork, owner, "batch").priority == "batch"
+    with pytest.raises(NotPermitted, match="you have 3 sessions"):
+        sessions.fork(fork, owner, None)
+    sessions.close(parent)
+    assert closed == [parent] and len(sessions) == 2
+
+
+def test_who_works_is_not_forked_nor_who_is_another_user_s(table):
+    sessions, _ = table()
+    parent = sessions.open(FakeClient(1), "m", "agent")
+    with pytest.raises(SessionBusy), parent.in_use(FakeCall()):
+        sessions.fork(parent, FakeClient(1), None)
+    with pytest.raises(NotPermitted, match="another user's"):
+        sessions.fork(parent, FakeClient(2, is_admin=True), None)
+    assert len(sessions) == 1
+
+
+def kept(name, **changes):
+    now = time.time()
+    fields = {"user": 1, "model": "m", "shared": False, "priority": "agent", "created": now - 90, "used": now - 60}
+    return KeptSession(name, **fields | changes, tokens=array("I", [1, 2, 3]))
+
+
+def test_what_the_journal_has_begins_as_detached_and_counts(table):
+    async def play():
+        sessions, _ = table(sessions_per_user=2)
+        sessions.restore([kept("a"), kept("b", used=time.time() + 900)])
+        owner = FakeClient(1)
+        first, second = sessions.visible(owner)
+        assert first.tokens == [1, 2, 3] and first.journalled == 3
+        now = time.monotonic()
+        assert 60 <= now - first.used < 89 and now - first.created >= 90
+        assert second.used <= now, "a clock that was set back"
+        with pytest.raises(NotPermitted, match="you have 2 sessions"):
+            sessions.open(owner, "m", "agent")
+        assert first.grace is not None
+        sessions.attach(first, owner)
+        assert first.grace is None and sessions.of_model("m") == [first, second]
+        sessions.leave()
+
+    asyncio.run(play())
+
+
+def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table):
+    async def play():
+        sessions, _ = table()
+        sessions.restore([kept("a", shared=True)])
+        (session,) = sessions
+        assert sessions.of_model("m") == []
+        with pytest.raises(ModelNotFound, match="m was a client's own and went"):
+            session.expect_model()
+        sessions.close(session)
+        sessions.leave()
+
+    asyncio.run(play())
+
+
+def test_time_to_live_counts_from_the_last_use(table):
+    async def play():
+        sessions, closed = table(session_ttl=100)
+        sessions.restore([kept("young"), kept("old", used=time.time() - 101)])
+        assert [session.id for session in closed] == ["old"]
+        sessions.leave()
+        sessions, closed = table(session_ttl=0)
+        sessions.restore([kept("old", used=0)])
+        assert closed == []
+        sessions.leave()
 
     asyncio.run(play())

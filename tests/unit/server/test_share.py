@@ -11,6 +11,7 @@ from djinn_client.errors import InvalidRequest, ModelNotFound
 from djinn_client.placing import Placing
 from djinnd.config import Limits
 from djinnd.server.arena import Arena
+from djinnd.server.journal import Journal
 from djinnd.server.models import Models
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, sweep
@@ -70,7 +71,7 @@ def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
 
 
 def models_with(made, tmp_path):
-    sessions = SessionTable(Limits(), lambda session: None)
+    sessions = SessionTable(Limits(), lambda session: None, Journal(""))
     models = Models({}, sessions, Arena(str(tmp_path)), lambda name: pytest.fail("no engine is needed"))
     models.add_shared(made)
     return models

@@ -1,0 +1,214 @@
+"""The journal as the event loop sees it: what happens to sessions is written before anybody is told of it.
+
+    changed ─► gathering ──hand over──► writing (a thread) ──committed──► what was held is told
+                   ▲                        │
+                   └── while one group is written, the next gathers, with what depends on it
+
+Whoever tells a client something does so by `after`: at once where all that has happened so far is committed, else when
+it is. That holds for every word, not only for those that depend on a change, so the order stays. A turn of the loop
+makes one commit, and while the disk is slow several turns do.
+
+Where a commit fails (a full disk), nothing is held back any more: what runs goes on, new work is refused
+(`expect_writable`), and what could not be written is tried again until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from djinn_client.errors import JournalUnavailable
+from djinn_client.protocol import Class
+from djinnd.server.journal_file import Change, Closed, Extended, JournalFile, KeptSession, Opened
+
+log = logging.getLogger("djinnd.server")
+
+RETRY = 1.0  # seconds between attempts to write what could not be written
+
+
+class Journalled(Protocol):
+    """What a session has of the journal's: its first `journalled` tokens are written, or about to be."""
+
+    id: str
+    user: int
+    model: str
+    shared: bool
+    priority: Class
+    created: float  # CLOCK_MONOTONIC
+    tokens: list[int]
+    journalled: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """What goes into one commit, and what waits for it."""
+
+    changes: list[Change] = field(default_factory=list)
+    sessions: dict[str, Journalled] = field(default_factory=dict)  # whose tokens have changed
+    held: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.changes and not self.sessions
+
+
+class Journal:
+    """Before `open` and after `close` nothing is written, and nothing held."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._file: JournalFile | None = None
+        self._thread: threading.Thread | None = None
+        self._groups: queue.SimpleQueue[list[Change] | None] = queue.SimpleQueue()
+        self._gathering = _Group()
+        self._writing: _Group | None = None
+        self._due = False  # a hand-over is
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._fault = ""  # why the last commit failed
+
+    def open(self) -> list[KeptSession]:
+        """The sessions that earlier daemons have left. Raises StartError."""
+        self._loop = asyncio.get_running_loop()
+        self._file = JournalFile(self._folder)
+        kept = self._file.sessions()
+        self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
+        self._thread.start()
+        log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept))
+        return kept
+
+    async def settled(self) -> None:
+        """Returns when nothing is held and all is written, or has been tried."""
+        await self._settled.wait()
+
+    async def close(self) -> None:
+        """When nothing more happens to sessions. Does nothing where it is not open."""
+        if self._thread is None or self._file is None:
+            return
+        await self.settled()
+        self._groups.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._file.close()
+        self._thread = self._file = None
+
+    # --- what happens to sessions -----------------------------------------------------------------------------------
+
+    def expect_writable(self) -> None:
+        """Raises JournalUnavailable while what happens cannot be written."""
+        if self._fault:
+            assert self._file is not None
+            raise JournalUnavailable(
+                f"sessions cannot be kept in {self._file.path}: {self._fault}; nothing new begins until they can: make "
+                "room on that disk, and try again",
+                path=str(self._file.path),
+            )
+
+    def opened(self, session: Journalled) -> None:
+        created = time.time() - (time.monotonic() - session.created)
+        self._note(Opened(session.id, session.user, session.model, session.shared, session.priority, created))
+        if session.tokens:
+            self.changed(session)
+
+    def changed(self, session: Journalled) -> None:
+        """Its tokens from `journalled` on are new, or what was behind that is gone."""
+        if self._thread is not None:
+            self._gathering.sessions[session.id] = session
+            self._hand_over_soon()
+
+    def closed(self, session: Journalled) -> None:
+        self._gathering.sessions.pop(session.id, None)
+        self._note(Closed(session.id))
+
+    def after(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Calls it when all that has happened until now is written: at once, or in a later turn of the loop."""
+        if not self._gathering.is_empty:
+            self._gathering.held.append((act, arguments))
+        elif self._writing is not None:
+            self._writing.held.append((act, arguments))
+        else:
+            act(*arguments)
+
+    def _note(self, change: Change) -> None:
+        if self._thread is not None:
+            self._gathering.changes.append(change)
+            self._hand_over_soon()
+
+    # --- on its way to the disk -------------------------------------------------------------------------------------
+
+    def _hand_over_soon(self) -> None:
+        """When this turn's work is gathered."""
+        self._settled.clear()
+        if not self._due and self._writing is None:
+            self._due = True
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        self._due = False
+        group = self._gathering
+        if group.is_empty:
+            self._settled.set()
+            return
+        self._writing, self._gathering = group, _Group()
+        for session in group.sessions.values():
+            group.changes.append(Extended(session.id, session.journalled, session.tokens[session.journalled :]))
+            session.journalled = len(session.tokens)
+        self._groups.put(group.changes)
+
+    def _written(self) -> None:
+        assert self._writing is not None
+        held, self._writing = self._writing.held, None
+        for act, arguments in held:
+            act(*arguments)
+        self._hand_over()
+
+    def _attempted(self, fault: str) -> None:
+        if fault and not self._fault:
+            log.error("journal_failed path=%s error=%s", self._file and self._file.path, fault)
+        elif self._fault and not fault:
+            log.info("journal_recovered path=%s", self._file and self._file.path)
+        self._fault = fault
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _write(self, file: JournalFile) -> None:
+        """What cannot be written stays in order, before what comes later."""
+        unwritten: list[Change] = []
+        failed = False
+        while True:
+            try:
+                changes = self._groups.get(timeout=RETRY if failed else None)
+            except queue.Empty:
+                changes = []
+            unwritten += changes or []
+            fault = _commit(file, unwritten)
+            if not fault:
+                unwritten = []
+            if fault or failed:
+                self._loop.call_soon_threadsafe(self._attempted, fault)
+            failed = bool(fault)
+            if changes is None:
+                return
+            if changes:
+                self._loop.call_soon_threadsafe(self._written)
+
+
+def _commit(file: JournalFile, changes: list[Change]) -> str:
+    """Why it failed, or nothing."""
+    if not changes:
+        return ""
+    try:
+        file.append(changes)
+    except Exception as error:  # whatever it is: nobody may wait for this thread for ever
+        return str(error)
+    if file.wants_fold:
+        try:
+            file.fold()
+        except Exception as error:  # nothing is lost: the changes are there
+            log.warning("journal_not_folded path=%s error=%s", file.path, error)
+    return ""

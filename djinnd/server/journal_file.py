@@ -1,0 +1,208 @@
+"""The journal's file: `journal.db` in the state directory, SQLite, one daemon's for as long as that lives.
+
+    change    what has happened since the last fold, a row a commit
+    session   the sessions as they were at the last fold
+
+A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
+one page of the write-ahead log, where a row of each would cost sixty. Folding brings the rows of `change` into
+`session` and removes them, in one transaction: at start, and whenever `change` has grown to FOLD_BYTES.
+
+What is committed survives the death of the process. The log is not synchronised with each commit (synchronous=NORMAL):
+a power cut or a crash of the kernel may lose the last commits, never the file and never the order.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from djinn_client.protocol import Class
+from djinnd.server.socket_path import StartError
+
+NAME = "journal.db"
+VERSION = 1  # of tables and changes
+FOLD_BYTES = 256 << 10  # some ten milliseconds of folding, in which nobody is told anything
+
+_TOKEN = "I"  # an array of them is what a session's blob holds: uint32
+_CHECKPOINT_PAGES = 4096  # of the write-ahead log, after which SQLite copies it into the file and synchronises both
+_TABLES = f"""
+    CREATE TABLE session (
+        id TEXT PRIMARY KEY, user INTEGER, model TEXT, shared INTEGER, priority TEXT,
+        created REAL, used REAL, tokens BLOB
+    );
+    CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
+    PRAGMA user_version = {VERSION};
+"""
+
+
+class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
+    """`shared`: the model was a client's, so that no later one of that name is it. `created`: seconds since 1970."""
+
+    session: str
+    user: int
+    model: str
+    shared: bool
+    priority: Class
+    created: float
+
+
+class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
+    """From `start` on the session's tokens are these. None: it was cut there."""
+
+    session: str
+    start: int
+    tokens: list[int]
+
+
+class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
+    session: str
+
+
+Change = Opened | Extended | Closed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Change])
+
+
+@dataclass(slots=True)
+class KeptSession:
+    """A session as the journal has it. Times are seconds since 1970; `used` is that of its last change."""
+
+    id: str
+    user: int
+    model: str
+    shared: bool
+    priority: Class
+    created: float
+    used: float
+    tokens: array[int]
+
+
+class JournalFile:
+    """Open until `close`. For one thread at a time. Once it is open, what fails raises sqlite3.Error."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises StartError where the folder is another daemon's, or what is there cannot be used. It is left alone
+        then: whether sessions may be lost is not for a daemon to decide."""
+        self.path = Path(folder, NAME)
+        self._unfolded = 0  # bytes
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # SQLite would make it readable to others; its other files follow this one
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise StartError(f"no journal at {self.path}: {error}; choose another place with --state-dir") from error
+        try:
+            self._prepare()
+            self.fold()
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, (sqlite3.Error, msgspec.DecodeError, ValueError)):
+                raise StartError(self._told(error)) from error
+            raise
+
+    def sessions(self) -> list[KeptSession]:
+        """As of the last fold."""
+        columns = "id, user, model, shared, priority, created, used, tokens"
+        rows = self._db.execute(f"SELECT {columns} FROM session ORDER BY created")
+        return [_kept(*row) for row in rows]
+
+    def append(self, changes: Sequence[Change]) -> None:
+        """Commits them: all or none."""
+        encoded = _encoder.encode(changes)
+        self._db.execute("INSERT INTO change (at, changes) VALUES (?, ?)", (time.time(), encoded))
+        self._unfolded += len(encoded)
+
+    @property
+    def wants_fold(self) -> bool:
+        return self._unfolded >= FOLD_BYTES
+
+    def fold(self) -> None:
+        """Raises ValueError where changes do not fit the sessions."""
+        self._unfolded = 0  # also where it fails: it is tried again when as much has come
+        images: dict[str, KeptSession | None] = {}
+        for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
+            for change in _decoder.decode(encoded):
+                self._apply(change, at, images)
+        if not images:
+            return
+        gone = [(name,) for name, image in images.items() if image is None]
+        kept = [_row(image) for image in images.values() if image is not None]
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.executemany("DELETE FROM session WHERE id = ?", gone)
+            self._db.executemany("INSERT OR REPLACE INTO session VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
+            self._db.execute("DELETE FROM change")
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _prepare(self) -> None:
+        db = self._db
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; no shared index file is needed then
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        db.execute("PRAGMA journal_size_limit = 0")  # what a checkpoint has emptied is given back
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if tables == 0:
+            db.executescript(f"BEGIN; {_TABLES} COMMIT;")
+        elif version != VERSION:
+            raise StartError(
+                f"{self.path} has version {version} and this djinnd reads {VERSION}: start the djinnd that wrote it, "
+                "or move the file away to begin without its sessions"
+            )
+
+    def _told(self, error: Exception) -> str:
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            return f"{self.path.parent} is the state directory of a daemon that runs: stop it, or use --state-dir"
+        return f"{self.path} cannot be used: {error}; repair it, or move it away to begin without its sessions"
+
+    def _apply(self, change: Change, at: float, images: dict[str, KeptSession | None]) -> None:
+        match change:
+            case Opened(session, user, model, shared, priority, created):
+                images[session] = KeptSession(session, user, model, shared, priority, created, at, array(_TOKEN))
+            case Closed(session):
+                images[session] = None
+            case Extended(session, start, tokens):
+                if session not in images:
+                    images[session] = self._read(session)
+                image = images[session]
+                if image is None:
+                    return  # a call that its close has cancelled brought one more token
+                if len(image.tokens) < start:
+                    raise ValueError(f"session {session} has {len(image.tokens)} tokens, a change begins at {start}")
+                del image.tokens[start:]
+                image.tokens.extend(tokens)
+                image.used = at
+
+    def _read(self, session: str) -> KeptSession | None:
+        columns = "id, user, model, shared, priority, created, used, tokens"
+        row = self._db.execute(f"SELECT {columns} FROM session WHERE id = ?", (session,)).fetchone()
+        return None if row is None else _kept(*row)
+
+
+def _kept(
+    name: str, user: int, model: str, shared: int, priority: Class, created: float, used: float, tokens: bytes
+) -> KeptSession:
+    return KeptSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens))
+
+
+def _row(image: KeptSession) -> tuple[str, int, str, bool, str, float, float, bytes]:
+    tokens = image.tokens.tobytes()
+    return (image.id, image.user, image.model, image.shared, image.priority, image.created, image.used, tokens)

@@ -1,0 +1,151 @@
+"""Whatever dies, and whenever: the next daemon has the sessions, and their next tokens are those that would have come.
+
+The model is djinn-tiny on the CPU, in float32, one row a step: the same tokens whatever was computed anew.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client import JournalUnavailable, SessionNotFound
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import Daemon, wait_for
+
+PROMPT = [100, 101, 102, 103, 104]
+TOKENS = 60
+KILLS = 2
+
+
+def successor_of(daemon: Daemon, start_daemon: DaemonStarter) -> Daemon:
+    """Of one that was killed. Its address is the other's."""
+    next_ = start_daemon({"socket": daemon.address, "state_dir": f"{Path(daemon.address).parent}/state"})
+    next_.address = daemon.address
+    return next_
+
+
+@pytest.mark.parametrize(
+    ("engine_too", "sampling"),
+    [(False, {}), (True, {"temperature": 1.0, "seed": 7, "top_p": 0.9})],
+    ids=["the daemon, greedy", "both, seeded"],
+)
+def test_killed_in_mid_stream(start_daemon: DaemonStarter, engine_too: bool, sampling: dict[str, float]) -> None:
+    daemon = start_daemon()
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        expected = s.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, **sampling).token_ids
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    session = djinn.Session(MODEL, address=daemon.address)
+    prompt: list[int] = PROMPT
+    told: list[int] = []
+    for _ in range(KILLS):
+        wanted = moments.randint(1, 12)
+        stream = session.stream(prompt, max_tokens=TOKENS - len(told), ignore_eos=True, **sampling)
+        heard = []
+        for piece in stream:
+            heard += piece.token_ids
+            if len(heard) >= wanted:
+                break
+        if engine_too:
+            daemon.kill_engine()
+        daemon.kill()
+        session.detach()
+        told += heard
+        daemon = successor_of(daemon, start_daemon)
+        session = djinn.attach(session.id, address=daemon.address)
+        tokens = session.token_ids
+        assert tokens[: len(PROMPT) + len(told)] == PROMPT + told, "what the client was told"
+        told, prompt = tokens[len(PROMPT) :], []
+        assert told == expected[: len(told)]
+    told += session.generate(max_tokens=TOKENS - len(told), ignore_eos=True, **sampling).token_ids
+    assert told == expected
+    session.close()
+    with djinn.Client(daemon.address) as client:
+        assert client.status(check=True).integrity == []
+
+
+def test_what_was_closed_and_cut_stays_so(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
+    cut, closed = (djinn.Session(MODEL, address=daemon.address) for _ in range(2))
+    for session in (cut, closed):
+        session.generate(PROMPT, max_tokens=10, ignore_eos=True)
+    logits = cut.forward([7, 8])
+    cut.truncate(9)
+    tokens, forked = cut.token_ids, cut.fork()
+    forked.generate([9], max_tokens=2, ignore_eos=True)
+    grown = forked.token_ids
+    closed.close()
+    daemon.kill()
+    cut.detach()
+    forked.detach()
+    daemon = successor_of(daemon, start_daemon)
+    assert logits.shape[0] == 2
+    with pytest.raises(SessionNotFound):
+        djinn.attach(closed.id, address=daemon.address)
+    with djinn.attach(cut.id, address=daemon.address) as one, djinn.attach(forked.id, address=daemon.address) as two:
+        assert (one.token_ids, two.token_ids) == (tokens, grown)
+        assert (one.info.state, one.info.model) == ("idle", MODEL)
+
+
+def test_a_full_disk(start_daemon: DaemonStarter) -> None:
+    """Played by a limit to the size of the daemon's files."""
+    daemon = start_daemon(errors=["journal_failed"])
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        expected = s.generate(PROMPT, max_tokens=200, ignore_eos=True).token_ids
+    session = djinn.Session(MODEL, address=daemon.address)
+    stream = session.stream(PROMPT, max_tokens=200, ignore_eos=True)
+    heard = list(next(stream).token_ids)
+    unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+    wal = os.stat(daemon.folder / "state" / "journal.db-wal").st_size
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (max(wal, len(daemon.log) + 4096), unlimited[1]))
+    heard += [token for piece in stream for token in piece.token_ids]
+    assert heard == expected, "what runs goes on"
+    for refused in (lambda: djinn.Session(MODEL, address=daemon.address), lambda: session.generate([1], max_tokens=1)):
+        with pytest.raises(JournalUnavailable, match=r"journal\.db: .*nothing new begins") as caught:
+            refused()
+        assert caught.value.data["path"].endswith("journal.db")
+    assert session.token_ids == PROMPT + expected
+
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
+    wait_for(lambda: "journal_recovered" in daemon.log)
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        assert s.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids == expected[:5]
+    daemon.kill()
+    session.detach()
+    daemon = successor_of(daemon, start_daemon)
+    with djinn.attach(session.id, address=daemon.address) as s:
+        assert s.token_ids == PROMPT + expected, "what could not be written was tried again"
+
+
+def test_the_state_directory_of_a_daemon_that_lives(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
+    other = start_daemon({"state_dir": str(daemon.folder / "state")}, ready=False)
+    assert other.wait() == 1
+    assert "is the state directory of a daemon that runs" in other.log and "Traceback" not in other.log
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        s.generate(PROMPT, max_tokens=2)
+
+
+def test_the_engine_alone(start_daemon: DaemonStarter) -> None:
+    """A call that fails is gone as a whole, in the journal too; what was before it is not."""
+    daemon = start_daemon(errors=["engine_lost", "engine_died"])
+    session = djinn.Session(MODEL, address=daemon.address)
+    session.generate(PROMPT, max_tokens=10, ignore_eos=True)
+    tokens = session.token_ids
+    stream = session.stream([1, 2], max_tokens=500, ignore_eos=True)
+    next(stream)
+    os.kill(daemon.device().pid, signal.SIGKILL)
+    with pytest.raises(djinn.EngineLost):
+        list(stream)
+    daemon.kill()
+    session.detach()
+    daemon = successor_of(daemon, start_daemon)
+    with djinn.attach(session.id, address=daemon.address) as s:
+        assert s.token_ids == tokens

@@ -1,0 +1,139 @@
+"""The journal's file by itself: what is committed is there, whatever a daemon was doing; what cannot be used stays."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from djinnd.server import journal_file
+from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened
+from djinnd.server.socket_path import StartError
+
+ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
+TWO = Opened("two", 1001, "mine", True, "batch", 6.0)
+
+
+def kept(folder: Path) -> dict[str, list[int]]:
+    file = JournalFile(str(folder))
+    try:
+        return {session.id: session.tokens.tolist() for session in file.sessions()}
+    finally:
+        file.close()
+
+
+def write(folder: Path, *commits: list[journal_file.Change]) -> None:
+    file = JournalFile(str(folder))
+    for changes in commits:
+        file.append(changes)
+    file.close()
+
+
+def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, Extended("one", 0, [1, 2, 3])], [TWO, Extended("one", 3, [4])], [Extended("one", 2, [7])])
+    file = JournalFile(str(tmp_path))
+    one, two = file.sessions()
+    assert one.tokens.tolist() == [1, 2, 7] and two.tokens.tolist() == []
+    assert (two.id, two.user, two.model, two.shared, two.priority, two.created) == (
+        "two",
+        1001,
+        "mine",
+        True,
+        "batch",
+        6,
+    )
+    assert one.used > two.created and not one.shared
+    file.close()
+
+
+def test_cut_and_closed(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, TWO, Extended("one", 0, [1, 2, 3]), Extended("two", 0, [9])])
+    assert kept(tmp_path) == {"one": [1, 2, 3], "two": [9]}
+    write(tmp_path, [Extended("one", 1, []), Closed("two")], [Extended("two", 1, [5])])
+    assert kept(tmp_path) == {"one": [1]}, "a token that comes after the close is nobody's"
+
+
+def test_folding_changes_nothing_and_happens_by_itself(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path))
+    file.append([ONE])
+    for start in range(0, 600, 3):
+        file.append([Extended("one", start, [start, start + 1, start + 2])])
+        if start % 60 == 0:
+            file.fold()
+            (session,) = file.sessions()
+            assert session.tokens.tolist() == list(range(start + 3))
+    assert not file.wants_fold
+    file.append([Extended("one", 600, [1 << 20] * journal_file.FOLD_BYTES)])
+    assert file.wants_fold
+    file.fold()
+    assert not file.wants_fold
+    file.close()
+    assert len(kept(tmp_path)["one"]) == 600 + journal_file.FOLD_BYTES
+
+
+def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "state"
+    file = JournalFile(str(folder))
+    file.append([ONE])
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {NAME: 0o600, f"{NAME}-wal": 0o600} and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    file.close()
+
+
+def test_it_is_one_daemon_s(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path))
+    with pytest.raises(StartError, match=r"state directory of a daemon that runs: stop it, or use --state-dir"):
+        JournalFile(str(tmp_path))
+    file.append([ONE])
+    file.close()
+    assert kept(tmp_path) == {"one": []}
+
+
+def test_another_version_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, [ONE])
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("PRAGMA user_version = 9")
+    db.close()
+    with pytest.raises(StartError, match="has version 9 and this djinnd reads 1"):
+        JournalFile(str(tmp_path))
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    assert kept(tmp_path) == {"one": []}
+
+
+def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"a letter to grandmother " * 1000)
+    with pytest.raises(StartError, match=r"cannot be used.*move it away"):
+        JournalFile(str(tmp_path))
+    assert (tmp_path / NAME).read_bytes().startswith(b"a letter")
+
+
+def test_a_place_where_nothing_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"no journal at .*--state-dir"):
+        JournalFile(str(tmp_path / "file" / "state"))
+
+
+def test_a_log_that_was_cut_in_mid_write_loses_its_last_commits_only(tmp_path: Path) -> None:
+    """As a power cut may leave it: the file is copied while it is open, and the copy's log cut at every page."""
+    file = JournalFile(str(tmp_path / "a"))
+    file.append([ONE])
+    for start in range(20):
+        file.append([Extended("one", start, [start])])
+    database, wal = ((tmp_path / "a" / name).read_bytes() for name in (NAME, f"{NAME}-wal"))
+    file.close()
+    seen = set()
+    for cut in range(len(wal) // 2, len(wal), 1111):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / NAME).write_bytes(database)
+        (folder / f"{NAME}-wal").write_bytes(wal[:cut])
+        tokens = kept(folder)["one"]
+        assert tokens == list(range(len(tokens)))
+        seen.add(len(tokens))
+    assert len(seen) > 5 and 20 not in seen
+    assert os.listdir(tmp_path / "a")
