@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.device import Rates
+from djinnd.model.projections import PACKED_ROWS
 from djinnd.weights.plan import BlockSize, Place, Plan
 
 # What our steps reach of the rates that the device measures of itself, on an H200 with a 13B model: docs/log.md.
@@ -21,7 +22,6 @@ _MULTIPLYING = 0.89  # of a large product's: a chunk of prefill
 _FETCHING = 0.92  # of the bus's: experts on demand, which a kernel reads
 _BLOCK_S = 26e-6  # of a block beside its products: norms, attention's latency, positions
 _STEP_S = 330e-6  # of a step beside its blocks: prologue, epilogue, sampler, and the host's part
-_PACKED_ROWS = 8  # rows that are multiplied with the packed form
 CONTEXT = 512  # tokens of KV that each session has
 
 
@@ -60,11 +60,11 @@ class Forecast:
         return max(reading, products) + decoding + len(blocks) * _BLOCK_S
 
     def _reading_s(self, size: BlockSize, place: Place, rows: int) -> float:
-        if place is Place.PACKED and rows <= _PACKED_ROWS:
+        if place is Place.PACKED and rows <= PACKED_ROWS:
             return size.least / (self.rates.memory * _READING_PACKED)
         return size.plain / (self.rates.memory * (_READING_ONE if rows == 1 else _READING_MORE))
 
     def _decoding_s(self, size: BlockSize, place: Place, rows: int) -> float:
-        if place is Place.PLAIN or size.packed is None or (place is Place.PACKED and rows <= _PACKED_ROWS):
+        if place is Place.PLAIN or size.packed is None or (place is Place.PACKED and rows <= PACKED_ROWS):
             return 0.0
         return (size.packed + size.plain) / self.rates.memory

@@ -24,7 +24,7 @@ from djinnd.device import Device
 from djinnd.model.experts import Experts, StepTokens
 from djinnd.model.placed_block import PlacedBlock, unpack
 from djinnd.model.projections import Product
-from djinnd.weights.plan import Place, Plan
+from djinnd.weights.plan import Place, Plan, aligned
 from djinnd.weights.ring import PIECE, Ring, place_regions
 from djinnd.weights.store import WeightStore
 
@@ -193,7 +193,7 @@ class Residency:
     def _make_ring(self, plan: Plan) -> Ring:
         streamed = plan.streamed
         memory = self._allocate("ring", plan.ring_bytes, torch.uint8)
-        sizes = [-(-plan.sizes[i].passing // 256) * 256 for i in streamed]
+        sizes = [aligned(plan.sizes[i].passing) for i in streamed]
         regions = place_regions(sizes, plan.ring_bytes)
         for index, region in zip(streamed, regions, strict=True):
             block, own = self._blocks[index], memory[region.start : region.end]

@@ -221,8 +221,8 @@ def _plans(
     places = [Place.PLAIN if size.packed is None else resident for size in sizes]
     for index in spread(streams, len(sizes)) if streams else []:
         places[index] = Place.STREAMED
-    travelling = [_aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is Place.STREAMED]
-    scratch = _aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
+    travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is Place.STREAMED]
+    scratch = aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
     if not travelling:
         yield Plan(tuple(sizes), tuple(places), 0, scratch, 0)
         return
@@ -274,10 +274,11 @@ def _in_scratch(size: BlockSize, place: Place) -> int:
 def _resident(size: BlockSize, place: Place) -> int:
     if place is Place.STREAMED:
         return 0
-    return _aligned(size.plain if place is Place.PLAIN else size.least)
+    return aligned(size.plain if place is Place.PLAIN else size.least)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """As much as a block takes of device memory."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

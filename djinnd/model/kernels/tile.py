@@ -134,8 +134,8 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 
 def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, int, int]:
     """Strides by page, token and head of keys and values [pages, page_size, kv_heads, head_dim] of one pool."""
-    assert keys.stride() == values.stride() and keys.stride(3) == 1
-    return keys.stride(0), keys.stride(1), keys.stride(2)
+    assert keys.stride() == values.stride()
+    return block_strides(keys)
 
 
 def block_strides(x: Tensor) -> tuple[int, int, int]:
