@@ -72,14 +72,16 @@ class Engine:
     def serve(self) -> None:
         """Until the server says so, or is gone."""
         device = self._device
-        busy = False
+        busy = quiet = False  # quiet: nobody has said a word for ALIVE_EVERY
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
-                for message in self._channel.receive(0.0 if busy else ALIVE_EVERY):
+                received = self._channel.receive(0.0 if busy else ALIVE_EVERY)
+                quiet = not received and (quiet or not busy)
+                for message in received:
                     self._handlers[type(message)](message)
                 self._adopt_loaded()
-                busy = self._step() or self._prepare()
+                busy = self._step() or (quiet and self._prepare())
                 self._tracer.answer()
                 self._beat()
         except ServerGone:
@@ -109,10 +111,12 @@ class Engine:
             self._fail(requests[index], told)
         for request in self._scheduler.complete(batch, sampled.tokens):
             self._finish(request)
+        self._runners[batch.model].settle()
         return True
 
     def _prepare(self) -> bool:
-        """In an idle moment: does for one model what its later steps would have to do."""
+        """In an idle moment: does for one model what its later steps would have to do. Whoever speaks meanwhile waits
+        for it: not between the calls of somebody who makes one after another."""
         return any(runner.prepare() for runner in self._runners.values())
 
     def _note_started(self, batch: Batch) -> list[messages.Started]:

@@ -21,7 +21,7 @@ from djinnd.engine.logits_window import LogitsWindow
 from djinnd.engine.memory import LOGIT_ROWS, KvPlan, ModelShape, workspace_bytes
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
-from djinnd.model.graphs import StepGraphs
+from djinnd.model.graphs import Shape, StepGraphs
 from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
@@ -60,6 +60,7 @@ class ModelRunner:
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
         self.graphs = self._new_graphs()
+        self._ran: Shape | None = None  # by the last step, and not settled yet
 
     def _new_graphs(self) -> StepGraphs | None:
         if not isinstance(self.device, CudaDevice):
@@ -146,6 +147,7 @@ class ModelRunner:
     def run(self, batch: Batch) -> Sampled:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
         go to their windows."""
+        self._ran = None
         with self.device.computing():
             stale = self.kv.take_stale()
             if stale:
@@ -172,10 +174,14 @@ class ModelRunner:
         inputs.host["picks"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
         inputs.send()
-        logits = graphs.run(shape, len(sampling))
-        if graphs.wants(shape):
+        self._ran = shape
+        return graphs.run(shape, len(sampling))
+
+    def settle(self) -> None:
+        """After a step, when what it gave has been told: what makes the next one of its shape faster."""
+        graphs, shape, self._ran = self.graphs, self._ran, None
+        if graphs is not None and shape is not None and graphs.wants(shape):
             self._attempt(graphs, lambda: graphs.capture(shape))
-        return logits
 
     def _mixed(self, rows: tuple[Row, ...]) -> Tensor | None:
         """→ logits of the rows that sample, if any does."""
