@@ -139,22 +139,29 @@ class Nursery:
 
 def import_libraries(names: Sequence[str]) -> None:
     """What cannot be imported is the engine's to report, if it needs it."""
-    for name in names:
-        with suppress(ImportError), _one_blas_thread(name):
-            importlib.import_module(name)
+    with _one_blas_thread():
+        for name in names:
+            before = _threads()
+            with suppress(ImportError):
+                importlib.import_module(name)
+            if (started := _threads() - before) > 0:
+                log.info("nursery_threads library=%s started=%d", name, started)
 
 
 @contextmanager
-def _one_blas_thread(name: str) -> Iterator[None]:
-    """numpy's OpenBLAS starts its threads when it is loaded. No engine uses them; torch has its own."""
+def _one_blas_thread() -> Iterator[None]:
+    """Each OpenBLAS starts its threads when it is loaded: numpy's, and that of scipy, which transformers imports where
+    it is there. No engine uses them; torch has its own."""
     before = os.environ.get(_BLAS_THREADS)
-    if name == "numpy":
-        os.environ[_BLAS_THREADS] = "1"
+    os.environ[_BLAS_THREADS] = "1"
     yield
-    if name == "numpy":
-        del os.environ[_BLAS_THREADS]
+    del os.environ[_BLAS_THREADS]
     if before is not None:
         os.environ[_BLAS_THREADS] = before
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def reseed() -> None:
@@ -167,7 +174,7 @@ def reseed() -> None:
 
 def unfit() -> str:
     """Why this process must not be forked; "": it may be."""
-    threads = len(os.listdir("/proc/self/task"))
+    threads = _threads()
     if threads > 1:
         return f"importing the libraries has started {threads - 1} threads"
     for fd in os.listdir("/proc/self/fd"):

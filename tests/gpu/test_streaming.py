@@ -72,6 +72,7 @@ def tell(served: Served, rows: int, *, captured: bool) -> tuple[Tensor, list[lis
         sampled = runner.run(batch)
         seen += sampled.logprobs
         served.complete(batch, sampled)
+        runner.settle()
         runner.model.residency.check_integrity()
     assert not captured or (runner.graphs is not None and runner.graphs._captured)
     return logits, [session.tokens for session in sessions], seen

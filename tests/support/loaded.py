@@ -163,6 +163,7 @@ class Served:
         batch = self.scheduler.next_batch()
         if batch is not None:
             self.complete(batch, self.runner.run(batch))
+            self.runner.settle()
         return batch
 
     def complete(self, batch: Batch, sampled: Sampled) -> None:

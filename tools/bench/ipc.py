@@ -82,15 +82,18 @@ async def _generate(session: djinn.AsyncSession, tokens: int, *, stream: bool) -
 
 
 def throughput(address: str, model: str, engine: DirectEngine, work: Workload, rounds: int) -> Throughput:
-    """The first round warms up and does not count."""
-    rates = [
-        (
-            engine.rate(model, PROMPT, work.sessions, work.tokens),
-            asyncio.run(daemon_rate(address, model, work, stream=False)),
-            asyncio.run(daemon_rate(address, model, work, stream=True)),
-        )
-        for _ in range(rounds + 1)
-    ][1:]
+    """The first round warms up and does not count. Each round has another order: whoever comes after a pause finds
+    processors that have gone to sleep."""
+    measures = (
+        lambda: engine.rate(model, PROMPT, work.sessions, work.tokens),
+        lambda: asyncio.run(daemon_rate(address, model, work, stream=False)),
+        lambda: asyncio.run(daemon_rate(address, model, work, stream=True)),
+    )
+    rates: list[tuple[float, ...]] = []
+    for number in range(rounds + 1):
+        found = {turn: measures[turn]() for turn in ((number + k) % 3 for k in range(3))}
+        rates.append(tuple(found[turn] for turn in range(3)))
+    rates = rates[1:]
     lost = [(1 - daemon / direct, 1 - streamed / direct) for direct, daemon, streamed in rates]
     return Throughput(*(statistics.median(column) for column in (*zip(*rates, strict=True), *zip(*lost, strict=True))))
 
@@ -136,7 +139,7 @@ def summary(calls: dict[str, float], found: dict[int, Throughput]) -> str:
 @click.option("--calls", default=5000, show_default=True, help="Empty calls.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
 @click.option("--tokens", default=256, show_default=True, help="A session generates.")
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--rounds", default=9, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
 @click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(
