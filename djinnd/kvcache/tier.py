@@ -1,0 +1,205 @@
+"""The slots of one lower tier, host or disk: which page is in which, and which of them gives way to another.
+
+What a page holds follows from its key (prefixes.py), so a tier is a cache that may forget any page at any time: its
+tokens are computed anew. What it has not forgotten outlives the process, in a table that whoever owns the memory (the
+arena, a mapped file) hands over. The bytes of the slots are the caller's; all of this file is deciding and recording.
+
+    table    ┌──────────┬──────────┬─ … ─┬────────────────┬─────────┐
+             │ record 0 │ record 1 │     │ record slots-1 │ padding │  64 bytes each, up to a multiple of 4096
+             └──────────┴──────────┴─ … ─┴────────────────┴─────────┘
+    record   0       8     24         32        40         64
+             ┌───────┬─────┬──────────┬─────────┬──────────┐
+             │ state │ key │ checksum │ touched │  zeros   │             numbers are little-endian; zeros: a free slot
+             └───────┴─────┴──────────┴─────────┴──────────┘
+
+    free ──prepare──► filling ──complete──► complete ──prepare for another key──► filling
+      ▲                  │                     │
+      └─────abandon──────┴─────────────────────┘
+
+A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
+it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
+next process. `touched` rises with every use; complete slots by it are the order in which they give way, which the next
+process goes on with. (A machine that loses power may keep an old record beside new bytes: that is for the checksum.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from djinnd.kvcache.prefixes import KEY_BYTES, Key
+
+FREE, FILLING, COMPLETE = 0, 1, 2
+RECORD = np.dtype(
+    {
+        "names": ["state", "key", "checksum", "touched"],
+        "formats": ["<u8", f"V{KEY_BYTES}", "<u8", "<u8"],
+        "offsets": [0, 8, 24, 32],
+        "itemsize": 64,
+    }
+)
+TABLE_ALIGNMENT = 4096
+
+Table = bytearray | memoryview | npt.NDArray[np.uint8]
+
+
+class Tier:
+    """Of one model, in one thread. No call looks through the slots, but for `prepare` and `oldest`, which pass over
+    those that are pinned: as many as are being read."""
+
+    @staticmethod
+    def table_bytes(slots: int) -> int:
+        """A multiple of 4096."""
+        return -(-slots * RECORD.itemsize // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+
+    def __init__(self, table: Table, slots: int) -> None:
+        """`table`: `table_bytes(slots)` writable bytes, zeros or what an earlier Tier of as many slots has left. Its
+        complete slots are had again. Nobody else writes there for as long as this Tier lives."""
+        assert slots > 0, "a tier without slots holds nothing"
+        self.capacity = slots
+        records = np.frombuffer(table, RECORD, slots)
+        self._state, self._key_of = records["state"], records["key"]
+        self._checksum, self._touched = records["checksum"], records["touched"]
+        self._slot: dict[Key, int] = {}  # of what is filling or complete
+        self._order: OrderedDict[int, None] = OrderedDict()  # the complete ones, least recently used first
+        self._filling: set[int] = set()
+        self._pins: dict[int, int] = {}
+        self._adopt()
+        self._free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
+        self._clock = len(self._order) + 1
+
+    def _adopt(self) -> None:
+        """Of two slots with one key, which only a loss of power leaves, the one used last is had."""
+        complete = np.flatnonzero(self._state == COMPLETE)
+        newest_first = complete[np.argsort(self._touched[complete], kind="stable")][::-1]
+        for slot in newest_first.tolist():
+            if self._slot.setdefault(self.key(slot), slot) == slot:
+                self._order[slot] = None
+                self._order.move_to_end(slot, last=False)
+        lost = np.ones(self.capacity, bool)
+        lost[list(self._order)] = False
+        self._state[lost] = FREE
+        self._touched[list(self._order)] = np.arange(1, len(self._order) + 1)  # whatever the numbers were
+
+    @property
+    def used(self) -> int:
+        """Slots that are not free."""
+        return self.capacity - len(self._free)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the page is here or, as `find` does not tell, on its way here. It is not a use."""
+        return key in self._slot
+
+    def find(self, key: Key) -> int | None:
+        """The slot that holds the page, complete; now the most recently used."""
+        slot = self.peek(key)
+        if slot is not None:
+            self._touch(slot)
+        return slot
+
+    def peek(self, key: Key) -> int | None:
+        """As `find`, but it is not a use."""
+        slot = self._slot.get(key)
+        return None if slot in self._filling else slot
+
+    def keys(self) -> set[Key]:
+        """Of all pages that are complete. O(slots)."""
+        return {self.key(slot) for slot in self._order}
+
+    def prepare(self, key: Key) -> int | None:
+        """A slot for a page that is not here, to be filled and then completed or abandoned. If none is free, the least
+        recently used page that nobody has pinned gives way; None if there is no such."""
+        assert key not in self._slot, "the page is in the tier or on its way there"
+        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
+        if self._free:
+            slot = self._free.pop()
+        else:
+            oldest = self.oldest(1)
+            if not oldest:
+                return None
+            slot = oldest[0]
+            del self._order[slot], self._slot[self.key(slot)]
+        self._state[slot] = FILLING
+        self._key_of[slot] = key
+        self._slot[key] = slot
+        self._filling.add(slot)
+        return slot
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `prepare` has a slot to give."""
+        return bool(self._free or self.oldest(1))
+
+    def complete(self, slot: int, checksum: int) -> None:
+        """The page's bytes are in the slot."""
+        assert slot in self._filling, f"slot {slot} is not being filled"
+        self._filling.remove(slot)
+        self._checksum[slot] = checksum
+        self._order[slot] = None
+        self._touch(slot)
+        self._state[slot] = COMPLETE
+
+    def abandon(self, slot: int) -> None:
+        """The filling has failed, or the bytes were found bad: nobody finds the page any more. The slot is free, at
+        once or when it is not pinned any more."""
+        assert slot in self._filling or slot in self._order, f"slot {slot} holds no page"
+        self._state[slot] = FREE
+        del self._slot[self.key(slot)]
+        self._filling.discard(slot)
+        self._order.pop(slot, None)
+        if slot not in self._pins:
+            self._free.append(slot)
+
+    def pin(self, slot: int) -> None:
+        """The page is being read and does not give way, until as many `unpin`. Neither is a use."""
+        assert slot in self._order, f"slot {slot} is not complete"
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+
+    def unpin(self, slot: int) -> None:
+        assert slot in self._pins, f"slot {slot} is not pinned"
+        self._pins[slot] -= 1
+        if self._pins[slot] == 0:
+            del self._pins[slot]
+            if slot not in self._order:
+                self._free.append(slot)
+
+    def is_pinned(self, slot: int) -> bool:
+        return slot in self._pins
+
+    def checksum(self, slot: int) -> int:
+        """Of a complete slot."""
+        assert slot in self._order, f"slot {slot} is not complete"
+        return int(self._checksum[slot])
+
+    def key(self, slot: int) -> Key:
+        """Of a slot that is filling or complete."""
+        return bytes(self._key_of[slot])
+
+    def oldest(self, count: int) -> list[int]:
+        """At most `count` slots that are complete and not pinned, least recently used first."""
+        return list(islice((slot for slot in self._order if slot not in self._pins), count))
+
+    def _touch(self, slot: int) -> None:
+        self._order.move_to_end(slot)
+        self._touched[slot] = self._clock
+        self._clock += 1
+
+    def check_integrity(self) -> None:
+        """Asserts that the table says what this object does, and every slot is in one state. O(slots)."""
+        states = np.zeros(self.capacity, np.uint64)
+        states[list(self._filling)] = FILLING
+        states[list(self._order)] = COMPLETE
+        for slot in np.flatnonzero(states != self._state).tolist():
+            raise AssertionError(f"slot {slot} is {states[slot]}, the table says {self._state[slot]}")
+        held = self._filling | self._order.keys()
+        assert self._slot == {self.key(slot): slot for slot in held}, "keys and slots disagree"
+        assert len(self._slot) == len(self._filling) + len(self._order) == len(held), "a slot is filling and complete"
+        dropped = self._pins.keys() - self._order.keys()
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        assert sorted([*self._free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
+        assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
+        touched = [*self._touched[list(self._order)].tolist(), self._clock]
+        assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"
