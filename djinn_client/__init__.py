@@ -15,16 +15,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.client import Session, Stream, attach
-from djinn_client.control import Client, close, load, models, plan, sessions, set_budget, status, trace, unload
+from djinn_client.client import Session, Stream, attach, from_kv
+from djinn_client.control import (
+    Client,
+    close,
+    load,
+    models,
+    pause,
+    plan,
+    resume,
+    sessions,
+    set_budget,
+    status,
+    trace,
+    unload,
+)
 from djinn_client.errors import (
     Cancelled,
     ConnectionLost,
     DjinnError,
     EngineLost,
+    FileDamaged,
     FrameTooLarge,
     InvalidRequest,
     JournalUnavailable,
+    ModelMismatch,
     ModelNotFound,
     ModelRejected,
     NotFound,
@@ -35,11 +50,14 @@ from djinn_client.errors import (
     ProtocolError,
     Retry,
     SessionBusy,
+    SessionLost,
     SessionNotFound,
     ShuttingDown,
     TokenOutOfRange,
     VersionMismatch,
 )
+from djinn_client.kv import KV, KvWindow, kv_window
+from djinn_client.kv_layout import KvLayout
 from djinn_client.options import GenerateOptions, PlacingOptions
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
@@ -48,7 +66,9 @@ from djinn_client.protocol import (
     Generated,
     Logprobs,
     ModelInfo,
+    PauseReply,
     Piece,
+    PrefixInfo,
     Progress,
     SessionInfo,
     Span,
@@ -60,11 +80,12 @@ from djinn_client.protocol import (
 from djinn_client.version import __version__
 
 if TYPE_CHECKING:
-    from djinn_client.aio import AsyncSession, AsyncStream, attach_async
+    from djinn_client.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
     from djinn_client.sharing import ModelHandle, share_model
     from djinn_client.tensors import as_torch
 
 __all__ = [
+    "KV",
     "AsyncSession",
     "AsyncStream",
     "BudgetReply",
@@ -74,14 +95,18 @@ __all__ = [
     "DeviceInfo",
     "DjinnError",
     "EngineLost",
+    "FileDamaged",
     "FrameTooLarge",
     "GenerateOptions",
     "Generated",
     "InvalidRequest",
     "JournalUnavailable",
+    "KvLayout",
+    "KvWindow",
     "Logprobs",
     "ModelHandle",
     "ModelInfo",
+    "ModelMismatch",
     "ModelNotFound",
     "ModelPlan",
     "ModelRejected",
@@ -89,8 +114,10 @@ __all__ = [
     "NotFound",
     "NotPermitted",
     "OutOfMemory",
+    "PauseReply",
     "Piece",
     "PlacingOptions",
+    "PrefixInfo",
     "Progress",
     "PromptTooLong",
     "ProtocolError",
@@ -98,6 +125,7 @@ __all__ = [
     "Session",
     "SessionBusy",
     "SessionInfo",
+    "SessionLost",
     "SessionNotFound",
     "ShuttingDown",
     "Span",
@@ -113,9 +141,14 @@ __all__ = [
     "attach",
     "attach_async",
     "close",
+    "from_kv",
+    "from_kv_async",
+    "kv_window",
     "load",
     "models",
+    "pause",
     "plan",
+    "resume",
     "sessions",
     "set_budget",
     "share_model",
@@ -130,6 +163,7 @@ _LATER = {
     "AsyncSession": "djinn_client.aio",
     "AsyncStream": "djinn_client.aio",
     "attach_async": "djinn_client.aio",
+    "from_kv_async": "djinn_client.aio",
     "as_torch": "djinn_client.tensors",
 }
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from djinn_client.connection import OnProgress
 from djinn_client.errors import DjinnError
+from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
+from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
-from djinn_client.protocol import Class, Generated, Piece, SessionInfo
+from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.session import SessionSteps, StreamSteps
 from djinn_client.steps import PAUSE_S, Steps, Wait
 
@@ -129,6 +132,62 @@ class AsyncSession:
         steps = await run(self._steps.fork(priority))
         return self._over(steps, steps.info.id)
 
+    async def kv(self) -> KV:
+        """See Session.kv."""
+        answer = await run(self._steps.export(kv=True))
+        return exported_kv(answer.message, answer.fds)
+
+    async def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
+        """See Session.save. The file is written in a thread."""
+        info = self._steps.info
+        answer = await run(self._steps.export(info.foreign_kv if kv is None else kv))
+        await asyncio.to_thread(save, path, info, answer)
+
+    @classmethod
+    async def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        kv: bool | None = None,
+        model: str | None = None,
+        priority: Class | None = None,
+        address: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
+        """See Session.load. The file is read in a thread."""
+        handed = await asyncio.to_thread(import_of_file, path, model, priority, kv)
+        return await cls._imported(handed, address, on_progress)
+
+    @classmethod
+    async def _imported(cls, handed: Import, address: str | None, on_progress: OnProgress | None) -> Self:
+        steps = SessionSteps(address)
+        await run(steps.import_(handed.request, handed.fds, on_progress))
+        return cls._over(steps, steps.info.id)
+
+    async def signal(self, kind: SignalKind, *, expected_s: float = 0.0) -> None:
+        """See Session.signal."""
+        await run(self._steps.signal(kind, expected_s))
+
+    @asynccontextmanager
+    async def io_wait(self, expected_s: float = 0.0) -> AsyncIterator[None]:
+        """`async with s.io_wait(expected_s=8): await tool()`. See Session.io_wait."""
+        await self.signal("IO_WAIT", expected_s=expected_s)
+        try:
+            yield
+        except BaseException:
+            with suppress(DjinnError):  # what happened first is what the caller must see
+                await self.signal("COMPUTE")
+            raise
+        await self.signal("COMPUTE")
+
+    async def pause(self, tier: Tier = "host") -> PauseReply:
+        """See Session.pause."""
+        return await run(self._steps.pause(tier))
+
+    async def resume(self) -> None:
+        """See Session.resume."""
+        await run(self._steps.resume())
+
     async def close(self) -> None:
         """See Session.close."""
         await run(self._steps.close())
@@ -184,3 +243,17 @@ class AsyncStream:
 async def attach_async(session: str, *, address: str | None = None) -> AsyncSession:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
     return await AsyncSession._over(SessionSteps(address), session).open()
+
+
+async def from_kv_async(
+    model: str,
+    tokens: Iterable[int],
+    kv: Any,
+    *,
+    priority: Class = "interactive",
+    address: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> AsyncSession:
+    """See from_kv. What is copied is copied in a thread."""
+    handed = await asyncio.to_thread(import_of_kv, model, tokens, kv, priority, address, on_progress)
+    return await AsyncSession._imported(handed, address, on_progress)

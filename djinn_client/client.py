@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from djinn_client.connection import OnProgress
 from djinn_client.errors import DjinnError
+from djinn_client.hand_over import import_of_file, import_of_kv, save
+from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
-from djinn_client.protocol import Class, Generated, Piece, SessionInfo
+from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.session import SessionSteps, StreamSteps
 from djinn_client.steps import run
 
@@ -94,6 +97,81 @@ class Session:
         this one. Raises SessionBusy while a call runs, NotPermitted at the limit of sessions."""
         return self._over(run(self._steps.fork(priority)))
 
+    def kv(self) -> KV:
+        """The KV of all its tokens in this process's memory: see KV. What of it the daemon does not have is computed;
+        it comes by one copy over the bus, into memory that is mapped here. Raises OutOfMemory, Retry."""
+        answer = run(self._steps.export(kv=True))
+        return exported_kv(answer.message, answer.fds)
+
+    def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
+        """Writes the session to a file, which only its owner may read, for `load`; replaces one that is there.
+
+        `kv` None: with its KV only where that does not follow from its tokens (`info.foreign_kv`). Otherwise the file
+        has tokens, a few kilobytes, and who loads it computes their KV. Raises OSError, and what `kv()` raises."""
+        info = self._steps.info
+        save(path, info, run(self._steps.export(info.foreign_kv if kv is None else kv)))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        kv: bool | None = None,
+        model: str | None = None,
+        priority: Class | None = None,
+        address: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
+        """A new session with what a file of `save` has. `model` and `priority` None: as when it was saved; a model of
+        another name must have the same weights. `kv` False: without the file's KV, which is computed from the tokens.
+
+        A session with KV from a file ends with the engine that has it, as one of `from_kv`.
+
+        Raises FileDamaged, ModelMismatch, InvalidRequest for KV of another form than the daemon's, OSError, and what
+        `Session` raises."""
+        handed = import_of_file(path, model, priority, kv)
+        steps = SessionSteps(address)
+        run(steps.import_(handed.request, handed.fds, on_progress))
+        return cls._over(steps)
+
+    def signal(self, kind: SignalKind, *, expected_s: float = 0.0) -> None:
+        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
+
+        "IO_WAIT": nothing, for `expected_s` seconds (at most a day; 0: not known), so the session's pages may leave the
+        device, and are back in time where the time is known. "COMPUTE": a call, in a moment.
+
+        Raises InvalidRequest; SessionBusy while a call runs.
+        """
+        run(self._steps.signal(kind, expected_s))
+
+    @contextmanager
+    def io_wait(self, expected_s: float = 0.0) -> Iterator[None]:
+        """`with s.io_wait(expected_s=8): tool()`: IO_WAIT before it and COMPUTE after it, also where it raises."""
+        self.signal("IO_WAIT", expected_s=expected_s)
+        try:
+            yield
+        except BaseException:
+            with suppress(DjinnError):  # what happened first is what the caller must see
+                self.signal("COMPUTE")
+            raise
+        self.signal("COMPUTE")
+
+    def pause(self, tier: Tier = "host") -> PauseReply:
+        """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
+        Returns when they are there, with how many they are.
+
+        The call's stream stays open, and goes on at resume() with the token that would have come; a call that is made
+        meanwhile waits for that. May be called while a call runs. A restart of the daemon ends the pause.
+
+        Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
+        """
+        return run(self._steps.pause(tier))
+
+    def resume(self) -> None:
+        """Lets a paused session go on from where it stopped; one that is not paused stays as it is. May be called while
+        a call runs."""
+        run(self._steps.resume())
+
     def close(self) -> None:
         """Closes the session in the daemon; again does nothing."""
         run(self._steps.close())
@@ -153,4 +231,32 @@ def attach(session: str, *, address: str | None = None) -> Session:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
     steps = SessionSteps(address)
     run(steps.attach(session))
+    return Session._over(steps)
+
+
+def from_kv(
+    model: str,
+    tokens: Iterable[int],
+    kv: Any,
+    *,
+    priority: Class = "interactive",
+    address: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Session:
+    """A new session with these tokens, and the KV of the first of them from this process: computed here, or edited.
+
+    kv   a KvWindow that was filled, which is uploaded as it lies; a KV, or pages of all tokens as a tensor or an array
+         [pages, blocks, 2, page_size, kv_heads, head_dim] in the model's dtype, which are copied into a window first
+
+    Tokens behind those that `kv` is of are computed when the session first runs. Where it is asked to go on without a
+    prompt, the last token's KV is computed anew, to choose the next one.
+
+    What is in the KV is not checked, and cannot be computed again: the session shares it with its forks only, is not in
+    the journal, and is lost with the engine that has it; the next call then raises SessionLost.
+
+    Raises InvalidRequest where the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
+    """
+    handed = import_of_kv(model, tokens, kv, priority, address, on_progress)
+    steps = SessionSteps(address)
+    run(steps.import_(handed.request, handed.fds, on_progress))
     return Session._over(steps)

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from djinn_client.address import PATH_LIMIT, candidates, unreachable
 from djinn_client.errors import ConnectionLost, DjinnError, ProtocolError, from_code
 from djinn_client.exchange import Delivery, Exchange, close_all
-from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Welcome
+from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Signal, Welcome, encode
 from djinn_client.steps import Steps, Wait
 from djinn_client.version import __version__
 
@@ -86,7 +86,12 @@ class Connection:
         while self._next() is None and not self._exchange.settled:
             yield Wait("read", self._socket.fileno())
             self._read()
-        yield from self._send(request, fds)
+        yield from self._send(lambda: self._exchange.start(request, len(fds)), fds)
+
+    def tell(self, message: Signal) -> Steps[None]:
+        """Sends a message that has no reply, whatever is in flight. Waits for nothing but room in the socket; where the
+        daemon has hung up, the next call says so."""
+        yield from self._send(lambda: encode(message))
 
     def receive(self) -> Steps[Delivery]:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
@@ -115,9 +120,10 @@ class Connection:
         self.close()
         return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
 
-    def _send(self, request: Request, fds: Sequence[int]) -> Steps[None]:
+    def _send(self, frame: Callable[[], bytes], fds: Sequence[int] = ()) -> Steps[None]:
+        """`frame` is made in here: one that is counted as sent, and is not, would be waited for."""
         try:
-            rest = memoryview(self._exchange.start(request, len(fds)))
+            rest = memoryview(frame())
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             while rest:
                 try:

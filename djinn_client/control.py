@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import os
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from djinn_client.connection import Connection, OnProgress, connect
 from djinn_client.options import PlacingOptions, build, placing_fields
@@ -14,29 +15,43 @@ from djinn_client.protocol import (
     GetStatus,
     GetTrace,
     ListModels,
+    ListPrefixes,
     ListSessions,
     LoadModel,
     ModelInfo,
     ModelReply,
     Models,
+    PauseReply,
+    PauseSession,
     Ping,
     PlanModel,
     PlanReply,
+    Prefixes,
+    PrefixInfo,
+    PrefixPublished,
+    PrefixWithdrawn,
+    PublishPrefix,
     Reply,
     Request,
     Restart,
+    ResumeSession,
     SessionInfo,
     Sessions,
     SetBudget,
     StatusReply,
+    Tier,
     TraceReply,
     UnloadModel,
     Welcome,
+    WithdrawPrefix,
 )
+from djinn_client.saved_session import is_saved_session
 from djinn_client.steps import Steps, run
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
+
+    from djinn_client.client import Session
 
 R = TypeVar("R", bound=Reply)
 
@@ -75,13 +90,16 @@ class Client:
         model: str,
         *,
         kv_bytes: int = 0,
+        host_kv_bytes: int | None = None,
+        disk_kv_bytes: int | None = None,
         on_progress: OnProgress | None = None,
         **placing: Unpack[PlacingOptions],
     ) -> ModelInfo:
-        """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon. `placing`: see
-        PlacingOptions; a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is
-        OutOfMemory."""
-        request = build(LoadModel, model=model, kv_bytes=kv_bytes, placing=placing_fields(placing))
+        """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon; so does None of
+        host memory and disk for pages that have left the device, and 0 gives them none. `placing`: see PlacingOptions;
+        a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory."""
+        sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
+        request = build(LoadModel, model=model, placing=placing_fields(placing), **sizes)
         return self._call(request, ModelReply, on_progress).model
 
     def plan(
@@ -112,6 +130,30 @@ class Client:
     def close_session(self, session: str) -> None:
         """Raises SessionNotFound."""
         self._call(build(CloseSession, session=session), Done)
+
+    def pause_session(self, session: str, tier: Tier = "host") -> PauseReply:
+        """One of the caller's sessions, or anybody's for an administrator. See Session.pause. Raises SessionNotFound,
+        too."""
+        return self._call(build(PauseSession, session=session, tier=tier), PauseReply)
+
+    def resume_session(self, session: str) -> None:
+        """See Session.resume. Raises SessionNotFound."""
+        self._call(build(ResumeSession, session=session), Done)
+
+    def publish_prefix(self, session: str, tokens: int | None = None) -> PrefixInfo:
+        """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
+        administrators: from now on the sessions of all users that begin with them share their pages, until the prefix
+        is withdrawn. Raises InvalidRequest, with the page size, where they fill none; SessionNotFound, SessionBusy."""
+        return self._call(build(PublishPrefix, session=session, tokens=tokens), PrefixPublished).prefix
+
+    def prefixes(self) -> list[PrefixInfo]:
+        """The public prefixes of all models, for administrators."""
+        return self._call(build(ListPrefixes), Prefixes).prefixes
+
+    def withdraw_prefix(self, prefix: str) -> bool:
+        """For administrators. True: the model is loaded, and goes on sharing it until it is loaded the next time.
+        Raises NotFound."""
+        return self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn).in_force
 
     def restart(self, *, warm: bool = False) -> None:
         """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models' weights in
@@ -159,17 +201,48 @@ def sessions(*, address: str | None = None) -> list[SessionInfo]:
         return client.sessions()
 
 
+@overload
 def load(
     model: str,
     *,
     kv_bytes: int = 0,
+    host_kv_bytes: int | None = None,
+    disk_kv_bytes: int | None = None,
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
-) -> ModelInfo:
-    """See Client.load."""
+) -> ModelInfo: ...
+
+
+@overload
+def load(model: os.PathLike[str], *, on_progress: OnProgress | None = None, address: str | None = None) -> Session: ...
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    kv_bytes: int = 0,
+    host_kv_bytes: int | None = None,
+    disk_kv_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
+    address: str | None = None,
+    **placing: Unpack[PlacingOptions],
+) -> ModelInfo | Session:
+    """Of a model: see Client.load. Of the file of a saved session: a new session, see Session.load, and options that
+    place a model's blocks are of no use. (A path as a str will do, too; type checkers then see a ModelInfo.)"""
+    if is_saved_session(model):
+        from djinn_client.client import Session  # it imports this
+
+        return Session.load(model, address=address, on_progress=on_progress)
     with Client(address) as client:
-        return client.load(model, kv_bytes=kv_bytes, on_progress=on_progress, **placing)
+        return client.load(
+            os.fspath(model),
+            kv_bytes=kv_bytes,
+            host_kv_bytes=host_kv_bytes,
+            disk_kv_bytes=disk_kv_bytes,
+            on_progress=on_progress,
+            **placing,
+        )
 
 
 def plan(
@@ -207,3 +280,15 @@ def close(session: str, *, address: str | None = None) -> None:
     """Closes any of the caller's sessions by its id. Raises SessionNotFound."""
     with Client(address) as client:
         client.close_session(session)
+
+
+def pause(session: str, tier: Tier = "host", *, address: str | None = None) -> PauseReply:
+    """See Client.pause_session."""
+    with Client(address) as client:
+        return client.pause_session(session, tier)
+
+
+def resume(session: str, *, address: str | None = None) -> None:
+    """See Client.resume_session."""
+    with Client(address) as client:
+        client.resume_session(session)

@@ -8,12 +8,15 @@ DjinnError
 ├── InvalidRequest          the caller's fault: change the call
 │   ├── PromptTooLong
 │   ├── TokenOutOfRange
-│   └── NoTokenizer
+│   ├── NoTokenizer
+│   ├── ModelMismatch       a saved session is of a model with other weights
+│   └── FileDamaged         a saved session's file is cut short or changed
 ├── NotFound
 │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
 │   └── ModelNotFound
 ├── NotPermitted            the caller may not do this
 ├── SessionBusy             one call at a time on a session
+├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
 ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
 ├── OutOfMemory             it does not fit: the message has the figures
 ├── Cancelled               somebody ended the request before it had a result
@@ -71,6 +74,14 @@ class NoTokenizer(InvalidRequest):
     code = "no_tokenizer"
 
 
+class ModelMismatch(InvalidRequest):
+    code = "model_mismatch"
+
+
+class FileDamaged(InvalidRequest):
+    code = "file_damaged"
+
+
 class NotFound(DjinnError):
     code = "not_found"
 
@@ -89,6 +100,10 @@ class NotPermitted(DjinnError):
 
 class SessionBusy(DjinnError):
     code = "session_busy"
+
+
+class SessionLost(DjinnError):
+    code = "session_lost"
 
 
 class ModelRejected(DjinnError):

@@ -24,6 +24,7 @@ from djinn_client.protocol import (
     Partial,
     Request,
     ServerMessage,
+    SessionExported,
     decode_reply,
     encode,
 )
@@ -117,7 +118,7 @@ class Exchange:
             raise ProtocolError(f"a reply to request {message.id} came, but {self._in_flight} is in flight")
         if frame.fds > len(self._fds):
             raise ProtocolError(f"a reply announces {frame.fds} file descriptors, {len(self._fds)} came")
-        if frame.fds and not isinstance(message, Logits):
+        if frame.fds and not isinstance(message, Logits | SessionExported):
             raise ProtocolError(f"a {type(message).__name__} brings file descriptors that have no meaning in it")
         return Delivery(message, [self._fds.popleft() for _ in range(frame.fds)])
 

@@ -10,9 +10,9 @@ import msgspec
 
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
 from djinn_client.placing import ring_bytes
-from djinn_client.protocol import Generate, Request, Sampling
+from djinn_client.protocol import Generate, Request, Sampling, Signal
 
-R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=Request | Signal)
 
 TOKEN_LIMIT = 1 << 31
 
@@ -125,9 +125,17 @@ def token_ids(tokens: Iterable[Any]) -> list[int]:
     return ids
 
 
-def build(kind: type[R], **fields: Any) -> R:
-    """The request with these fields; its id is set when it is sent. Raises InvalidRequest where a type is wrong."""
+def signal_message(session: str, kind: str, expected_s: float) -> Signal:
+    """Raises InvalidRequest."""
+    signal = build(Signal, session=session, kind=kind, expected_s=expected_s)
+    signal.validate()
+    return signal
+
+
+def build(kind: type[M], /, **fields: Any) -> M:
+    """The message with these fields; a request's id is set when it is sent. Raises InvalidRequest where a type is
+    wrong."""
     try:
         return msgspec.convert({"id": 0, "type": kind.__struct_config__.tag, **fields}, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OverflowError) as error:
         raise InvalidRequest(f"{kind.__name__}: {error}") from error

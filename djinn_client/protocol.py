@@ -23,6 +23,7 @@ import msgspec
 
 from djinn_client.errors import FrameTooLarge, InvalidRequest, ProtocolError, VersionMismatch
 from djinn_client.image import Dtype, Image
+from djinn_client.kv_layout import KvLayout
 from djinn_client.placing import ModelPlan as ModelPlan
 from djinn_client.placing import Placing as Placing
 
@@ -38,6 +39,10 @@ T = TypeVar("T")
 Class = Literal["interactive", "agent", "batch"]
 CLASSES: tuple[Class, ...] = ("interactive", "agent", "batch")
 FinishReason = Literal["length", "stop", "cancelled"]
+Tier = Literal["device", "host", "disk"]  # where a page is
+SignalKind = Literal["IO_WAIT", "COMPUTE"]
+SIGNAL_KINDS: tuple[SignalKind, ...] = ("IO_WAIT", "COMPUTE")
+MAX_EXPECTED_S = 86400.0
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -189,10 +194,85 @@ class GetTokens(Request, tag="tokens"):
     session: str
 
 
+class ExportSession(Request, tag="export"):
+    """Answered by SessionExported. `kv`: with the KV of all its tokens; what of it is not there is computed first."""
+
+    session: str
+    kv: bool = True
+
+
+class ImportSession(Request, tag="import"):
+    """Opens a session that has these tokens. Answered by SessionOpened, after Progress while the model is loaded.
+
+    With `kv`, a descriptor comes with it: a memfd with the KV of the first `kv_tokens` tokens in this form, and nothing
+    else; all of its memory reserved, sealed against shrinking and growing, and against writing or future writing. Such
+    a session shares no KV with others but its forks, and ends with the engine that has it: SessionLost."""
+
+    model: str
+    token_ids: list[TokenId]
+    priority: Class = "interactive"
+    fingerprint: str = ""  # of the model that they are of; "": any
+    kv: KvLayout | None = None
+    kv_tokens: int = 0
+
+
 class Cancel(msgspec.Struct, tag="cancel"):
     """One-way: ends the request `target` of this connection; its final reply says `cancelled`."""
 
     target: int
+
+
+class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
+    """One-way: what the session's client does next. IO_WAIT: it waits for something else, `expected_s` seconds if that
+    is known (0: not), so the session's pages may leave the device; COMPUTE: it will call in a moment.
+
+    It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
+
+    session: str
+    kind: str  # a SignalKind; any word decodes, so that a newer client's does no harm
+    expected_s: float = 0.0
+
+    def validate(self) -> None:
+        """Raises InvalidRequest."""
+        if self.kind not in SIGNAL_KINDS:
+            raise InvalidRequest(f"{self.kind[:64]!r} is no signal: {' and '.join(SIGNAL_KINDS)} are", field="kind")
+        if not 0.0 <= self.expected_s <= MAX_EXPECTED_S:  # NaN is neither
+            limit = f"it must be from 0 (not known) to {MAX_EXPECTED_S:g} seconds, a day"
+            raise InvalidRequest(f"expected_s is {self.expected_s:g}; {limit}", field="expected_s")
+        if self.expected_s and self.kind != "IO_WAIT":
+            raise InvalidRequest(f"{self.kind} takes no expected_s: it is of now", field="expected_s")
+
+
+class PauseSession(Request, tag="pause"):
+    """The session gets no step until ResumeSession, and its pages leave the device for `tier`, which is a lower one.
+    Answered by PauseReply when they are there. What runs on it goes on at resume, what comes meanwhile waits."""
+
+    session: str
+    tier: Tier = "host"
+
+
+class ResumeSession(Request, tag="resume"):
+    """Answered by Done. A session that is not paused stays as it is."""
+
+    session: str
+
+
+class PublishPrefix(Request, tag="publish_prefix"):
+    """Sessions of all users that begin with the first `tokens` tokens of this one share their pages from now on; None:
+    all that it has. Answered by PrefixPublished. For administrators: see docs/sessions.md for what it tells."""
+
+    session: str
+    tokens: int | None = None
+
+
+class ListPrefixes(Request, tag="prefixes"):
+    """Answered by Prefixes. For administrators."""
+
+
+class WithdrawPrefix(Request, tag="withdraw_prefix"):
+    """Answered by PrefixWithdrawn. For administrators."""
+
+    prefix: str
 
 
 class GetStatus(Request, tag="status"):
@@ -215,10 +295,12 @@ class ListModels(Request, tag="models"):
 
 
 class LoadModel(Request, tag="load"):
-    """Answers with Progress until the model is there. `kv_bytes` 0: as the daemon sees fit."""
+    """Answers with Progress until the model is there. `kv_bytes` 0, and None of the others: as the daemon sees fit."""
 
     model: str
     kv_bytes: int = 0
+    host_kv_bytes: int | None = None  # for pages in host memory; 0: none
+    disk_kv_bytes: int | None = None  # for pages on disk; 0: none
     placing: Placing | None = None  # None: as configured
 
 
@@ -290,7 +372,15 @@ ClientMessage = (
     | Forward
     | Truncate
     | GetTokens
+    | ExportSession
+    | ImportSession
     | Cancel
+    | Signal
+    | PauseSession
+    | ResumeSession
+    | PublishPrefix
+    | ListPrefixes
+    | WithdrawPrefix
     | GetStatus
     | GetTrace
     | ListSessions
@@ -394,21 +484,66 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     model: str
     priority: Class
     user: int
-    state: str  # idle, queued, running, held, detached
+    state: str  # idle, waiting, arriving, paused, queued, running, held, detached
     tokens: int
     kv_tokens: int  # tokens whose KV is on the device
-    pages: int
+    pages: int  # held on the device
+    host_pages: int = 0  # found on the host
+    disk_pages: int = 0
+    page_bytes: int = 0
     age_s: float
     idle_s: float
     attached: int  # connections
+    foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
 
 
 class SessionOpened(Reply, tag="session"):
     session: SessionInfo
 
 
+class PauseReply(Reply, tag="paused"):
+    """Final reply of PauseSession: the pages that the session has in the tier now, and what moving them took."""
+
+    tier: Tier
+    pages: int
+    nbytes: int
+    seconds: float
+
+
+class PrefixInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    tokens: int  # that are public: full pages
+    user: int  # who has marked it
+    created: float  # seconds since 1970
+
+
+class PrefixPublished(Reply, tag="prefix_published"):
+    prefix: PrefixInfo
+
+
+class Prefixes(Reply, tag="prefix_list"):
+    prefixes: list[PrefixInfo]
+
+
+class PrefixWithdrawn(Reply, tag="prefix_withdrawn"):
+    """`in_force`: the model is loaded, and goes on sharing the prefix until it is loaded the next time."""
+
+    in_force: bool
+
+
 class TokenIds(Reply, tag="token_ids"):
     token_ids: list[int]
+
+
+class SessionExported(Reply, tag="exported"):
+    """Final reply of ExportSession. With `kv`, a memfd comes with it that has the KV of the first `kv_tokens` tokens in
+    this form, sealed against shrinking and growing."""
+
+    token_ids: list[int]
+    fingerprint: str  # of the model
+    kv: KvLayout | None = None
+    kv_tokens: int = 0
 
 
 class Sessions(Reply, tag="session_list"):
@@ -418,6 +553,7 @@ class Sessions(Reply, tag="session_list"):
 class ModelInfo(msgspec.Struct, kw_only=True):
     name: str
     path: str
+    fingerprint: str = ""  # of the weights and the configuration, the same on every machine
     family: str = ""
     state: str = ""  # available, loading, ready, failed
     dtype: str = ""
@@ -433,10 +569,16 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     max_context: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
     page_size: int = 0  # tokens
     page_bytes: int = 0
     pages: int = 0
     pages_used: int = 0
+    host_pages: int = 0  # that the host tier has room for
+    host_pages_used: int = 0
+    disk_pages: int = 0
+    disk_pages_used: int = 0
     sessions: int = 0
     error: str = ""
     notes: list[str] = []  # why blocks stay plain, and such
@@ -529,7 +671,12 @@ ServerMessage = (
     | Generated
     | Logits
     | SessionOpened
+    | PauseReply
+    | PrefixPublished
+    | Prefixes
+    | PrefixWithdrawn
     | TokenIds
+    | SessionExported
     | Sessions
     | ModelReply
     | ShareDescribed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -12,25 +12,32 @@ import msgspec
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
 from djinn_client.exchange import Delivery
-from djinn_client.options import GenerateOptions, build, generate_request, token_ids
+from djinn_client.options import GenerateOptions, build, generate_request, signal_message, token_ids
 from djinn_client.protocol import (
     AttachSession,
     Class,
     CloseSession,
     Done,
+    ExportSession,
     ForkSession,
     Forward,
     Generate,
     Generated,
     GetTokens,
+    ImportSession,
     Logits,
     OpenSession,
+    PauseReply,
+    PauseSession,
     Piece,
     Progress,
     Reply,
     Request,
+    ResumeSession,
+    SessionExported,
     SessionInfo,
     SessionOpened,
+    Tier,
     TokenIds,
     Truncate,
 )
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 R = TypeVar("R", bound=Reply)
-Entry = OpenSession | AttachSession | ForkSession  # what gives a connection its session
+Entry = OpenSession | AttachSession | ForkSession | ImportSession  # what gives a connection its session
 
 
 class SessionSteps:
@@ -73,6 +80,9 @@ class SessionSteps:
     def attach(self, session: str) -> Steps[None]:
         yield from self._enter(build(AttachSession, session=session))
 
+    def import_(self, request: ImportSession, fds: Sequence[int], on_progress: OnProgress | None) -> Steps[None]:
+        yield from self._enter(request, on_progress, fds)
+
     def fork(self, priority: Class | None) -> Steps[SessionSteps]:
         """The new session has a connection of its own, so that both can be called at once."""
         self._expect_idle()
@@ -94,8 +104,25 @@ class SessionSteps:
         request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
         return logits_array(*(yield from self._call(request, Logits)))
 
+    def export(self, kv: bool) -> Steps[Answer[SessionExported]]:
+        return (yield from self._call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
+
     def truncate(self, length: int) -> Steps[None]:
         yield from self._call(build(Truncate, session=self.info.id, length=length), Done)
+
+    def signal(self, kind: str, expected_s: float) -> Steps[None]:
+        """Also between two pieces of a stream: it has no reply that could be taken for one of the stream's."""
+        message = signal_message(self.info.id, kind, expected_s)
+        self._expect_not_at_work()
+        with self._turn:
+            connection = yield from self._connected()
+            yield from connection.tell(message)
+
+    def pause(self, tier: Tier) -> Steps[PauseReply]:
+        return (yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)).message
+
+    def resume(self) -> Steps[None]:
+        yield from self._beside(build(ResumeSession, session=self.info.id), Done)
 
     def token_ids(self) -> Steps[list[int]]:
         return (yield from self._call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
@@ -153,17 +180,26 @@ class SessionSteps:
             connection = yield from self._connected()
             return (yield from connection.call(request, expected))
 
-    def _enter(self, request: Entry, on_progress: OnProgress | None = None) -> Steps[None]:
+    def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+        """A call over a connection of its own, because it is about a call that may be running on the session's."""
+        self._expect_held()
+        connection = yield from connect(self._address)
+        try:
+            return (yield from connection.call(request, expected))
+        finally:
+            connection.close()
+
+    def _enter(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
         self._expect_idle()
         with self._turn:
             if self._info is None:
-                yield from self._begin(request, on_progress)
+                yield from self._begin(request, on_progress, fds)
 
-    def _begin(self, request: Entry, on_progress: OnProgress | None = None) -> Steps[None]:
-        """Connects and opens, attaches or forks. Who stops waiting hangs up: the model may take minutes to load."""
+    def _begin(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
+        """Connects and begins. Who stops waiting hangs up: the model may take minutes to load."""
         connection = yield from connect(self._address)
         try:
-            self._info = (yield from connection.call(request, SessionOpened, on_progress)).message.session
+            self._info = (yield from connection.call(request, SessionOpened, on_progress, fds)).message.session
         except BaseException:
             connection.close()
             raise
@@ -184,9 +220,12 @@ class SessionSteps:
 
     def _expect_idle(self, stream: StreamSteps | None = None) -> None:
         """Raises SessionBusy while a call runs or another stream is open."""
+        self._expect_not_at_work()
+        self._expect_no_stream(stream)
+
+    def _expect_not_at_work(self) -> None:
         if self._turn.locked():
             raise SessionBusy("another call on this session is running: one at a time, or open a second session")
-        self._expect_no_stream(stream)
 
     def _expect_no_stream(self, but: StreamSteps | None = None) -> None:
         stream = None if self._stream is None else self._stream()

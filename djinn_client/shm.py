@@ -13,6 +13,33 @@ from djinn_client.errors import OutOfMemory, ProtocolError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 IMAGE_SEALS = SEALS | fcntl.F_SEAL_WRITE  # of what a client hands over for good
+FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE: who has it mapped may go on writing, nobody else, nor punch holes into it
+
+
+def new_window(name: str, nbytes: int) -> int:
+    """The descriptor of a new memfd of so many bytes, all reserved, sealed against shrinking and growing.
+
+    Raises OSError where the host has no memory for it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def seal_for_writers(fd: int) -> None:
+    """From now on only who has the memfd mapped may write to it, and nobody may punch holes into it: so whoever reads
+    it finds all of its memory there, whatever its owner does."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
+
+
+def map_writable(fd: int, nbytes: int) -> memoryview:
+    """Maps the first `nbytes` of a sealed memfd, shared and writable, as `map_window` does otherwise."""
+    _check(fd, nbytes)
+    return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
 
 
 def map_window(fd: int, nbytes: int) -> memoryview:

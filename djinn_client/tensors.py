@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from djinn_client.errors import ProtocolError
+from djinn_client.image import Dtype
 from djinn_client.protocol import Logits
 from djinn_client.shm import map_window
 
@@ -46,3 +48,24 @@ def as_torch(array: npt.NDArray[np.float32]) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(array)
+
+
+def window_array(memory: memoryview, dtype: Dtype, shape: tuple[int, ...]) -> Any:
+    """The same memory as a torch tensor; without torch as a numpy array, and then bfloat16 as uint16."""
+    if importlib.util.find_spec("torch") is None:
+        import numpy as np
+
+        return np.frombuffer(memory, "uint16" if dtype == "bfloat16" else dtype).reshape(shape)
+    import torch
+
+    return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)
+
+
+def fill(target: Any, source: Any) -> None:
+    """Copies an array or a tensor of any device into one of `window_array`, of the same shape and dtype."""
+    if importlib.util.find_spec("torch") is None:
+        target[:] = source
+        return
+    import torch
+
+    target.copy_(torch.as_tensor(source))

@@ -16,14 +16,27 @@ client's image, a descriptor that travels with the frame.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from djinn_client.errors import ProtocolError
 from djinn_client.image import Dtype, Image
 from djinn_client.placing import ModelPlan, Placing
-from djinn_client.protocol import HEADER, MAGIC, VERSION, Class, FinishReason, Logprobs, ModelInfo, Sampling, Span
+from djinn_client.protocol import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    Class,
+    FinishReason,
+    Logprobs,
+    ModelInfo,
+    Sampling,
+    Span,
+    Tier,
+)
+
+Holding = Literal["weights", "pages"]
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
@@ -33,6 +46,9 @@ class Load(msgspec.Struct, tag="load"):
     model: str
     path: str
     kv_bytes: int = 0  # 0: the engine decides
+    host_kv_bytes: int | None = None  # of pages in host memory; None: the engine decides
+    disk_kv_bytes: int | None = None  # of pages in files, likewise
+    disk_folder: str = ""  # for those files; "": there are none
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_context: int = 0  # 0: the model's own
     placing: Placing = Placing()
@@ -106,13 +122,15 @@ class Unload(msgspec.Struct, tag="unload"):
 
 
 class Open(msgspec.Struct, tag="open"):
-    """One-way. With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
+    """One-way. With tokens: a session of an earlier engine, whose KV is computed anew when it next runs; `paused`: when
+    it is resumed."""
 
     session: str
     model: str
     tenant: int
     priority: Class
     tokens: list[int] = []
+    paused: bool = False
 
 
 class Fork(msgspec.Struct, tag="fork"):
@@ -169,13 +187,74 @@ class Truncate(msgspec.Struct, tag="truncate"):
     length: int
 
 
+class ExportKv(msgspec.Struct, tag="export_kv"):
+    """The session is idle. Answered by KvExported, or by Failed. What of its KV is not there is computed first, which
+    CancelRun breaks off."""
+
+    request: int
+    session: str
+
+
+class ImportKv(msgspec.Struct, tag="import_kv"):
+    """Opens a session with these tokens, and with the KV of the first `kv_tokens` of them in the client's window, whose
+    descriptor travels with the frame and is the receiver's: `fd` is its number. Answered by Finished when it is on the
+    device, or by Failed, and then the session is open and has none.
+
+    `salt` sets its pages apart from what others of its tenant have with the same tokens."""
+
+    request: int
+    session: str
+    model: str
+    tenant: int
+    priority: Class
+    tokens: list[int]
+    kv_tokens: int
+    salt: bytes
+    fd: int = -1
+
+
+class Signal(msgspec.Struct, tag="signal"):
+    """One-way: what the session's client does next. `waits`: for something else, `expected_s` long if it is known
+    (0: not), so that its pages may leave the device as soon as nothing runs on it; else it will compute in a moment."""
+
+    session: str
+    waits: bool
+    expected_s: float = 0.0
+
+
+class Pause(msgspec.Struct, tag="pause"):
+    """The session gets no row until Resume, and its pages leave the device for `tier`. Answered by Paused when they are
+    there, or by Failed, and then it runs on."""
+
+    request: int
+    session: str
+    tier: Tier
+
+
+class Resume(msgspec.Struct, tag="resume"):
+    """One-way. A session that is not paused stays as it is."""
+
+    session: str
+
+
+class PublicPrefix(msgspec.Struct, tag="public_prefix"):
+    """One-way, of a model that is loaded: sessions of all tenants that begin with these tokens share the full pages of
+    them from now on."""
+
+    model: str
+    tokens: list[int]
+
+
 class Inquire(msgspec.Struct, tag="inquire"):
     request: int
     check: bool = False
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """One-way: the engine ends its step and exits 0."""
+    """One-way: the engine ends its step and exits 0. `keep_pages`: the next engine is to find the pages of sessions on
+    the host or on disk, as far as these have room."""
+
+    keep_pages: bool = False
 
 
 ToEngine = (
@@ -195,6 +274,12 @@ ToEngine = (
     | Halt
     | Hold
     | Truncate
+    | ExportKv
+    | ImportKv
+    | Signal
+    | Pause
+    | Resume
+    | PublicPrefix
     | Inquire
     | Shutdown
 )
@@ -212,10 +297,13 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class NeedArena(msgspec.Struct, tag="need_arena"):
+    """`holds`: the model's weights, or pages of its sessions."""
+
     request: int
     model: str
     nbytes: int
     fingerprint: str  # of checkpoint and layout
+    holds: Holding = "weights"
 
 
 class ArenaFilled(msgspec.Struct, tag="arena_filled"):
@@ -272,6 +360,13 @@ class Unloaded(msgspec.Struct, tag="unloaded"):
     request: int
 
 
+class Paused(msgspec.Struct, tag="paused"):
+    request: int
+    pages: int  # that the session has in the tier
+    nbytes: int
+    seconds: float
+
+
 class Token(msgspec.Struct, array_like=True):
     request: int
     token: int
@@ -312,6 +407,14 @@ class LogitsReady(msgspec.Struct, tag="logits"):
     vocab: int
 
 
+class KvExported(msgspec.Struct, tag="kv_exported"):
+    """Final reply of ExportKv: the KV of all of the session's tokens is in the sealed memfd that comes with this frame,
+    in the pages of the pool."""
+
+    request: int
+    tokens: int
+
+
 class Failed(msgspec.Struct, tag="failed"):
     """Final reply; `code` as in djinn_client.errors. A failed Run leaves the session as it was before it."""
 
@@ -322,10 +425,15 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class SessionUse(msgspec.Struct, array_like=True):
+    """Pages on the device are held; those of the lower tiers are what is found there of the session's tokens."""
+
     session: str
-    state: str
-    kv_tokens: int
+    state: str  # idle, waiting, arriving, paused, or that of its request
+    kv_tokens: int  # on the device
     pages: int
+    host_pages: int = 0
+    disk_pages: int = 0
+    idle_s: float = 0.0
 
 
 class Report(msgspec.Struct, tag="report"):
@@ -359,9 +467,11 @@ FromEngine = (
     | BudgetSet
     | Traced
     | Unloaded
+    | Paused
     | Stepped
     | Finished
     | LogitsReady
+    | KvExported
     | Failed
     | Report
     | Alive
@@ -382,7 +492,7 @@ def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
 def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
     """`fds`: the descriptors that came with the frame, which are the message's then."""
     message: ToEngine = _decode(_to_engine, payload)
-    if isinstance(message, ArenaReady):
+    if isinstance(message, ArenaReady | ImportKv):
         (message.fd,) = fds or (-1,)
     else:
         assert not fds, message

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.placing import MAX_SLOTS, Placing, ring_bytes
-from djinnd.config.units import Device, Gigabytes, Packing, Resident, Seconds, Size, User
+from djinnd.config.units import AutoSize, Device, Gigabytes, Packing, Resident, Seconds, Size, User
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -21,8 +21,10 @@ class Log(Struct, frozen=True):
 class Limits(Struct, frozen=True):
     sessions: Count = 4096  # in all
     sessions_per_user: Count = 1024
+    detached_per_user: Count = 256  # that nobody is attached to; the longest unused of more than that are closed
     connections_per_user: Count = 1024
     shared_models_per_user: Count = 8
+    public_prefixes_per_model: Count = 256
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
     request_bytes: Size = 16 << 20  # of one frame from a client
@@ -40,6 +42,8 @@ class Model(Struct, frozen=True):
     path: str  # a checkpoint folder, or a hub id
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv: Size = 0  # of device memory for pages; 0: the engine decides
+    host_kv: AutoSize = None  # of host memory for pages that have left the device; None: the engine decides; 0: none
+    disk_kv: AutoSize = None  # of the state directory's disk, likewise
     max_context: Annotated[int, Meta(ge=0)] = 0  # tokens; 0: the model's own
     preload: bool = False
     resident: Resident = None  # blocks, or a share of them; None: as many as fit

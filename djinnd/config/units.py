@@ -39,6 +39,11 @@ def read_size(value: Any) -> int:
     return int(size)
 
 
+def read_auto_size(value: Any) -> int | None:
+    """None for `auto`."""
+    return None if value == "auto" else read_size(value)
+
+
 def write_size(size: int) -> str | int:
     """With the largest unit of which it is a whole number."""
     if not size:
@@ -110,6 +115,9 @@ def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
 
 
 Size = Annotated[int, Meta(extra={"unit": Unit(read_size, write_size)})]
+AutoSize = Annotated[
+    int | None, Meta(extra={"unit": Unit(read_auto_size, lambda size: "auto" if size is None else write_size(size))})
+]
 Seconds = Annotated[float, Meta(extra={"unit": Unit(read_seconds, write_seconds)})]
 User = Annotated[int, Meta(extra={"unit": Unit(read_user)})]
 Device = Annotated[str, Meta(extra={"unit": Unit(read_device)})]

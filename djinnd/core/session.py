@@ -20,7 +20,14 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     request: Request | None = None
+    salt: bytes = b""  # sets the keys of its pages apart: see `foreign_tokens`; its forks have it, too
+    foreign_tokens: int = 0  # of the first ones, whose KV a client gave: it does not follow from them
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
+    waits: bool = False  # its client has said that it waits for something else
+    wakes_at: float = 0.0  # when that is expected to be over; 0: nobody knows
+    quiet_since: float | None = None  # when it was first seen to be idle since its last request
+    paused: bool = False  # it gets no row
+    left_at: int = 0  # what `computed` was when its pages last left the device
 
     @property
     def remaining(self) -> int:
@@ -31,3 +38,4 @@ class Session:
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
         self.computed = min(self.computed, length)
+        self.foreign_tokens = min(self.foreign_tokens, length)

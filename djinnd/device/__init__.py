@@ -1,4 +1,4 @@
-"""The device: memory under a budget, streams, events, pinned host memory, and the one queue of copies.
+"""The device: memory under a budget, streams, events, pinned host memory, and the queues of copies.
 
 CUDA, and a CPU that plays the device: with a real pool, real copies in a thread of their own, and real events, so that
 everything above runs the same code on both.
@@ -6,7 +6,7 @@ everything above runs the same code on both.
 
 from __future__ import annotations
 
-from djinnd.device.device import Device, Event, Mark, Rates
+from djinnd.device.device import Device, Event, Lane, Mark, Pinning, Rates
 from djinnd.device.trace import Stamp, Trace
 
 
@@ -23,4 +23,4 @@ def open_device(name: str, memory: int) -> Device:
     return CpuDevice(memory) if name == "cpu" else CudaDevice(name, memory)
 
 
-__all__ = ["Device", "Event", "Mark", "Rates", "Stamp", "Trace", "open_device"]
+__all__ = ["Device", "Event", "Lane", "Mark", "Pinning", "Rates", "Stamp", "Trace", "open_device"]

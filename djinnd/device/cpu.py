@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.device import Device, Mark, Rates
+from djinnd.device.device import Device, Lane, Mark, Rates
 
 _DEFAULT_SHARE = 0.5  # of the memory that is available when the engine starts
 _RATE_BYTES = 64 << 20
@@ -34,12 +34,28 @@ class _CopyEvent:
         if self.error is not None:
             raise self.error
 
+    def has_passed(self) -> bool:
+        if not self._done.is_set():
+            return False
+        self.wait()
+        return True
+
     def order(self) -> None:
         self.wait()  # the compute "stream" is the calling thread itself
 
 
 class _Passed:
     """The compute "stream" is the calling thread itself: it has passed whatever it marks."""
+
+
+class _Pinned:
+    """Every host page is as near as any other."""
+
+    def wait(self, index: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 class _Stamp:
@@ -98,7 +114,14 @@ class CpuDevice(Device):
     def trim(self) -> None:
         pass  # the C library's allocator knows no streams
 
-    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Mark | None = None,
+        name: str = "copy",
+        lane: Lane = Lane.WEIGHTS,
+    ) -> _CopyEvent:
         event, trace, stamps = _CopyEvent(), self.trace, None
         if trace is not None:
             stamps = (_Stamp(), _Stamp())
@@ -122,8 +145,8 @@ class CpuDevice(Device):
     def resize(self, budget: int) -> None:
         self.budget.resize(budget)
 
-    def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
-        pass  # every host page is as near as any other
+    def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> _Pinned:
+        return _Pinned()
 
     def unpin(self, pieces: Sequence[Tensor]) -> None:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinnd.device.budget import MemoryBudget, gib
-from djinnd.device.device import Device, Mark, Rates
+from djinnd.device.device import Device, Lane, Mark, Rates
 
 _DEFAULT_SHARE = 0.9  # of the memory that is free when the engine starts
 _BESIDE = 960 << 20  # what context, cuBLAS, kernels and captured graphs take beside torch's allocator: 0.82 GiB seen
@@ -22,6 +22,8 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _PIN_THREADS = 16  # registering 16 GiB in pieces side by side takes 0.6 s, in one call 5.4 s
 
+
+_TRACKS = {Lane.WEIGHTS: "copy", Lane.UP: "pages up", Lane.DOWN: "pages down"}  # of a trace
 
 _libc = ctypes.CDLL(None)
 
@@ -37,6 +39,9 @@ class _CopyEvent:
     def order(self) -> None:
         self._compute.wait_event(self._event)
 
+    def has_passed(self) -> bool:
+        return bool(self._event.query())
+
 
 class _Stamp:
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -49,6 +54,29 @@ class _Stamp:
 
     def since(self, earlier: _Stamp) -> float:
         return float(earlier._event.elapsed_time(self._event)) * 1e3
+
+
+class _Pinning:
+    def __init__(self, device: CudaDevice, pieces: Sequence[Tensor], jobs: list[Future[None]]) -> None:
+        self._device = device
+        self._pieces = pieces
+        self._nbytes = sum(piece.numel() for piece in pieces)
+        self._jobs = jobs
+
+    def wait(self, index: int) -> None:
+        self._jobs[index].exception()
+
+    def finish(self) -> None:
+        errors = [job.exception() for job in self._jobs]
+        failed = next((error for error in errors if error is not None), None)
+        if failed is None:
+            return
+        self._device.unpin([piece for piece, error in zip(self._pieces, errors, strict=False) if error is None])
+        nbytes, self._pieces = self._nbytes, []
+        raise OutOfMemory(
+            f"{gib(nbytes)} of host memory cannot be pinned: {failed}; see the memlock limit (`djinnctl doctor`)",
+            needed=nbytes,
+        ) from failed
 
 
 class CudaDevice(Device):
@@ -77,6 +105,11 @@ class CudaDevice(Device):
         self._limit_allocator(total)
         self.compute_stream = torch.cuda.Stream(index)
         self.copy_stream = torch.cuda.Stream(index)
+        self._lanes = {
+            Lane.WEIGHTS: self.copy_stream,
+            Lane.UP: torch.cuda.Stream(index),
+            Lane.DOWN: torch.cuda.Stream(index),
+        }
         self._aside = torch.cuda.Stream(index)
         self._rates: Rates | None = None
 
@@ -87,22 +120,29 @@ class CudaDevice(Device):
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
-    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
-        trace, began = self.trace, None
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Mark | None = None,
+        name: str = "copy",
+        lane: Lane = Lane.WEIGHTS,
+    ) -> _CopyEvent:
+        trace, began, stream = self.trace, None, self._lanes[lane]
         event = torch.cuda.Event(enable_timing=trace is not None)
-        with torch.cuda.stream(self.copy_stream):
+        with torch.cuda.stream(stream):
             if after is not None:
                 assert isinstance(after, torch.cuda.Event)
-                self.copy_stream.wait_event(after)
+                stream.wait_event(after)
             if trace is not None:
-                began = self._stamp_on(self.copy_stream)
+                began = self._stamp_on(stream)
             if target.dtype == source.dtype:
                 target.copy_(source, non_blocking=True)
             else:  # travels as it is; the side that has the time converts: the device
                 target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
-            event.record(self.copy_stream)
+            event.record(stream)
         if trace is not None and began is not None:
-            trace.add("copy", name, began, _Stamp(event), bytes=source.nbytes)
+            trace.add(_TRACKS[lane], name, began, _Stamp(event), bytes=source.nbytes)
         return _CopyEvent(event, self.compute_stream)
 
     def mark(self) -> torch.cuda.Event:
@@ -141,19 +181,12 @@ class CudaDevice(Device):
     def _limit_allocator(self, total: int) -> None:
         torch.cuda.set_per_process_memory_fraction((self.budget.total - self.reserved) / total, self.torch_device)
 
-    def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
+    def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> _Pinning:
         flags = _REGISTER_READ_ONLY if read_only else 0
-        with ThreadPoolExecutor(_PIN_THREADS, "djinn-pin") as pool:
-            jobs = [pool.submit(self._pin_piece, piece, flags) for piece in pieces]
-        errors = [job.exception() for job in jobs]
-        failed = next((error for error in errors if error is not None), None)
-        if failed is not None:
-            self.unpin([piece for piece, error in zip(pieces, errors, strict=True) if error is None])
-            nbytes = sum(piece.numel() for piece in pieces)
-            raise OutOfMemory(
-                f"{gib(nbytes)} of host memory cannot be pinned: {failed}; see the memlock limit (`djinnctl doctor`)",
-                needed=nbytes,
-            ) from failed
+        pool = ThreadPoolExecutor(_PIN_THREADS, "djinn-pin")
+        pinning = _Pinning(self, pieces, [pool.submit(self._pin_piece, piece, flags) for piece in pieces])
+        pool.shutdown(wait=False)
+        return pinning
 
     def _pin_piece(self, piece: Tensor, flags: int) -> None:
         _populate(piece, read_only=bool(flags & _REGISTER_READ_ONLY))

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,17 @@ class Event(Protocol):
         """Work that is queued on the compute stream from now on runs after the copy; the host does not wait. Raises
         what is known by now to have gone wrong with the copy."""
 
+    def has_passed(self) -> bool:
+        """Whether the copy has happened; the host does not wait. Raises what went wrong with it."""
+
+
+class Lane(Enum):
+    """Copies of one lane happen in the order queued; those of others meanwhile."""
+
+    WEIGHTS = "weights"
+    UP = "up"  # pages, to the device
+    DOWN = "down"  # pages, to the host: both ways at once, the bus carries nearly twice as much
+
 
 class Mark(Protocol):
     """A point in the compute stream, for copies to wait for. The device that made it knows what it is."""
@@ -39,8 +51,19 @@ class Rates:
     products: float  # floating-point operations of a large bfloat16 matrix product
 
 
+class Pinning(Protocol):
+    """Pieces of host memory that are being pinned, in their order and several at a time."""
+
+    def wait(self, index: int) -> None:
+        """Until this piece is pinned, or has failed to be: then `finish` says why."""
+
+    def finish(self) -> None:
+        """Until all are. Raises OutOfMemory where the host lets no more be pinned, and then none of them is; again
+        when it is called again."""
+
+
 class Device(ABC):
-    """Owns the memory budget and the copy queue of one device. Used by the engine's thread; `copy` by any thread."""
+    """Owns the memory budget and the copy queues of one device. Used by the engine's thread; `copy` by any thread."""
 
     torch_device: torch.device
     description: str
@@ -75,9 +98,16 @@ class Device(ABC):
         have it."""
 
     @abstractmethod
-    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> Event:
-        """Queues a copy between host and device memory; dtypes may differ. Copies happen in the order queued, this one
-        not before the compute stream has passed `after`. `name`: of its span in a trace."""
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Mark | None = None,
+        name: str = "copy",
+        lane: Lane = Lane.WEIGHTS,
+    ) -> Event:
+        """Queues a copy between host and device memory; dtypes may differ. Copies of a lane happen in the order queued,
+        this one not before the compute stream has passed `after`. `name`: of its span in a trace."""
 
     @abstractmethod
     def mark(self) -> Mark:
@@ -110,12 +140,16 @@ class Device(ABC):
     def resize(self, budget: int) -> None:
         """Changes the budget, whose reservations fit the new one. Raises OutOfMemory when the device lacks it."""
 
-    @abstractmethod
     def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
         """Registers mapped host memory so that copies run at the speed of the bus. A piece is uint8, starts on a host
         page, and no copy reaches from one into another: the driver refuses that. `read_only`: it is mapped so.
 
         Raises OutOfMemory where the host lets no more be pinned, and then none of the pieces is."""
+        self.begin_to_pin(pieces, read_only=read_only).finish()
+
+    @abstractmethod
+    def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> Pinning:
+        """The same, for who has something to do meanwhile, and then calls `finish`."""
 
     @abstractmethod
     def unpin(self, pieces: Sequence[Tensor]) -> None: ...

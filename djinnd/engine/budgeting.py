@@ -1,13 +1,14 @@
 """Changing the device's budget while sessions run: blocks and pages move, between two steps, and no session is lost.
 
 Less memory: pages that nobody holds go first; then blocks are packed or stream; only where that is not enough do
-sessions give up pages, in the order of eviction, and are computed anew from their tokens when they next run. More
+sessions give up pages, in the order of eviction: they go to the host, or are computed anew. More
 memory: as if the models were loaded again, but that no page is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
@@ -20,9 +21,15 @@ from djinnd.weights.plan import Plan, fewest_streams, least_bytes, plan_places
 _ROOM = 1.25  # pages beside those that are held, so that sessions can go on
 
 
-def change_budget(device: Device, runners: Collection[ModelRunner], scheduler: Scheduler, total: int) -> None:
+def change_budget(
+    device: Device,
+    runners: Collection[ModelRunner],
+    scheduler: Scheduler,
+    total: int,
+    settle: Callable[[str], None] = lambda model: None,
+) -> None:
     """Raises OutOfMemory with the figure that the budget could go down to, or that the device lacks; then nothing has
-    changed."""
+    changed. `settle`: ends what is being copied of a model's pages."""
     least = device.reserved + sum(Refit(runner, scheduler).least for runner in runners)
     if total < least:
         raise OutOfMemory(
@@ -36,7 +43,7 @@ def change_budget(device: Device, runners: Collection[ModelRunner], scheduler: S
     for runner in sorted(runners, key=lambda runner: runner.nbytes, reverse=True):
         missing = device.budget.used - total
         if grows or missing > 0:
-            refit = Refit(runner, scheduler)
+            refit = Refit(runner, scheduler, settle)
             refit.into(max(runner.nbytes - missing, refit.least), total)
     if not grows:
         device.resize(total)
@@ -45,7 +52,10 @@ def change_budget(device: Device, runners: Collection[ModelRunner], scheduler: S
 class Refit:
     """One model, to be put into another amount of memory."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, settle: Callable[[str], None] = lambda model: None
+    ) -> None:
+        self._settle = settle
         self._runner = runner
         self._scheduler = scheduler
         store = runner.weights.store
@@ -80,7 +90,7 @@ class Refit:
                 continue
             if may_stream or len(plan.streamed) == fewest_streams(self._placing, len(self._sizes)):
                 pages = self._pages(plan, nbytes - self._fixed - plan.nbytes, floor)
-                self._scheduler.vacate(self._runner.name, pages - 1)
+                self._scheduler.vacate(self._runner.name, pages - 1, partial(self._settle, self._runner.name))
                 try:
                     self._runner.move(plan, pages)
                 except OutOfMemory as error:  # our fault, and blocks are half-way: another engine starts from the host

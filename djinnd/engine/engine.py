@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from djinn_client.errors import DjinnError, InvalidRequest, OutOfMemory
+from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost
+from djinn_client.protocol import ModelInfo
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
@@ -19,16 +20,24 @@ from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel, ServerGone
+from djinnd.engine.export import Passages
 from djinnd.engine.loading import LoadQueue, LoadResult
 from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.pauses import Pauses
 from djinnd.engine.serving import make_runner
+from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
 from djinnd.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("djinnd.engine")
 
+LOST = (
+    "the session's KV came from a client, and its pages are gone: read its tokens, and hand the KV over again, or go "
+    "on with the tokens in a new session"
+)
 ALIVE_EVERY = 0.5  # seconds
+PREFILL_TOKENS = 64  # from which on a step says what computing KV takes
 
 
 class Engine:
@@ -40,8 +49,11 @@ class Engine:
         self._limits = (max_batch_tokens, max_rows)
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
         self._loads = LoadQueue(channel, device, max_batch_tokens)
-        self._tracer = Tracer(device, channel.send)
         self._runners: dict[str, ModelRunner] = {}
+        self._pauses = Pauses(self._scheduler, self._runners, channel)
+        self._tiers = Tiers(device, self._scheduler, self._loads, self._pauses)
+        self._tracer = Tracer(device, channel.send)
+        self._passages = Passages(device, self._scheduler, self._runners, channel, self._compute_kv)
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
         self._steps = 0
@@ -65,6 +77,12 @@ class Engine:
             messages.Halt: lambda m: self._finish(self._scheduler.halt(m.request, m.keep)),
             messages.Hold: self._hold,
             messages.Truncate: lambda m: self._scheduler.truncate(m.session, m.length),
+            messages.ExportKv: self._passages.export,
+            messages.ImportKv: self._passages.import_,
+            messages.Signal: self._tiers.signal,
+            messages.Pause: self._pauses.ask,
+            messages.Resume: lambda m: self._scheduler.resume(m.session),
+            messages.PublicPrefix: self._mark_public,
             messages.Inquire: self._report,
             messages.Shutdown: self._shutdown,
         }
@@ -72,22 +90,28 @@ class Engine:
     def serve(self) -> None:
         """Until the server says so, or is gone."""
         device = self._device
-        busy = quiet = False  # quiet: nobody has said a word for ALIVE_EVERY
+        busy = quiet = False  # quiet: nobody has said a word for a while
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
-                received = self._channel.receive(0.0 if busy else ALIVE_EVERY)
+                received = self._channel.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 quiet = not received and (quiet or not busy)
                 for message in received:
                     self._handlers[type(message)](message)
                 self._adopt_loaded()
+                moving = self._tiers.turn()
                 busy = self._step() or (quiet and self._prepare())
+                busy = self._passages.turn() or busy
+                if moving and not busy:
+                    self._tiers.wait()
+                busy = busy or moving
                 self._tracer.answer()
                 self._beat()
         except ServerGone:
             log.warning("server_gone")
         finally:
             self._loads.close()
+            self._passages.close()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +120,9 @@ class Engine:
         batch = self._scheduler.next_batch()
         if batch is None:
             return False
-        started = self._note_started(batch)
+        if self._fail_lost(batch):
+            return True
+        started, began = self._note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
                 sampled = self._runners[batch.model].run(batch)
@@ -104,6 +130,8 @@ class Engine:
             self._fail_batch(batch, error)
             return True
         self._steps += 1
+        if batch.tokens - len(batch.rows) >= PREFILL_TOKENS and sampled.tokens:
+            self._tiers.note_prefill(batch.model, batch.tokens, time.monotonic() - began)
         requests = [row.request for row in batch.rows if row.samples]
         self._tell(requests, sampled, started)
         for index in sampled.unsound:
@@ -139,6 +167,13 @@ class Engine:
         if tokens or started:
             self._channel.send(messages.Stepped(tokens, started))
 
+    def _fail_lost(self, batch: Batch) -> bool:
+        """Ends requests that would have to compute KV anew which a client gave, and tokens cannot say what it was."""
+        lost = [row.request for row in batch.rows if row.start < row.session.foreign_tokens]
+        for request in lost:
+            self._fail(request, SessionLost(LOST))
+        return bool(lost)
+
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
         log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
@@ -154,9 +189,9 @@ class Engine:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _open(self, message: messages.Open) -> None:
-        self._scheduler.open(
-            Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
-        )
+        session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
+        session.paused = message.paused
+        self._scheduler.open(session)
 
     def _fork(self, message: messages.Fork) -> None:
         copy = self._scheduler.fork(message.parent, message.session, message.priority)
@@ -186,7 +221,10 @@ class Engine:
             logits_from=first if message.logits else None,
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
+        computed = session.computed
         self._scheduler.submit(session.id, request, message.tokens)
+        if session.computed < computed:  # the last token's KV becomes the model's own
+            session.foreign_tokens = min(session.foreign_tokens, computed - 1)
         if message.logits:
             try:
                 self._runners[session.model].open_window(request)
@@ -195,6 +233,12 @@ class Engine:
                 raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
         self._under_way[request.id] = session
         self._waiting.add(request.id)
+
+    def _compute_kv(self, number: int, session: Session) -> None:
+        """Submits a request that computes what KV the session lacks, and gives no token."""
+        length = len(session.tokens)
+        self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
+        self._under_way[number] = session
 
     def _hold(self, message: messages.Hold) -> None:
         (self._scheduler.hold if message.held else self._scheduler.release)(message.request)
@@ -206,6 +250,8 @@ class Engine:
         session = self._forget(request)
         length = len(session.tokens)
         window = self._runners[session.model].forget(request)
+        if self._passages.filled(request.id, _cancelled(request)):
+            return
         if window is None or request.finish_reason == "cancelled":
             assert request.finish_reason is not None
             generated = length - request.prompt_end
@@ -224,7 +270,8 @@ class Engine:
         window = self._runners[session.model].forget(request)
         if window is not None:
             window.close()
-        self._refuse(request.id, error)
+        if not self._passages.filled(request.id, error):
+            self._refuse(request.id, error)
 
     def _refuse(self, request: int, error: DjinnError) -> None:
         self._channel.send(messages.Failed(request, error.code, error.message, error.data))
@@ -269,8 +316,9 @@ class Engine:
             raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
         self._release_host(runner)
         self._runners[load.model] = runner
-        self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks)
-        self._channel.send(messages.Loaded(load.request, runner.info()))
+        paging = self._tiers.add(runner)
+        self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
+        self._channel.send(messages.Loaded(load.request, self._info(runner)))
 
     def _release_host(self, runner: ModelRunner) -> None:
         """Gives back the model's copy on the host, where that is wished and nothing needs it."""
@@ -287,11 +335,13 @@ class Engine:
         try:
             if self._loads.is_busy:
                 raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
-            change_budget(self._device, self._runners.values(), self._scheduler, message.memory_bytes)
+            change_budget(
+                self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
+            )
         except DjinnError as error:
             self._refuse(message.request, error)
             return
-        budget, models = self._device.budget, [runner.info() for runner in self._runners.values()]
+        budget, models = self._device.budget, [self._info(runner) for runner in self._runners.values()]
         log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
         self._channel.send(
             messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)
@@ -299,14 +349,19 @@ class Engine:
 
     def _unload(self, message: messages.Unload) -> None:
         """The server has closed the model's sessions before."""
+        self._tiers.remove(message.model)
         self._scheduler.remove_model(message.model)
         self._runners.pop(message.model).release()
         self._channel.send(messages.Unloaded(message.request))
 
+    def _mark_public(self, message: messages.PublicPrefix) -> None:
+        kv = self._runners[message.model].kv
+        kv.public.mark(message.tokens, kv.page_size)
+
     # --- the engine's own state -------------------------------------------------------------------------------------
 
     def _report(self, message: messages.Inquire) -> None:
-        load = self._scheduler.load()
+        load, now = self._scheduler.load(), time.monotonic()
         budget = self._device.budget
         self._channel.send(
             messages.Report(
@@ -317,14 +372,16 @@ class Engine:
                 generated_tokens=self._generated,
                 running=load.running + load.held,
                 queued=load.queued,
-                models=[runner.info() for runner in self._runners.values()],
-                sessions=[
-                    messages.SessionUse(s.id, _state(s), s.computed, self._runners[s.model].kv.pages_held(s.id))
-                    for s in self._scheduler.sessions()
-                ],
+                models=[self._info(runner) for runner in self._runners.values()],
+                sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
                 findings=self._audit() if message.check else [],
             )
         )
+
+    def _info(self, runner: ModelRunner) -> ModelInfo:
+        info = runner.info()
+        self._tiers.fill(info)
+        return info
 
     def _audit(self) -> list[str]:
         findings = []
@@ -344,9 +401,11 @@ class Engine:
             self._alive_at = now
             self._channel.send(messages.Alive(self._steps))
 
-    def _shutdown(self, _: messages.Shutdown) -> None:
+    def _shutdown(self, message: messages.Shutdown) -> None:
+        if message.keep_pages:
+            self._tiers.keep()
         self._stopping = True
 
 
-def _state(session: Session) -> str:
-    return "idle" if session.request is None else session.request.state.value
+def _cancelled(request: Request) -> DjinnError | None:
+    return Cancelled("the request was cancelled") if request.finish_reason == "cancelled" else None

@@ -5,7 +5,11 @@
                                      ▲
     engine thread:          arena_ready / arena_refused (from the server)
 
-A load that is under way when the engine ends is broken off at the next buffer.
+A load that is under way when the engine ends is broken off at the next buffer. When a model serves, the memory of its
+host tier is brought in the same way, in turn with loads:
+
+    engine thread:  submit(WantPages) ───────────────────────────────► take_pages
+    loader thread:     NeedArena ─ wait ─ map ─ pin ───────────────┘
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +32,7 @@ from djinn_client.placing import ModelPlan
 from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
+from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.memory import ModelShape
 from djinnd.engine.planning import bytes_beside, describe
 from djinnd.messages import (
@@ -47,7 +53,19 @@ from djinnd.model.loader import Loader, Weights
 
 log = logging.getLogger("djinnd.engine")
 
-Job = Load | Plan | DescribeImage
+
+@dataclass(frozen=True, slots=True)
+class WantPages:
+    """The host tier of a model that has been loaded."""
+
+    request: int  # of its Load
+    model: str
+    slots: int  # where an earlier engine has left pages of the same fingerprint, there may be more or fewer
+    page_bytes: int
+    fingerprint: str
+
+
+Job = Load | Plan | DescribeImage | WantPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +76,23 @@ class LoadResult:
     error: DjinnError | None
 
 
+@dataclass(frozen=True, slots=True)
+class PagesResult:
+    """Whoever takes it releases the pages, also where the model has gone meanwhile: another load of that name has
+    another request."""
+
+    request: int
+    model: str
+    pages: HostPages | None
+    why: str = ""  # there are none
+
+
 class _Closing(Exception):
     """The engine ends: nobody wants this model any more."""
 
 
 class LoadQueue:
-    """Owns the loader thread. `results` are for the engine's thread, which is woken when there is one."""
+    """Owns the loader thread. `results` and `_pages` are for the engine's, which is woken when there is one."""
 
     def __init__(self, channel: Channel, device: Device, max_batch_tokens: int) -> None:
         self._channel = channel
@@ -74,6 +103,7 @@ class LoadQueue:
         self._unfinished = 0  # loads whose results the engine has not taken
         self._arenas: queue.SimpleQueue[ArenaReady | ArenaRefused | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._pages: queue.SimpleQueue[PagesResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="djinn-load", daemon=True)
         self._thread.start()
 
@@ -92,6 +122,10 @@ class LoadQueue:
             return None
         self._unfinished -= 1
         return self.results.get()
+
+    def take_pages(self) -> PagesResult | None:
+        """The next one of a host tier, if there is one."""
+        return None if self._pages.empty() else self._pages.get()
 
     def arena(self, answer: ArenaReady | ArenaRefused) -> None:
         self._arenas.put(answer)
@@ -114,6 +148,8 @@ class LoadQueue:
                     self._channel.send(ImageDescribed(job.request, image_of(self._loader(job))))
                 case Load():
                     self.results.put(self._load(job))
+                case WantPages():
+                    self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job)))
             return
         except (_Closing, ServerGone):
             raise
@@ -126,10 +162,13 @@ class LoadQueue:
             told = DjinnError(f"loading {job.model} failed: {error!r}")
         if isinstance(job, Load):
             self.results.put(LoadResult(job, None, None, told))
+        elif isinstance(job, WantPages):
+            log.warning("pages_refused model=%s reason=%s", job.model, told.message)
+            self._pages.put(PagesResult(job.request, job.model, None, told.message))
         else:
             self._channel.send(Failed(job.request, told.code, told.message, told.data))
 
-    def _loader(self, job: Job) -> Loader:
+    def _loader(self, job: Load | Plan | DescribeImage) -> Loader:
         return Loader(job.model, Path(job.path), self._device, job.dtype, job.placing, job.shared)
 
     def _plan(self, job: Plan) -> ModelPlan:
@@ -150,23 +189,39 @@ class LoadQueue:
         beside = bytes_beside(loader, shape, load.kv_bytes, self._max_batch_tokens, budget.total, budget.free)
 
         def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
-            return self._open_arena(load, nbytes, fingerprint)
+            answer = self._ask_arena(NeedArena(load.request, load.model, nbytes, fingerprint))
+            memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
+            return memory, answer.complete
 
         weights = loader.run(arena, progress, beside)
         if load.shared is None:
             self._channel.send(ArenaFilled(load.model))
         return LoadResult(load, weights, shape, None)
 
-    def _open_arena(self, load: Load, nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
-        self._channel.send(NeedArena(load.request, load.model, nbytes, fingerprint))
+    def _bring_pages(self, wanted: WantPages) -> HostPages:
+        """Raises OutOfMemory; DjinnError where the model has been unloaded meanwhile."""
+        nbytes = object_bytes(wanted.slots, wanted.page_bytes)
+        began = time.monotonic()
+        answer = self._ask_arena(NeedArena(wanted.request, wanted.model, nbytes, wanted.fingerprint, holds="pages"))
+        try:
+            pages = HostPages(map_arena(answer), wanted.page_bytes, self._device)
+        except posix_ipc.ExistentialError as error:
+            raise DjinnError(f"{wanted.model} has been unloaded") from error
+        seconds = time.monotonic() - began
+        log.info(
+            "host_pages model=%s pages=%d bytes=%d seconds=%.2f", wanted.model, pages.capacity, pages.nbytes, seconds
+        )
+        return pages
+
+    def _ask_arena(self, need: NeedArena) -> ArenaReady:
+        self._channel.send(need)
         answer = self._arenas.get()
         if answer is None:
             raise _Closing
-        assert answer.request == load.request, (answer, load.request)
+        assert answer.request == need.request, (answer, need)
         if isinstance(answer, ArenaRefused):
             raise OutOfMemory(answer.message, **answer.data)
-        memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
-        return memory, answer.complete
+        return answer
 
     def close(self) -> None:
         """Returns when the thread has ended; a load that was under way is broken off."""
@@ -176,10 +231,12 @@ class LoadQueue:
         self._thread.join()
 
 
-def map_arena(answer: ArenaReady, nbytes: int) -> Tensor:
-    """The model's stretch of shared memory as uint8 [nbytes]. The mapping lives as long as the tensor."""
+def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:
+    """The model's stretch of shared memory as uint8 [nbytes]; None: all there is. The mapping lives as long as the
+    tensor."""
     memory = posix_ipc.SharedMemory(answer.name)
     try:
+        nbytes = memory.size - answer.offset if nbytes is None else nbytes
         assert memory.size >= answer.offset + nbytes, (memory.size, answer.offset, nbytes)
         mapping = mmap.mmap(memory.fd, answer.offset + nbytes)
     finally:

@@ -1,4 +1,5 @@
-"""How the device budget is divided for one model: weights, workspace of a step, KV pages."""
+"""How the device budget is divided for one model: weights, workspace of a step, KV pages; and how many pages the tiers
+below the device have."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ FULL_SESSIONS = 64  # automatic KV: never more than so many sessions of full len
 _SHARE = 0.5  # automatic KV: of what the budget has left, so that a second model can still be loaded
 _FLOOR = 1 / 32  # automatic KV: of the budget, before weights get any of it
 LOGIT_ROWS = 256  # rows of logits that exist at once
+HOST_PAGE = 4096  # bytes: where a slot of a lower tier begins, for pinning and for direct I/O
+
+# Automatic tiers: so many times the device's pool, and never more than a part of what is free.
+_HOST_POOLS, _HOST_SHARE = 2, 4
+_DISK_POOLS, _DISK_SHARE = 4, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,23 @@ class KvPlan:
     page_bytes: int
     num_pages: int  # with the scratch page
     max_context: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Bytes that are free: of the host's memory, of shared memory, of the disk for pages (0: there is none)."""
+
+    memory: int
+    shared: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierPages:
+    """Pages that the tiers below the device have room for; 0: there is no such tier."""
+
+    host: int
+    disk: int
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
@@ -75,3 +98,19 @@ def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: 
         share = free if takes_all else int(free * _SHARE)
         pages = max(min(max(share, min(floor, free)) // page_bytes, full), least)
     return KvPlan(size, page_bytes, pages, min(context, (pages - 1) * size))
+
+
+def slot_bytes(page_bytes: int) -> int:
+    """Of a page in host memory or in a file."""
+    return -(-page_bytes // HOST_PAGE) * HOST_PAGE
+
+
+def tier_pages(page_bytes: int, pool_bytes: int, host: int | None, disk: int | None, room: HostRoom) -> TierPages:
+    """`pool_bytes`: of the device's pool; `host`, `disk`: bytes asked for, which are taken as they are, or None for
+    automatic."""
+    if host is None:
+        host = min(_HOST_POOLS * pool_bytes, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
+    if disk is None:
+        disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
+    size = slot_bytes(page_bytes)
+    return TierPages(host // size, disk // size)

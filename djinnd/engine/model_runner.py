@@ -87,6 +87,10 @@ class ModelRunner:
         self.recover()
         return False
 
+    def page_bytes(self) -> Tensor:
+        """The pool as it is now, uint8 [pages, bytes of a page]: a view."""
+        return self.model.pool.flatten(1).view(torch.uint8)
+
     @property
     def pool_bytes(self) -> int:
         return self.plan.num_pages * self.plan.page_bytes
@@ -282,6 +286,9 @@ class ModelRunner:
             scratch_bytes=places.scratch_bytes,
             notes=[*self.weights.notes, *places.notes],
             kv_bytes=self.plan.num_pages * self.plan.page_bytes,
+            fingerprint=self.weights.identity,
+            kv_heads=int(self.model.pool.shape[-2]),
+            head_dim=int(self.model.pool.shape[-1]),
             page_size=self.plan.page_size,
             page_bytes=self.plan.page_bytes,
             pages=kv.pool.capacity,

@@ -21,8 +21,10 @@ import select
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from djinnd import births
@@ -46,6 +48,8 @@ LIBRARIES = (
     "click",
 )
 _OURS = ("djinnd", "djinn_client")
+# jemalloc's, which pyarrow brings: it takes its locks before a fork, and begins anew in the child.
+_SAFE_THREADS = {"jemalloc_bg_thd"}
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -113,7 +117,9 @@ class Nursery:
             self._send(Refused(reason))
             return None
         nursery = os.getpid()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `unfit` has looked at them
+            pid = os.fork()
         if pid == 0:
             for pidfd in self._pids:
                 os.close(pidfd)
@@ -141,11 +147,11 @@ def import_libraries(names: Sequence[str]) -> None:
     """What cannot be imported is the engine's to report, if it needs it."""
     with _one_blas_thread():
         for name in names:
-            before = _threads()
+            before = len(_thread_names())
             with suppress(ImportError):
                 importlib.import_module(name)
-            if (started := _threads() - before) > 0:
-                log.info("nursery_threads library=%s started=%d", name, started)
+            for started in _thread_names()[before:]:
+                log.info("nursery_thread library=%s name=%s", name, started)
 
 
 @contextmanager
@@ -160,8 +166,10 @@ def _one_blas_thread() -> Iterator[None]:
         os.environ[_BLAS_THREADS] = before
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _thread_names() -> list[str]:
+    """The first thread's first."""
+    tasks = sorted(os.listdir("/proc/self/task"), key=int)
+    return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
 
 
 def reseed() -> None:
@@ -174,9 +182,9 @@ def reseed() -> None:
 
 def unfit() -> str:
     """Why this process must not be forked; "": it may be."""
-    threads = _threads()
-    if threads > 1:
-        return f"importing the libraries has started {threads - 1} threads"
+    threads = [name for name in _thread_names() if name not in _SAFE_THREADS]
+    if len(threads) > 1:
+        return f"importing the libraries has started {len(threads) - 1} threads: {', '.join(threads[1:])}"
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # of the listing itself
             if (target := os.readlink(f"/proc/self/fd/{fd}")).startswith("/dev/nvidia"):

@@ -26,8 +26,8 @@ class _UnderWay:
 
 
 class Tracer:
-    """Used by the engine's thread. The device has the trace only while a step is run: what goes on between steps is not
-    recorded, and copies that a step has queued are, whenever they happen."""
+    """Used by the engine's thread. The device has the trace from its start until its last step has been run: pages move
+    between steps, too. Copies that were queued meanwhile are recorded whenever they happen."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class Tracer:
             busy = Retry(f"another trace is being recorded, for up to {left:.1f} s more: try again then", seconds=left)
             self._send(messages.Failed(message.request, busy.code, busy.message, busy.data))
             return
-        self._under_way = _UnderWay(message.request, Trace(self._device.stamp), message.steps, now + message.seconds)
+        trace = self._device.trace = Trace(self._device.stamp)
+        self._under_way = _UnderWay(message.request, trace, message.steps, now + message.seconds)
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -56,13 +57,13 @@ class Tracer:
         if under_way is None or not under_way.steps:
             yield
             return
-        self._device.trace = under_way.trace
         try:
             with self._device.span("step", "step", model=batch.model, rows=len(batch.rows), tokens=batch.tokens):
                 yield
         finally:
-            self._device.trace = None
             under_way.steps -= 1
+            if not under_way.steps:
+                self._device.trace = None
 
     def answer(self) -> None:
         """Between steps: sends the trace that is complete, if one is. Waits for nothing."""
@@ -70,7 +71,7 @@ class Tracer:
         if under_way is None:
             return
         if self._clock() >= under_way.until:
-            under_way.steps = 0
+            under_way.steps, self._device.trace = 0, None
         if not under_way.steps and under_way.trace.is_passed:
             self._under_way = None
             self._send(messages.Traced(under_way.request, under_way.trace.spans()))

@@ -15,6 +15,7 @@ pages are shared, and `trim` gives up a shared one rather than keep it in part.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import KeysView, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
-from djinnd.kvcache.prefixes import Key, Prefixes, chain, root
+from djinnd.kvcache.prefixes import Key, Prefixes, PublicPrefixes, root
 
 PAGE_BYTES = 4 << 20  # of all blocks: copies of this size reach the bus's rate
 FIRST_ROWS = 8
@@ -56,7 +57,10 @@ class KvManager:
         self._row: dict[str, int] = {}
         self._held = [0] * FIRST_ROWS  # pages, by row
         self._keys: dict[str, list[Key]] = {}  # of the first pages of each session, those that `publish` has seen
+        self.public = PublicPrefixes()
         self._prefixes = Prefixes()
+        self._protected: Counter[int] = Counter()  # references to pages that tables do not have: they are moving
+        self._read: dict[int, int] = {}  # of those, how many first tokens nobody may write
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
 
     @property
@@ -97,36 +101,100 @@ class KvManager:
         self._prefixes.forget(pages)
         self._append(session_id, pages)
 
-    def publish(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int) -> None:
+    def extend(self, session_id: str, tenant: int, count: int) -> list[int]:
+        """Gives the session so many pages more, whole ones that are filled from elsewhere before anybody reads them.
+        Raises OutOfPages, and then has changed nothing."""
+        pages = self.pool.allocate(count, tenant, overwritten=True)
+        self._prefixes.forget(pages)
+        self._append(session_id, pages)
+        return pages
+
+    def arrived(self, session_id: str, keys: Sequence[Key], tokens: int) -> None:
+        """The session's last pages, which `extend` gave it, hold what these keys say; all its pages `tokens` tokens."""
+        own = self._keys[session_id]
+        first = self.pages_held(session_id) - len(keys)
+        assert len(own) == first, f"session {session_id} has {len(own)} keys of the {first} pages before"
+        own += keys[: tokens // self.page_size - first]
+        for page, key in enumerate(own[first:], first):
+            self._know(key, int(self._table[self._row[session_id], page]))
+
+    def protect(self, page: int, tokens: int) -> None:
+        """It is moving: nobody is given it, and nobody writes into its first `tokens` tokens, until it is unprotected
+        as often."""
+        self.pool.hold(page)
+        self._protected[page] += 1
+        self._read[page] = max(tokens, self._read.get(page, 0))
+
+    def unprotect(self, page: int) -> None:
+        self._protected[page] -= 1
+        if not self._protected[page]:
+            del self._protected[page], self._read[page]
+        self.pool.release([page], self._prefixes)
+
+    def unfilled(self, page: int) -> None:
+        """What was to come into a page of `extend` has not, or not all of it."""
+        self.pool.unfilled(page)
+
+    def holders(self, page: int) -> int:
+        """Sessions that hold it."""
+        return self.pool.references(page) - self._protected[page]
+
+    @property
+    def stranded(self) -> int:
+        """Pages that no session holds any more, and that are free as soon as they have moved."""
+        return sum(self.holders(page) == 0 for page in list(self._protected))
+
+    @property
+    def protected(self) -> list[int]:
+        """A page as often as it is."""
+        return list(self._protected.elements())
+
+    def last_key(self, session_id: str, pages: int) -> Key | None:
+        """Of the session's first `pages` pages, which are full and known; None: there are none."""
+        return self._keys[session_id][pages - 1] if pages else None
+
+    def keys_of(self, session_id: str, origin: Key, tokens: Sequence[int], computed: int) -> list[Key]:
+        """Of all pages of a session that holds just those for its `computed` tokens; the last may be filled in part."""
+        keys = self._keys.get(session_id, [])[: computed // self.page_size]
+        for start in range(len(keys) * self.page_size, computed, self.page_size):
+            keys.append(self._next_key(origin, keys, tokens[: min(start + self.page_size, computed)]))
+        return keys
+
+    def publish(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, salt: bytes = b"") -> None:
         """The KV of the session's first `computed` tokens is there: who has the same prefix finds its full pages."""
         row, keys = self._row[session_id], self._keys[session_id]
         for page in range(len(keys), computed // self.page_size):
-            keys.append(self._next_key(tenant, keys, tokens))
-            self._prefixes.add(keys[page], int(self._table[row, page]))
+            keys.append(self._next_key(root(tenant, salt), keys, tokens))
+            self._know(keys[page], int(self._table[row, page]))
 
-    def adopt(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, most: int) -> int:
+    def adopt(
+        self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, most: int, salt: bytes = b""
+    ) -> int:
         """Gives the session, which holds pages for its `computed` tokens only, those that hold the KV of what follows,
         as far as the tenant has computed it, and of `most` tokens at most. → tokens that it has KV of then."""
-        keys, found = self._keys.get(session_id, [])[: computed // self.page_size], list[int]()
+        size, origin = self.page_size, root(tenant, salt)
+        keys, found = self._keys.get(session_id, [])[: computed // size], list[int]()
         own = len(keys)
-        while (len(keys) + 1) * self.page_size <= most:
-            key = self._next_key(tenant, keys, tokens)
-            page = self._prefixes.find(key)
+        names = self.public.last_keys(origin, keys[-1] if keys else None, tokens[: own * size], size)
+        while (len(keys) + 1) * size <= most:
+            names = self.public.next_keys(origin, names, tokens[len(keys) * size : (len(keys) + 1) * size])
+            known = ((key, self._prefixes.find(key)) for key in names)
+            key, page = next(((key, page) for key, page in known if page is not None), (b"", None))
             if page is None:
                 break
             keys.append(key)
             found.append(page)
-        if len(keys) * self.page_size <= computed:
+        if len(keys) * size <= computed:
             return computed
-        self.trim(session_id, own * self.page_size)
+        self.trim(session_id, own * size)
         self.pool.share(found, tenant)
         self._append(session_id, found)
         self._keys[session_id] = keys
-        return len(keys) * self.page_size
+        return len(keys) * size
 
-    def _next_key(self, tenant: int, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
+    def _next_key(self, origin: Key, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
         start = len(keys) * self.page_size
-        return chain(keys[-1] if keys else root(tenant), tokens[start : start + self.page_size])
+        return self.public.next_key(origin, keys[-1] if keys else None, tokens[start : start + self.page_size])
 
     def fork(self, parent: str, child: str, tenant: int, tokens: int) -> tuple[int, PageCopy | None]:
         """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
@@ -149,14 +217,15 @@ class KvManager:
 
     def trim(self, session_id: str, tokens: int) -> int:
         """Takes the pages past the first `tokens` tokens from the session, which will write from there on: so also one
-        that it would keep in part, where others hold it. → tokens that it still has pages for, of these."""
+        that it would keep in part, where others hold it, or what follows is being read. → tokens that it still has
+        pages for, of these."""
         row = self._row.get(session_id)
         if row is None:
             return 0
         held, kept = self._held[row], self.pages_for(tokens)
         if kept <= held and tokens % self.page_size:
             last = int(self._table[row, kept - 1])
-            if self.pool.references(last) > 1:
+            if self.holders(last) > 1 or tokens % self.page_size < self._read.get(last, 0):
                 kept -= 1
             else:
                 self._prefixes.forget([last])
@@ -164,6 +233,11 @@ class KvManager:
         if kept < held:
             self._cut(session_id, row, kept)
         return min(tokens, kept * self.page_size, held * self.page_size)
+
+    def _know(self, key: Key, page: int) -> None:
+        self._prefixes.add(key, page)
+        if key in self.public:
+            self.pool.make_public(page)
 
     def _append(self, session_id: str, pages: Sequence[int]) -> None:
         if session_id not in self._row:
@@ -205,7 +279,9 @@ class KvManager:
         return slots
 
     def resize(self, num_pages: int) -> dict[int, int]:
-        """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move."""
+        """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move.
+        Nothing is moving."""
+        assert not self._protected, f"pages {sorted(self._protected)} are moving"
         places = self.pool.resize(num_pages)
         self._prefixes.move(places)
         renamed = np.full(max(places, default=0) + 1, SCRATCH, np.int32)
@@ -233,14 +309,16 @@ class KvManager:
             assert len(set(pages)) == len(pages), f"session {session_id} holds a page twice: {pages}"
         entries = sum(self._held[row] for row in self._row.values())
         in_tables = np.bincount(self._table.ravel(), minlength=self.pool.capacity + 1)
+        moving = self._protected
+        assert moving.keys() == self._read.keys(), "pages that move and pages that are read differ"
         assert entries == self._table.size - in_tables[SCRATCH], "a row has pages past those that it counts"
         for page in range(1, self.pool.capacity + 1):
-            holders, references = in_tables[page], self.pool.references(page)
-            assert holders == references, f"page {page} is in {holders} tables and has {references} references"
+            holders, references = in_tables[page] + moving[page], self.pool.references(page)
+            assert holders == references, f"page {page} is held {holders} times and has {references} references"
 
     def may_write(self, page: int) -> bool:
-        """Nobody else holds it, or could find it."""
-        return self.pool.references(page) == 1 and page not in self._prefixes
+        """No other session holds it, or could find it."""
+        return self.holders(page) == 1 and page not in self._prefixes
 
     def _pages(self, row: int) -> npt.NDArray[np.int32]:
         """A view of the row's pages."""

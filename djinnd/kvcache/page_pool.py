@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 SCRATCH = 0
+ANYBODY = -1  # a tenant that all are
 
 
 class OutOfPages(Exception):
@@ -63,13 +64,29 @@ class PagePool:
             self._stale.difference_update(pages)
         return pages
 
+    def unfilled(self, page: int) -> None:
+        """One of those given to be `overwritten` is not: it is zeroed after all, whoever had it before."""
+        self._stale.add(page)
+
     def share(self, pages: Sequence[int], tenant: int) -> None:
         """Adds a reference to each, which must be the tenant's or, if free, have been; it is not free any more."""
         for page in pages:
-            assert self._last_tenant[page] == tenant, f"page {page} is not tenant {tenant}'s"
+            assert self._last_tenant[page] in (tenant, ANYBODY), f"page {page} is not tenant {tenant}'s"
             if self._references[page] == 0:
                 del self._free[page]
             self._references[page] += 1
+
+    def make_public(self, page: int) -> None:
+        """What it holds may be shared by all tenants, for as long as it holds that."""
+        self._last_tenant[page] = ANYBODY
+
+    def is_public(self, page: int) -> bool:
+        return self._last_tenant[page] == ANYBODY
+
+    def hold(self, page: int) -> None:
+        """Adds a reference to a page that somebody holds."""
+        assert self._references[page] > 0, f"page {page} is held by nobody"
+        self._references[page] += 1
 
     def release(self, pages: Sequence[int], of_use: Container[int] = ()) -> None:
         """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix

@@ -8,6 +8,7 @@ user.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,18 +23,24 @@ from djinnd.model.paged_model import PagedModel
 
 CHUNKS = (13, 16)  # a fresh one, and one with history
 SINGLES = 11
-TOKENS = sum(CHUNKS) + SINGLES
+SINGLES_STREAMED = 3  # each of them is a pass over the bus
 # ‖a - b‖ / ‖b‖ of logits that two roundings of the same arithmetic may show; a wrong path shows 0.1 to 1. Of all single
 # steps the median counts: a router of experts may choose differently at a near tie, for a token here and there.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_DEPTH = 16  # blocks, up to which that holds. Roundings add up: 80 blocks of random bfloat16 weights have shown 0.13
+
+
+def tolerance(dtype: torch.dtype, blocks: int) -> float:
+    return _TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / _DEPTH))
 
 
 def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callable[[], None] = lambda: None) -> None:
     """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed. `beat` is called
     after each run."""
     family = model.skeleton.family
-    pages = np.arange(1, 2 + TOKENS // page_size, dtype=np.int32)
-    tokens = np.random.default_rng(0).integers(0, model.vocab, TOKENS)
+    count = sum(CHUNKS) + (SINGLES_STREAMED if model.residency.streams else SINGLES)
+    pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, model.vocab, count)
     for paged in model.paged:
         paged.calls = 0
 
@@ -43,7 +50,7 @@ def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callab
         return logits
 
     try:
-        whole = run(0, TOKENS)
+        whole = run(0, count)
     except torch.OutOfMemoryError:
         raise
     except Exception as fault:  # whatever a family's forward stumbles over
@@ -55,16 +62,17 @@ def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callab
             family=family,
         )
     start = 0
-    for count in CHUNKS:
-        run(start, count)
-        start += count
-    singles = torch.cat([run(i, 1) for i in range(start, TOKENS)])
+    for chunk in CHUNKS:
+        run(start, chunk)
+        start += chunk
+    singles = torch.cat([run(i, 1) for i in range(start, count)])
     model.zero_pages(pages.tolist())
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
-    if not error < _TOLERANCE[model.dtype]:
+    allowed = tolerance(model.dtype, model.num_blocks)
+    if not error < allowed:
         raise ModelRejected(
             f"{family} fails the check at load: a prompt at once and the same token by token differ by {error:.2g} of "
-            f"the logits' norm, {_TOLERANCE[model.dtype]:.2g} is allowed",
+            f"the logits' norm, {allowed:.2g} is allowed",
             family=family,
             error=error,
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.packed import MAX_UNITS, Unpackable
 from djinn_client.protocol import Placing
-from djinnd.device import Device
+from djinnd.device import Device, Pinning
 from djinnd.device.budget import gib
 from djinnd.model.projections import Product, install_products
 from djinnd.model.recipes import RecipeBook
@@ -41,6 +41,7 @@ Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 Arena = Callable[[int, str], tuple[Tensor, bool]]  # bytes, fingerprint → uint8 [bytes], already filled
 
 MAX_SHARED_BLOCKS = 1024
+_SAMPLE = 4096  # bytes of each buffer, for the identity of a shared model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +57,10 @@ class Weights:
     dtype: torch.dtype
     parameters: int
     notes: list[str]
+    fingerprint: str  # as Loader's
+    identity: str  # likewise
     rest: Tensor | None = None  # the buffer of what belongs to no block
+    is_adopted: bool = False  # an earlier engine had read them
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +154,17 @@ class Loader:
         layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
+    @property
+    def identity(self) -> str:
+        """Of the model, whatever the place and the form of its weights; of a shared one, when its weights are there."""
+        if self.checkpoint is not None:
+            return self.checkpoint.identity()
+        digest = hashlib.sha256(f"shared {self.skeleton.config.to_json_string()}".encode())
+        for index in range(len(self._buffers)):
+            stored = self.store.host(index).view(torch.uint8)
+            digest.update(stored[len(stored) // 2 :][:_SAMPLE].numpy().tobytes())
+        return digest.hexdigest()
+
     def plan(self, beside: int, free: int | None = None, budget: int = 0) -> Plan:
         """A place for every block in `free` bytes of a `budget`, by default the device's, of which KV and workspace
         take `beside`. Raises OutOfMemory with the figures, InvalidRequest for a placing that the model cannot have."""
@@ -189,18 +204,22 @@ class Loader:
             _check_image(self.name, store)
         self.device.trim()  # of what models had that have gone
         clock = _Clock(self.name)
-        self.device.pin(store.pieces(), read_only=self.checkpoint is None)
-        clock.told("host_pinned", store.nbytes)
+        pinning = self.device.begin_to_pin(store.pieces(), read_only=self.checkpoint is None)
         weights = self._weights(products)
+        weights.is_adopted = filled and self.checkpoint is not None
         try:
             assert filled or self.checkpoint is not None
             if not filled:
+                pinning.finish()
+                clock.told("host_pinned", store.nbytes)
                 fill(store, self.device, lambda done, total: progress("reading", done, total))
                 clock.told("checkpoint_read", store.nbytes)
-            weights.residency.move(self.plan(beside), lambda done, total: progress("uploading", done, total))
+            weights.residency.move(self.plan(beside), lambda done, total: progress("uploading", done, total), pinning)
             self._bring_rest(weights)
             clock.told("blocks_placed", weights.nbytes)
         except BaseException:
+            if not _is_pinned(pinning):
+                store.detach()  # there is nothing to unpin
             weights.release(self.device)
             store.detach()
             raise
@@ -213,7 +232,8 @@ class Loader:
         blocks = skeleton.adapter.blocks
         residency = Residency(self.name, self.device, store, self.dtype, blocks, products, self.placing)
         parameters = sum(e.numel for b in self._buffers for e in b.layout.entries.values())
-        return Weights(self.name, skeleton, store, residency, self.dtype, parameters, self.notes)
+        told = (parameters, self.notes, self.fingerprint, self.identity)
+        return Weights(self.name, skeleton, store, residency, self.dtype, *told)
 
     def _bring_rest(self, weights: Weights) -> None:
         skeleton, layout = self.skeleton, self._buffers[-1].layout
@@ -251,6 +271,15 @@ class _Clock:
     def told(self, event: str, nbytes: int) -> None:
         began, self._began = self._began, time.monotonic()
         log.info("%s model=%s bytes=%d seconds=%.2f", event, self._model, nbytes, self._began - began)
+
+
+def _is_pinned(pinning: Pinning) -> bool:
+    """When that is decided."""
+    try:
+        pinning.finish()
+    except OutOfMemory:
+        return False
+    return True
 
 
 def rest_label(name: str) -> str:

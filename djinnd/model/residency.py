@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from djinn_client.protocol import Placing
-from djinnd.device import Device
+from djinnd.device import Device, Pinning
 from djinnd.model.experts import Experts, StepTokens
 from djinnd.model.placed_block import PlacedBlock, unpack
 from djinnd.model.projections import Product
@@ -116,9 +116,10 @@ class Residency:
         """Reserved in the device's budget."""
         return 0 if self.plan is None else self.plan.nbytes
 
-    def move(self, plan: Plan, progress: Progress = lambda done, total: None) -> None:
+    def move(self, plan: Plan, progress: Progress = lambda done, total: None, pinning: Pinning | None = None) -> None:
         """Brings every block to its place in `plan`. No pass is under way, and nobody replays graphs that were captured
-        before. Raises OutOfMemory, or what `progress` raises; then only `release` may follow."""
+        before. `pinning`: of the store's pieces, where that is still under way. Raises OutOfMemory, or what `progress`
+        raises; then only `release` may follow."""
         self.make_room(plan)
         if plan.scratch_bytes:
             # Zeroed for families that multiply all experts, most of them by nothing: whatever is there is a number.
@@ -126,7 +127,9 @@ class Residency:
                 "scratch", plan.scratch_bytes // self._dtype.itemsize, self._dtype, zero=True
             )
         moving = [i for i, place in enumerate(plan.places) if self._blocks[i].place is not place]
-        self._bring([i for i in moving if plan.places[i] is not Place.STREAMED], plan, progress)
+        self._bring([i for i in moving if plan.places[i] is not Place.STREAMED], plan, progress, pinning)
+        if pinning is not None:
+            pinning.finish()
         for index, block in enumerate(self._blocks):
             block.place = plan.places[index]
             if block.place is Place.PACKED:
@@ -146,7 +149,7 @@ class Residency:
                 self._drop(index)
         self._device.trim()
 
-    def _bring(self, indices: list[int], plan: Plan, progress: Progress) -> None:
+    def _bring(self, indices: list[int], plan: Plan, progress: Progress, pinning: Pinning | None) -> None:
         done, total = 0, sum(plan.sizes[i].plain for i in indices)
         staged = [i for i in indices if plan.places[i] is Place.PLAIN and self._blocks[i].form is not None]
         staging = self._staging(staged)
@@ -158,6 +161,8 @@ class Residency:
                 block.memory = self._allocate(f"block {index}", size.plain // self._dtype.itemsize, self._dtype)
             with self._device.aside(), torch.inference_mode():
                 for number, target in zip(self._store.parts(index), self._parts(index), strict=True):
+                    if pinning is not None:
+                        pinning.wait(number)
                     source, form = self._store.travelling(number), self._store.forms[number]
                     if index in staged:
                         assert form is not None and staging is not None

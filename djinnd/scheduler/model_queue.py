@@ -5,13 +5,12 @@
      └────leave─────┘  └───release────┘
 
 `active` is in order of arrival. A release arrives anew: a client that reads too slowly loses its place and delays
-nobody.
+nobody. A request of a paused session is held, too. Where the pages are is residence.py's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
@@ -19,8 +18,11 @@ from djinnd.core.batch import Row
 from djinnd.core.request import RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.scheduler.policy import Budget, eviction_order, serving_order
+from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.scheduler.policy import Budget, eviction_order, has_gone_quiet, serving_order
+from djinnd.scheduler.residence import Residence
+
+SPILLS_AT_ONCE = 16  # pages, each time that somebody tends
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,14 @@ class ModelLoad:
 class ModelQueue:
     """A session with a request is in exactly one of `active` and `held`; one without has only pages that hold KV."""
 
-    def __init__(self, name: str, kv: KvManager, max_context: int, num_blocks: int) -> None:
+    def __init__(
+        self, name: str, kv: KvManager, max_context: int, num_blocks: int, paging: Paging | None = None
+    ) -> None:
+        """`paging`: where there are lower tiers, or will be."""
         assert max_context <= kv.max_context
         self.name = name
         self.kv = kv
+        self.residence = Residence(paging or Paging(kv))
         self.max_context = max_context
         self.num_blocks = num_blocks
         self.sessions: dict[str, Session] = {}
@@ -54,19 +60,25 @@ class ModelQueue:
         """Tokens that the longest session can come to with the request it has."""
         return min(max((_reach(session) for session in self.sessions.values()), default=0), self.limit)
 
-    def vacate(self, pages: int) -> None:
-        """Leaves no more than so many pages held: sessions give theirs up in the order of eviction, and are computed
-        anew from their tokens when they next run."""
-        idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
-        order = serving_order(self.active.values())
-        for victim in list(eviction_order(idle, self.held.values(), order, None)):
+    def vacate(self, pages: int, settle: Callable[[], None] = lambda: None) -> None:
+        """Leaves no more than so many pages held: sessions give theirs up in the order of eviction. `settle`: waits for
+        what is being copied; nothing is when this returns."""
+        settle()
+        for victim in list(self._evictable(None)):
             if self.kv.pool.used <= pages:
                 return
-            self._evict(victim)
+            self.residence.leave(victim, forced=True)
+            settle()
 
-    def _evict(self, victim: Session) -> None:
-        self.kv.drop(victim.id)
-        victim.computed = 0
+    def secure(self, session: Session) -> bool:
+        """Pages for all tokens of a session without a request, whose KV is about to come from elsewhere; at the cost of
+        others. False: not yet."""
+        return self.residence.secure(session, self._evictable(None))
+
+    def _evictable(self, served: Session | None) -> Iterator[Session]:
+        """Whose pages make room for `served`, or for nobody in particular, first to last."""
+        idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
+        return eviction_order(idle, self.held.values(), serving_order(self.active.values()), served)
 
     def check_fits(self, length: int) -> None:
         """Raises PromptTooLong or OutOfMemory for a session of so many tokens that it can never run to its end."""
@@ -88,47 +100,118 @@ class ModelQueue:
             )
 
     def join(self, session: Session) -> None:
-        self.active[session.id] = session
+        session.waits, session.quiet_since = False, None
+        if session.paused:
+            self.held[session.id] = session
+            self.residence.leave(session)
+        else:
+            self.active[session.id] = session
+            self.residence.stay(session)
 
     def hold(self, session: Session) -> None:
-        self.held[session.id] = self.active.pop(session.id)
+        if session.id in self.active:
+            self.held[session.id] = self.active.pop(session.id)
 
     def release(self, session: Session) -> None:
-        self.active[session.id] = self.held.pop(session.id)
+        """Held by nobody any more, unless it is paused."""
+        request = session.request
+        if not session.paused and request is not None and request.runnable:
+            self.active[session.id] = self.held.pop(session.id)
+            self.residence.stay(session)
 
     def leave(self, session: Session) -> None:
         """Its request has ended: takes the pages that hold no KV from it."""
         (self.held if session.id in self.held else self.active).pop(session.id)
         self.rewind(session, session.computed)
+        if session.paused:
+            self.residence.leave(session)
 
     def rewind(self, session: Session, computed: int) -> None:
-        """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
-        at the start of that page."""
-        session.computed = self.kv.trim(session.id, computed)
+        """See Residence.rewind."""
+        self.residence.rewind(session, computed)
+
+    def cut(self, session: Session) -> None:
+        """It has fewer tokens now, and no request. One that was on its way out still is."""
+        self.rewind(session, session.computed)
+        if session.paused or session.waits:
+            self.residence.leave(session)
+
+    # --- what clients say -------------------------------------------------------------------------------------------
+
+    def wait(self, session: Session) -> None:
+        """Its client waits for something else. While a request runs on it, it does not."""
+        if session.request is None:
+            session.waits = True
+            self.residence.leave(session)
+
+    def wake(self, session: Session) -> None:
+        """Its client will ask for something in a moment."""
+        session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
+        if session.request is None and not session.paused:
+            self.residence.stay(session)
+            if not self.residence.is_moving(session):
+                waiting = [other for other in self._evictable(None) if other.waits]
+                self.residence.prefetch(session, waiting)
+
+    def pause(self, session: Session) -> Transfer | None:
+        """No row until `resume`; its pages leave. → what is to be waited for until they are found on the host."""
+        session.paused = True
+        self.hold(session)
+        return self.residence.leave(session, sealed=True)
+
+    def resume(self, session: Session) -> None:
+        session.paused = False
+        if session.request is not None:
+            self.release(session)
+        else:
+            self.wake(session)
+
+    def tend(self, now: float) -> None:
+        """Now and then: whose client has said nothing for long leaves, also before pages are short; whose client is
+        expected comes back."""
+        for session in self.sessions.values():
+            if session.request is not None or session.paused:
+                continue
+            if session.waits:
+                if session.wakes_at and now >= session.wakes_at:
+                    self.wake(session)
+            elif session.id in self.kv.sessions and not self.residence.is_moving(session):
+                if session.quiet_since is None:
+                    session.quiet_since = now
+                elif has_gone_quiet(now - session.quiet_since, self.kv.pool.free / self.kv.pool.capacity):
+                    self.residence.leave(session)
+        self.residence.paging.spill(SPILLS_AT_ONCE)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
 
     def compose(self, step: int, max_tokens: int, max_rows: int) -> tuple[Row, ...]:
-        """Serves the active sessions in their order while pages and budget last; one row at least where one is
-        active. Rows of one token come first.
+        """Serves the active sessions in their order while pages and budget last. Rows of one token come first. Nobody,
+        where all wait for pages that are being copied.
 
         Once pages are short, nobody who holds none starts: those further back must not live on what the first in
         line waits for.
         """
-        order = serving_order(self.active.values())
+        residence = self.residence
+        order = [session for session in serving_order(self.active.values()) if not residence.is_moving(session)]
+        if not order:
+            return ()
         budget = Budget(order, max_tokens, max_rows)
         rows = []
         short = False
         for session in order:
             remaining = session.remaining
             count = budget.share(remaining)
-            if count == 0 or (short and not self.kv.pages_held(session.id)):
+            if count == 0 or residence.is_moving(session) or (short and not self.kv.pages_held(session.id)):
                 continue
-            if self._secure_pages(order, session):
+            if not residence.secure(session, self._evictable(session)):
+                short = short or not residence.is_arriving(session)
+            else:
                 count = min(count, session.remaining)
                 budget.take(remaining, count)
                 rows.append(self._row(session, count, step))
-            else:
-                short = True
-        assert rows, f"step {step}: nobody of {len(order)} active sessions of {self.name} goes on"
+        assert rows or residence.anybody_moves, (
+            f"step {step}: nobody of {len(order)} active sessions of {self.name} goes on"
+        )
         rows.sort(key=_is_chunk)
         return tuple(rows)
 
@@ -141,54 +224,17 @@ class ModelQueue:
         samples = request.max_tokens > 0 and count == session.remaining
         return Row(session, request, session.computed, count, 0, self.num_blocks, samples)
 
-    def _secure_pages(self, order: list[Session], session: Session) -> bool:
-        """Pages for all tokens that the session has, so that no prompt stops half-way for want of them; where they
-        are short, at the cost of those that the policy ranks behind it. False: it has to wait, and nobody lost any."""
-        computed = session.computed
-        self._adopt(session)
-        try:
-            self.kv.reserve(session.id, session.tenant, len(session.tokens))
-        except OutOfPages as shortage:
-            idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
-            candidates = eviction_order(idle, self.held.values(), order, session)
-            victims = _first_that_free(shortage.needed - shortage.free, candidates, self.kv)
-            if not victims:
-                self.rewind(session, min(computed, session.computed))
-                return False
-            for victim in victims:
-                self._evict(victim)  # it is computed anew from its tokens when it next runs
-            self.kv.reserve(session.id, session.tenant, len(session.tokens))
-        return True
-
-    def _adopt(self, session: Session) -> None:
-        """Spares a session that is about to be given pages the part of its prompt that its tenant has computed before.
-        One token at least stays, to choose the next one, and all whose logits are wanted."""
-        request, kv = session.request, self.kv
-        assert request is not None
-        most = len(session.tokens) - 1 if request.logits_from is None else request.logits_from
-        if most // kv.page_size > session.computed // kv.page_size and (
-            kv.pages_held(session.id) == kv.pages_for(session.computed)
-        ):
-            session.computed = kv.adopt(session.id, session.tenant, session.tokens, session.computed, most)
-
-    def advance(self, session: Session, computed: int) -> None:
-        """A step has brought its KV so far."""
-        filled = computed // self.kv.page_size > session.computed // self.kv.page_size
-        session.computed = computed
-        if filled:
-            self.kv.publish(session.id, session.tenant, session.tokens, computed)
-
     def load(self) -> ModelLoad:
         kv_tokens = sum(session.computed for session in self.sessions.values())
         return ModelLoad(len(self.sessions), kv_tokens, self.kv.pool.capacity, self.kv.pool.used)
 
     def check_integrity(self) -> None:
         """Asserts that sessions, requests, tables and pool agree."""
-        self.kv.check_integrity()
+        self.residence.check_integrity()
         strangers = self.kv.sessions - self.sessions.keys()
         assert not strangers, f"{sorted(strangers)} hold pages of {self.name} and are not its sessions"
         busy = {id: session.request for id, session in self.sessions.items() if session.request}
-        active = {id for id, request in busy.items() if request.runnable}
+        active = {id for id, request in busy.items() if request.runnable and not self.sessions[id].paused}
         assert self.active.keys() == active, f"{sorted(active ^ self.active.keys())} of {self.name}: active or not?"
         held = busy.keys() - active
         assert self.held.keys() == held, f"{sorted(held ^ self.held.keys())} of {self.name}: held or not?"
@@ -196,7 +242,8 @@ class ModelQueue:
         for session in self.sessions.values():
             self._check_session(session)
             for page in self.kv.pages_of(session.id):
-                assert tenants.setdefault(page, session.tenant) == session.tenant, f"two tenants share page {page}"
+                if not self.kv.pool.is_public(page):
+                    assert tenants.setdefault(page, session.tenant) == session.tenant, f"two tenants share page {page}"
 
     def _check_session(self, session: Session) -> None:
         name, length, computed, request = session.id, len(session.tokens), session.computed, session.request
@@ -204,6 +251,9 @@ class ModelQueue:
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
             assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"
+        if self.residence.is_arriving(session):
+            assert pages >= least, f"session {name} arrives with {pages} pages for {computed} tokens"
+            return
         if request is None:
             assert pages == least, f"idle session {name} holds {pages} pages for {computed} tokens"
             return
@@ -221,21 +271,3 @@ def _reach(session: Session) -> int:
 
 def _is_chunk(row: Row) -> bool:
     return row.count > 1
-
-
-def _first_that_free(missing: int, candidates: Iterable[Session], kv: KvManager) -> list[Session]:
-    """Of the first candidates whose pages together free `missing`, those that it takes; empty where all of them free
-    fewer. A page is free when the last that holds it is a victim."""
-    victims: dict[Session, list[int]] = {}
-    given: Counter[int] = Counter()  # references, by page
-
-    def is_free(page: int) -> bool:
-        return given[page] == kv.pool.references(page)
-
-    for candidate in candidates:
-        pages = victims[candidate] = kv.pages_of(candidate.id)
-        given.update(pages)
-        missing -= sum(map(is_free, pages))
-        if missing <= 0:
-            return [victim for victim, pages in victims.items() if any(map(is_free, pages))]
-    return []

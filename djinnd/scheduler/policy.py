@@ -12,18 +12,35 @@ def serving_order(active: Iterable[Session]) -> list[Session]:
     return list(active)
 
 
+QUIET_S = 10.0  # after which a session whose client says nothing leaves the device
+CROWDED_QUIET_S = 1.0  # the same while pages are scarce
+SCARCE = 0.1  # of the pool: fewer are free
+
+
+def has_gone_quiet(seconds: float, free: float) -> bool:
+    """Whether an idle session leaves, of which nobody has heard for so long; `free`: share of the pool. Its pages stay
+    where they are as long as nobody else needs them, so coming back costs little."""
+    return seconds >= (CROWDED_QUIET_S if free < SCARCE else QUIET_S)
+
+
 def eviction_order(
     idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session | None
 ) -> Iterator[Session]:
-    """Whose pages make room for `served`, first to last: the idle, then those whose client reads too slowly, each
-    least recently touched first; then of the serving `order` the last, but nobody who stands before `served`. So the
-    first of the order can have every page there is, and always goes on. None: room for nobody in particular."""
-    yield from sorted(idle, key=_touched)
+    """Whose pages make room for `served`, first to last: the idle, those first whose client waits for something else,
+    then those whose client reads too slowly or who are paused, each least recently touched first; then of the serving
+    `order` the last, but nobody who stands before `served`. So the first of the order can have every page there is, and
+    always goes on. None: room for nobody in particular."""
+    yield from sorted(idle, key=_waits_or_touched)
     yield from sorted(held, key=_touched)
     for session in reversed(order):
         if session is served:
             return
         yield session
+
+
+def _waits_or_touched(session: Session) -> tuple[bool, bool, int]:
+    """KV that a client gave goes last: it cannot be computed."""
+    return bool(session.foreign_tokens), not session.waits, session.touched
 
 
 def _touched(session: Session) -> int:

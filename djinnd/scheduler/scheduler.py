@@ -10,7 +10,8 @@ has changed nothing that matters: the next one runs its tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
@@ -19,7 +20,9 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager, PageCopy
+from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,17 @@ class Scheduler:
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
         self._step = 0
         self._completed = 0  # the last step that did
+        self.next_wake = math.inf  # when the next session is expected that waits
 
     # --- models and sessions ----------------------------------------------------------------------------------------
 
-    def add_model(self, name: str, kv: KvManager, max_context: int, num_blocks: int) -> None:
-        """`max_context` in tokens, at most the manager's."""
+    def add_model(
+        self, name: str, kv: KvManager, max_context: int, num_blocks: int, paging: Paging | None = None
+    ) -> None:
+        """`max_context` in tokens, at most the manager's. `paging`: of the manager's pages, where they have lower
+        tiers."""
         assert name not in self._queues
-        self._queues[name] = ModelQueue(name, kv, max_context, num_blocks)
+        self._queues[name] = ModelQueue(name, kv, max_context, num_blocks, paging)
 
     def remove_model(self, name: str) -> None:
         count = len(self._queues[name].sessions)
@@ -60,9 +67,15 @@ class Scheduler:
         """Tokens that the model's longest session can come to with the request it has."""
         return self._queues[model].reach
 
-    def vacate(self, model: str, pages: int) -> None:
-        """Between steps: leaves the model's sessions no more than so many pages. Nothing but KV is lost."""
-        self._queues[model].vacate(pages)
+    def vacate(self, model: str, pages: int, settle: Callable[[], None] = lambda: None) -> None:
+        """Between steps: leaves the model's sessions no more than so many pages. Nothing but KV is lost. `settle`: as
+        ModelQueue.vacate."""
+        self._queues[model].vacate(pages, settle)
+
+    def secure(self, session_id: str) -> bool:
+        """See ModelQueue.secure. Raises SessionNotFound."""
+        session = self.session(session_id)
+        return self._queues[session.model].secure(session)
 
     def open(self, session: Session) -> None:
         """With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
@@ -76,7 +89,12 @@ class Scheduler:
         parent = self.session(parent_id)
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
         child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens), touched=parent.touched)
+        child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
         self.open(child)
+        residence = self._queues[parent.model].residence
+        if residence.is_arriving(parent):
+            residence.rewind(parent, parent.computed)
+        child.left_at = parent.left_at
         child.computed, copy = self._queues[child.model].kv.fork(parent_id, child_id, child.tenant, parent.computed)
         return copy
 
@@ -95,6 +113,7 @@ class Scheduler:
         session = self.session(session_id)
         request = self._finish(session, "cancelled") if session.request else None
         queue = self._queues[session.model]
+        queue.residence.forget(session)
         queue.kv.drop(session_id)
         del queue.sessions[session_id], self._sessions[session_id]
         return request
@@ -104,7 +123,7 @@ class Scheduler:
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
         session.truncate(length)
-        self._queues[session.model].rewind(session, session.computed)
+        self._queues[session.model].cut(session)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +137,8 @@ class Scheduler:
         assert session.request is None and request.id not in self._in_progress
         assert request.state is RequestState.QUEUED
         assert (request.first, request.prompt_end) == (len(session.tokens), length)
-        assert new_tokens or (session.tokens and request.max_tokens), f"request {request.id} has nothing to run"
+        wants = new_tokens or (session.tokens and request.max_tokens) or session.remaining
+        assert wants, f"request {request.id} has nothing to run"
         queue = self._queues[session.model]
         queue.check_fits(length + min(1, request.max_tokens))
         session.tokens.extend(new_tokens)
@@ -168,6 +188,51 @@ class Scheduler:
                 request.move("release")
                 self._queues[session.model].release(session)
 
+    # --- where pages are --------------------------------------------------------------------------------------------
+
+    def wait(self, session_id: str, until: float = 0.0) -> None:
+        """The session's client waits for something else, as it believes until then (0: nobody knows). One that is gone
+        or has a request stays as it is."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.request is None:
+            session.wakes_at = until
+            self._queues[session.model].wait(session)
+            if until:
+                self.next_wake = min(self.next_wake, until)
+
+    def wake(self, session_id: str) -> None:
+        """The session's client will ask for something in a moment."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._queues[session.model].wake(session)
+
+    def pause(self, session_id: str) -> Transfer | None:
+        """Between steps: no row for the session until `resume`, and no pages on the device. → what is to be waited for
+        until they are found on the host. Raises SessionNotFound."""
+        session = self.session(session_id)
+        return self._queues[session.model].pause(session)
+
+    def resume(self, session_id: str) -> None:
+        """One that is gone, or not paused, stays as it is."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.paused:
+            self._queues[session.model].resume(session)
+
+    def tend(self, now: float) -> None:
+        """A few times a second; `now` in seconds."""
+        for queue in self._queues.values():
+            queue.tend(now)
+        expected = (s.wakes_at for s in self._sessions.values() if s.waits and s.wakes_at and not s.paused)
+        self.next_wake = min(expected, default=math.inf)
+
+    def over(self, model: str, transfers: Iterable[Transfer]) -> None:
+        """These have ended."""
+        for transfer in transfers:
+            self._queues[model].residence.over(transfer)
+
+    def residence(self, model: str) -> Residence:
+        return self._queues[model].residence
+
     def _finish(self, session: Session, reason: FinishReason | None) -> Request:
         request = session.request
         assert request is not None
@@ -181,14 +246,15 @@ class Scheduler:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """The rows of the next step, of one model; models that have work take turns. None: nothing can run."""
-        name = next((name for name, queue in self._queues.items() if queue.active), None)
-        if name is None:
-            return None
-        queue = self._queues[name] = self._queues.pop(name)
-        self._step += 1
-        rows = queue.compose(self._step, self.max_batch_tokens, self.max_rows)
-        return Batch(name, rows, self._step)
+        """The rows of the next step, of one model; models that have work take turns. None: nothing can run now."""
+        for name in [name for name, queue in self._queues.items() if queue.active]:
+            queue = self._queues[name]
+            rows = queue.compose(self._step + 1, self.max_batch_tokens, self.max_rows)
+            if rows:
+                self._queues[name] = self._queues.pop(name)
+                self._step += 1
+                return Batch(name, rows, self._step)
+        return None
 
     def complete(self, batch: Batch, next_tokens: Sequence[int]) -> list[Request]:
         """Applies a step that ran. `batch` is the last one composed; `next_tokens` has one token for each of its rows
@@ -207,7 +273,7 @@ class Scheduler:
                 continue  # it has ended while the step ran
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
-            self._queues[batch.model].advance(session, row.end)
+            self._queues[batch.model].residence.advance(session, row.end)
             reason = _advance(session, request, token, self._queues[batch.model].limit)
             if reason:
                 finished.append(self._finish(session, reason))

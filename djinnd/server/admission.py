@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
-from djinn_client.protocol import Forward, Generate, GetTrace, LoadModel, ModelInfo, PlanModel, ShareModel
+from djinn_client.protocol import (
+    Forward,
+    Generate,
+    GetTrace,
+    LoadModel,
+    ModelInfo,
+    PauseSession,
+    PlanModel,
+    PublishPrefix,
+    ShareModel,
+)
 
 MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 MAX_STOPS = 16
@@ -86,10 +96,35 @@ def check_truncate(length: int, session_tokens: int) -> None:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
 
 
+def check_pause(request: PauseSession) -> None:
+    """Raises InvalidRequest."""
+    if request.tier == "device":
+        raise InvalidRequest("a paused session's pages leave the device: pause it to host or disk", field="tier")
+
+
+def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -> int:
+    """How many tokens such a request makes public. Raises InvalidRequest."""
+    wanted = session_tokens if request.tokens is None else request.tokens
+    if wanted > session_tokens:
+        raise InvalidRequest(f"the session has {session_tokens:,} tokens, not {wanted:,}", field="tokens")
+    public = wanted - wanted % page_size
+    if public <= 0:
+        raise InvalidRequest(
+            f"{wanted:,} tokens are less than a page, and only full pages are shared: mark at least {page_size:,}",
+            field="tokens",
+            page_size=page_size,
+        )
+    return public
+
+
 def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
     """Raises InvalidRequest."""
     if request.kv_bytes < 0:
         raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
+    for name in ("host_kv_bytes", "disk_kv_bytes"):
+        nbytes = getattr(request, name, None)
+        if nbytes is not None and nbytes < 0:
+            raise InvalidRequest(f"{name} is {nbytes}; it must be a size, or nothing (as the daemon sees fit)")
     if request.placing is not None:
         request.placing.validate()
 

@@ -1,13 +1,17 @@
-"""The arena: POSIX shared-memory objects that hold models' blocks, one object a model, and outlive engine and daemon.
+"""The arena: POSIX shared-memory objects that hold models' weights and pages of their sessions, and outlive engine and
+daemon. A model has one object of each, at most.
 
-An object is a header (arena_header.py) and the blocks. The owner holds a lock (flock) on each of its objects for as
+An object is a header (arena_header.py) and the payload. The owner holds a lock (flock) on each of its objects for as
 long as it lives, so whether an owner lives is the kernel's word and holds across pid namespaces; pid and start time in
 the header are for people and for `djinnctl doctor`.
+
+    weights    filling ──the engine has filled it──► complete
+    pages      complete as soon as they are reserved: the table they begin with says which of them are whole
 
 An object that its owner has left complete is adopted by the next daemon with the same state directory: that is what
 makes one daemon the successor of another, where several run on a machine.
 
-Every page is reserved before anybody maps the object: a full /dev/shm is an error here and never a SIGBUS later.
+All of its memory is reserved before anybody maps the object: a full /dev/shm is an error here and never a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from typing import NamedTuple
 import posix_ipc
 
 from djinn_client.errors import OutOfMemory
+from djinnd.messages import Holding
 from djinnd.server.arena_header import HEADER_BYTES, MAGIC, VERSION, Header, State, start_ticks
 
 log = logging.getLogger("djinnd.server")
 
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
+
+Key = tuple[str, Holding]  # the model's name, and what of it
 
 
 @dataclass(slots=True)
@@ -52,19 +59,20 @@ class Grant(NamedTuple):
 
 
 class Arena:
-    """Owns this daemon's objects, one a model. `grant` blocks while pages are reserved; it belongs in a thread.
+    """Owns this daemon's objects. `grant` blocks while memory is reserved; it belongs in a thread.
 
     `state_dir` is the daemon's: see `adopt`.
     """
 
     def __init__(self, state_dir: str) -> None:
         self._state_dir = os.path.abspath(state_dir)
-        self._objects: dict[str, _Object] = {}
+        self._objects: dict[Key, _Object] = {}
         self._numbers = itertools.count(1)
 
     def adopt(self) -> list[str]:
         """At start, before this daemon has objects: takes over those whose owner is gone and which are complete and of
-        this state directory; removes what is left and of use to nobody. Answers with the models that it has then.
+        this state directory; removes what is left and of use to nobody. Answers with the models that it then has
+        something of.
         """
         for path in sorted(SHM.glob(f"{PREFIX}*")):
             try:
@@ -73,52 +81,65 @@ class Arena:
                 continue
             if not self._take(f"/{path.name}", fd):
                 os.close(fd)
-        return list(self._objects)
+        return sorted(self.models)
 
-    def grant(self, model: str, nbytes: int, fingerprint: str) -> Grant:
-        """The object for a model's blocks, for one engine to map. One that holds them already is handed out again.
+    def grant(
+        self, model: str, nbytes: int, fingerprint: str, holds: Holding = "weights", *, any_size: bool = False
+    ) -> Grant:
+        """The object for a model's weights or pages, for one engine to map. One that holds them already is handed out
+        again; with `any_size`, also where it has another size than `nbytes`.
 
         Raises OutOfMemory with the figures where /dev/shm has no room.
         """
-        there = self._objects.get(model)
-        if there is not None and (there.header.fingerprint, there.header.payload) != (fingerprint, nbytes):
+        there = self._objects.get((model, holds))
+        if there is not None and not _fits(there.header, fingerprint, None if any_size else nbytes):
             log.info(
-                "arena_removed name=%s model=%s reason=the checkpoint or its layout has changed", there.name, model
+                "arena_removed name=%s model=%s holds=%s reason=the checkpoint or its layout has changed",
+                *(there.name, model, holds),
             )
-            self.remove(model)
+            self.remove(model, holds)
             there = None
         if there is None:
-            there = self._create(model, nbytes, fingerprint)
+            there = self._create(model, nbytes, fingerprint, holds)
         there.write_header(there.header._replace(generation=there.header.generation + 1))
-        return Grant(there.name, HEADER_BYTES, self.is_complete(model))
+        return Grant(there.name, HEADER_BYTES, there.header.state is State.COMPLETE)
 
     def is_complete(self, model: str) -> bool:
-        there = self._objects.get(model)
-        return there is not None and there.header.state is State.COMPLETE
+        """Whether there is something of the model, and all of it is complete."""
+        there = self._objects_of(model)
+        return bool(there) and all(each.header.state is State.COMPLETE for each in there)
 
     def complete(self, model: str) -> None:
-        """The engine has filled the model's object."""
-        there = self._objects[model]
+        """The engine has filled the object of the model's weights."""
+        there = self._objects[model, "weights"]
         there.write_header(there.header._replace(state=State.COMPLETE))
 
-    def remove(self, model: str) -> None:
-        """Does nothing where the model has no object. Who still maps it keeps the memory until it lets go."""
-        there = self._objects.pop(model, None)
-        if there is not None:
-            _unlink(there.name)
-            os.close(there.fd)
+    def remove(self, model: str, holds: Holding | None = None) -> None:
+        """What `holds` says of the model; None: everything. Does nothing where there is no such object. Who still maps
+        it keeps the memory until it lets go."""
+        for there in self._objects_of(model):
+            if holds in (None, there.header.holds):
+                del self._objects[model, there.header.holds]
+                _unlink(there.name)
+                os.close(there.fd)
+
+    def remove_incomplete(self, model: str) -> None:
+        """What of the model an engine has left behind half filled."""
+        for there in self._objects_of(model):
+            if there.header.state is not State.COMPLETE:
+                self.remove(model, there.header.holds)
 
     def close(self) -> None:
-        for model in list(self._objects):
+        for model in self.models:
             self.remove(model)
 
     def leave(self) -> None:
         """Instead of `close`: what is complete stays, for the next daemon to adopt."""
-        for model in list(self._objects):
-            if self.is_complete(model):
-                os.close(self._objects.pop(model).fd)
-            else:
-                self.remove(model)
+        for model in self.models:
+            self.remove_incomplete(model)
+        for there in self._objects.values():
+            os.close(there.fd)
+        self._objects.clear()
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +147,7 @@ class Arena:
 
     @property
     def models(self) -> set[str]:
-        return set(self._objects)
+        return {model for model, _ in list(self._objects)}
 
     def findings(self) -> list[str]:
         """What this daemon's objects in /dev/shm and its own account of them do not agree on.
@@ -140,21 +161,26 @@ class Arena:
     def _names(self) -> set[str]:
         return {there.name.removeprefix("/") for there in list(self._objects.values())}
 
-    def _create(self, model: str, nbytes: int, fingerprint: str) -> _Object:
+    def _objects_of(self, model: str) -> list[_Object]:
+        return [there for (name, _), there in list(self._objects.items()) if name == model]
+
+    def _create(self, model: str, nbytes: int, fingerprint: str, holds: Holding) -> _Object:
         """In the account before it has a header, so that the audit knows whatever has one."""
-        _check_room(model, HEADER_BYTES + nbytes)
+        _check_room(model, HEADER_BYTES + nbytes, holds)
         name, fd = self._open_new(model)
         owner = (os.getpid(), start_ticks(os.getpid()))
-        header = Header(*owner, VERSION, State.FILLING, nbytes, 0, fingerprint, model, self._state_dir)
-        there = self._objects[model] = _Object(name, fd, header)
+        header = Header(*owner, VERSION, State.FILLING, nbytes, 0, fingerprint, holds, model, self._state_dir)
+        there = self._objects[model, holds] = _Object(name, fd, header)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there.write_header(header)  # before the pages: without it nobody would ever remove the object
+            there.write_header(header)  # before the memory: without it nobody would ever remove the object
             os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
+            if holds == "pages":
+                there.write_header(header._replace(state=State.COMPLETE))
         except OSError as error:
-            self.remove(model)
+            self.remove(model, holds)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise _no_room(model, HEADER_BYTES + nbytes, _free()) from error
+                raise _no_room(model, HEADER_BYTES + nbytes, _free(), holds) from error
             raise
         return there
 
@@ -180,9 +206,12 @@ class Arena:
                 _unlink(name)
             return False
         header = Header.unpack(data)
-        there = self._objects[header.model] = _Object(name, fd, header)
+        there = self._objects[header.model, header.holds] = _Object(name, fd, header)
         there.write_header(header._replace(pid=os.getpid(), start_ticks=start_ticks(os.getpid())))
-        log.info("arena_adopted name=%s model=%s bytes=%d owner=%d", name, header.model, header.payload, header.pid)
+        log.info(
+            "arena_adopted name=%s model=%s holds=%s bytes=%d owner=%d",
+            *(name, header.model, header.holds, header.payload, header.pid),
+        )
         return True
 
     def _is_for_another(self, data: bytes) -> bool:
@@ -200,14 +229,19 @@ class Arena:
         except ValueError as error:
             return str(error)
         if header.state is not State.COMPLETE:
-            return f"{header.model} was not read to its end"
+            return f"the {header.holds} of {header.model} were not brought in to their end"
         if header.state_dir != self._state_dir:
             return f"its daemon's state directory {header.state_dir} is gone"
         if stat.st_uid != os.geteuid():
             return f"it belongs to user {stat.st_uid}"
         if stat.st_size != HEADER_BYTES + header.payload:
             return f"it has {stat.st_size:,} bytes and should have {HEADER_BYTES + header.payload:,}"
-        return f"there is another one of {header.model}" if header.model in self._objects else ""
+        another = (header.model, header.holds) in self._objects
+        return f"there is another one with the {header.holds} of {header.model}" if another else ""
+
+
+def _fits(header: Header, fingerprint: str, nbytes: int | None) -> bool:
+    return header.fingerprint == fingerprint and nbytes in (None, header.payload)
 
 
 def _is_adoptable_by_anybody(header: Header) -> bool:
@@ -233,10 +267,10 @@ def _owned_by(pid: int) -> set[str]:
     return names
 
 
-def _check_room(model: str, nbytes: int) -> None:
+def _check_room(model: str, nbytes: int, holds: Holding) -> None:
     free = _free()
     if nbytes > free:
-        raise _no_room(model, nbytes, free)
+        raise _no_room(model, nbytes, free, holds)
 
 
 def _free() -> int:
@@ -244,12 +278,13 @@ def _free() -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _no_room(model: str, nbytes: int, free: int) -> OutOfMemory:
+def _no_room(model: str, nbytes: int, free: int, holds: Holding) -> OutOfMemory:
     room = os.statvfs(SHM)
     size = (room.f_blocks * room.f_frsize + nbytes - free + (1 << 30) - 1) >> 30
+    who, way = (model, "unload another model") if holds == "weights" else (f"host_kv of {model}", "ask for less")
     return OutOfMemory(
-        f"{model} needs {nbytes:,} bytes of shared memory and {SHM} has {free:,} free: unload another model, or make "
-        f"it larger: mount -o remount,size={size}G {SHM} (in a container: --shm-size={size}g)",
+        f"{who} needs {nbytes:,} bytes of shared memory and {SHM} has {free:,} free: {way}, or make it "
+        f"larger: mount -o remount,size={size}G {SHM} (in a container: --shm-size={size}g)",
         needed=nbytes,
         free=free,
     )

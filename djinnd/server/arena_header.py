@@ -1,9 +1,9 @@
 """How an object of the arena begins: whose it is, what it holds, and whether it is whole.
 
-    byte 0       8     16            24      28    32            40         48          112     2048        4096
-         ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────────┬─────────┐
-         │DJARENA1│ pid │ start ticks │version│state│payload bytes│generation│fingerprint│ model │ state dir │ payload │
-         └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────────┴─────────┘
+    byte 0       8     16            24      28    32            40         48          112     128     2048        4096
+         ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────┬───────────┬───
+         │DJARENA1│ pid │ start ticks │version│state│payload bytes│generation│fingerprint│ holds │ model │ state dir │ …
+         └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────┴───────────┴───
 
 Numbers are little-endian, texts UTF-8 and filled up with zeros. pid and start ticks (field 22 of /proc/<pid>/stat)
 name the owner; the pid in an object's name is its creator's.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+from djinnd.messages import Holding
 
 MAGIC = b"DJARENA1"
-VERSION = 2
-_HEADER = struct.Struct("<8sQQIIQQ64s1936s2048s")
+VERSION = 3
+_HEADER = struct.Struct("<8sQQIIQQ64s16s1920s2048s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -34,7 +36,8 @@ class Header(NamedTuple):
     state: State
     payload: int  # bytes
     generation: int  # how many engines have been given this object
-    fingerprint: str  # sha256 of checkpoint and layout, in hex
+    fingerprint: str  # sha256 of what the payload follows from, in hex
+    holds: Holding
     model: str
     state_dir: str  # of the daemon
 
@@ -49,8 +52,10 @@ class Header(NamedTuple):
         _, pid, ticks, version, state, payload, generation, *texts = _HEADER.unpack_from(data)
         if version != VERSION:
             raise ValueError(f"arena version {version}, this daemon knows {VERSION}")
-        fingerprint, model, state_dir = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-        return cls(pid, ticks, version, State(state), payload, generation, fingerprint, model, state_dir)
+        fingerprint, holds, model, state_dir = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        if holds not in get_args(Holding):
+            raise ValueError(f"an arena object that holds {holds!r}")
+        return cls(pid, ticks, version, State(state), payload, generation, fingerprint, holds, model, state_dir)
 
 
 def start_ticks(pid: int) -> int:

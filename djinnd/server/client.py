@@ -25,6 +25,7 @@ from djinn_client.protocol import (
     Progress,
     Reply,
     Request,
+    Signal,
     Welcome,
     decode_request,
     encode,
@@ -105,6 +106,8 @@ class Desk(Protocol):
     def handle(self, call: Call, request: Request) -> Coroutine[Any, Any, Answer]:
         """The final reply, or a DjinnError."""
 
+    def signal(self, client: Client, signal: Signal) -> None: ...
+
     def gone(self, client: Client) -> None: ...
 
 
@@ -166,6 +169,8 @@ class Client:
             self._introduce(message)
         elif not self._introduced:
             self._hang_up(ProtocolError("the first message of a connection must be Hello"))
+        elif isinstance(message, Signal):
+            self._desk.signal(self, message)
         elif message.id in self.calls:
             self._hang_up(ProtocolError(f"request {message.id} is under way: its number may not be used again yet"))
         else:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
-from djinn_client.protocol import Request
+from djinn_client.protocol import Request, Signal
 from djinnd.config import Limits
 from djinnd.server.client import Answer, Call, Client, Peer
 
@@ -24,12 +24,14 @@ class Clients:
         limits: Limits,
         admins: Collection[int],
         handle: Handle,
+        signal: Callable[[Client, Signal], None],
         on_gone: Callable[[Client], None],
         after: Callable[..., None],
     ) -> None:
         """`admins`: uids, beside root and the daemon's own. `after`: see Journal."""
         self.limits = limits
         self.handle = handle
+        self.signal = signal
         self.after = after
         self.unfinished = 0
         self.idle = asyncio.Event()  # nothing is unfinished

@@ -29,6 +29,7 @@ Question = (
     | messages.SetBudget
     | messages.Trace
     | messages.Unload
+    | messages.Pause
     | messages.Inquire
 )
 Reply = (
@@ -38,6 +39,7 @@ Reply = (
     | messages.BudgetSet
     | messages.Traced
     | messages.Unloaded
+    | messages.Paused
     | messages.Report
 )
 
@@ -45,13 +47,16 @@ _numbers = itertools.count(1)  # of requests: unique in the daemon, also across 
 
 
 class Run(Protocol):
-    """What is told of one `messages.Run`. Times are CLOCK_MONOTONIC."""
+    """What is told of one message that `EngineClient.run` sends. Times are CLOCK_MONOTONIC."""
 
     def started(self, at: float) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
     def finished(self, message: messages.Finished) -> None: ...
     def logits(self, message: messages.LogitsReady, fd: int) -> None:
         """The descriptor is the run's now."""
+
+    def exported(self, message: messages.KvExported, fd: int) -> None:
+        """Likewise."""
 
     def failed(self, error: DjinnError) -> None: ...
 
@@ -85,12 +90,18 @@ class EngineClient:
         descriptors belong to this side's connection then, which closes them."""
         self._connection.send(messages.encode(message, len(fds)), fds)
 
-    def run(self, run: Run, **fields: Any) -> int:
-        """Sends a `messages.Run` and answers with its number."""
+    def run(
+        self,
+        run: Run,
+        kind: type[messages.Run | messages.ExportKv | messages.ImportKv] = messages.Run,
+        fds: Sequence[int] = (),
+        **fields: Any,
+    ) -> int:
+        """Sends such a message and answers with its number. The descriptors are the connection's then."""
         assert not self.lost.done()
         number = next(_numbers)
         self._runs[number] = run
-        self.send(messages.Run(number, **fields))
+        self.send(kind(number, **fields), fds)
         return number
 
     async def call(self, kind: type[Question], **fields: Any) -> Any:
@@ -141,6 +152,8 @@ class EngineClient:
                 self._runs.pop(message.request).finished(message)
             case messages.LogitsReady():
                 self._runs.pop(message.request).logits(message, fds[0])
+            case messages.KvExported():
+                self._runs.pop(message.request).exported(message, fds[0])
             case messages.Failed() if message.request in self._runs:
                 self._runs.pop(message.request).failed(from_code(message.code, message.message, message.data))
             case messages.Failed():
@@ -152,6 +165,7 @@ class EngineClient:
                 | messages.BudgetSet()
                 | messages.Traced()
                 | messages.Unloaded()
+                | messages.Paused()
                 | messages.Report()
             ):
                 self._answer_call(message)

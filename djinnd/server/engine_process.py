@@ -92,10 +92,11 @@ class EngineProcess:
                 return Death(f"the engine ended with status {status}", is_final)
         return Death("the engine closed its connection", is_final=False)
 
-    async def end(self, grace: float) -> None:
-        """Gives it `grace` seconds to end, kills it then, and returns when it is gone."""
-        if grace:
-            await asyncio.wait([self._exited], timeout=grace)
+    async def exited(self) -> None:
+        await asyncio.wait([self._exited])
+
+    async def kill(self) -> None:
+        """Returns when it is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
         await self._exited

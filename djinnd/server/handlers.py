@@ -7,17 +7,21 @@ true of session, model and engine is still true.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from djinn_client import protocol
-from djinn_client.errors import InvalidRequest, NotPermitted, ShuttingDown
+from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, NotPermitted, SessionNotFound, ShuttingDown
 from djinn_client.protocol import (
     BudgetReply,
     Done,
     ModelReply,
+    PauseReply,
     PlanReply,
+    PrefixPublished,
+    PrefixWithdrawn,
     Progress,
     SessionOpened,
     Sessions,
@@ -25,11 +29,14 @@ from djinn_client.protocol import (
     TokenIds,
     TraceReply,
 )
-from djinnd.messages import Fork, Loading, Trace, Truncate
+from djinnd.messages import Fork, Loading, Pause, Paused, PublicPrefix, Resume, Signal, Trace, Truncate
 from djinnd.server import admission
-from djinnd.server.client import Answer, Call
+from djinnd.server.client import Answer, Call, Client
+from djinnd.server.export import Exporting
 from djinnd.server.journal import Journal
+from djinnd.server.kv_sizes import KvSizes
 from djinnd.server.models import Model, Models, OnLoading, open_in
+from djinnd.server.prefixes import PrefixTable
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -38,6 +45,8 @@ from djinnd.server.stopping import Restart
 from djinnd.server.supervisor import Supervisor
 from djinnd.server.vocabulary import Vocabulary
 
+log = logging.getLogger("djinnd.server")
+
 LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
 
 _NEW_WORK = (
@@ -45,6 +54,10 @@ _NEW_WORK = (
     protocol.ForkSession,
     protocol.Generate,
     protocol.Forward,
+    protocol.ExportSession,
+    protocol.ImportSession,
+    protocol.PauseSession,
+    protocol.PublishPrefix,
     protocol.LoadModel,
     protocol.PlanModel,
     protocol.ShareModel,
@@ -53,7 +66,16 @@ _NEW_WORK = (
     protocol.GetTrace,
     protocol.Restart,
 )
-_CHANGES = (protocol.OpenSession, protocol.ForkSession, protocol.Generate, protocol.Forward, protocol.Truncate)
+_CHANGES = (
+    protocol.OpenSession,
+    protocol.ForkSession,
+    protocol.ImportSession,
+    protocol.Generate,
+    protocol.Forward,
+    protocol.Truncate,
+    protocol.PublishPrefix,
+    protocol.WithdrawPrefix,
+)
 
 
 class Handlers:
@@ -62,6 +84,7 @@ class Handlers:
         sessions: SessionTable,
         models: Models,
         sharing: Sharing,
+        prefixes: PrefixTable,
         status: Status,
         supervisor: Supervisor,
         journal: Journal,
@@ -70,10 +93,12 @@ class Handlers:
         self._sessions = sessions
         self._models = models
         self._sharing = sharing
+        self._prefixes = prefixes
         self._status = status
         self._supervisor = supervisor
         self._journal = journal
         self._restart_daemon = restart
+        self._exporting = Exporting(sessions, models, status, self._model_of)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
             protocol.Ping: self._ping,
             protocol.OpenSession: self._open,
@@ -83,6 +108,13 @@ class Handlers:
             protocol.Generate: self._generate,
             protocol.Forward: self._forward,
             protocol.Truncate: self._truncate,
+            protocol.ExportSession: self._exporting.export,
+            protocol.ImportSession: self._import,
+            protocol.PauseSession: self._pause,
+            protocol.ResumeSession: self._resume,
+            protocol.PublishPrefix: self._publish_prefix,
+            protocol.ListPrefixes: self._list_prefixes,
+            protocol.WithdrawPrefix: self._withdraw_prefix,
             protocol.GetTokens: self._get_tokens,
             protocol.GetStatus: self._get_status,
             protocol.ListSessions: self._list_sessions,
@@ -104,6 +136,18 @@ class Handlers:
         if isinstance(request, _CHANGES):  # closing gives room, and goes on
             self._journal.expect_writable()
         return await self._handlers[type(request)](call, request)
+
+    def signal(self, client: Client, signal: protocol.Signal) -> None:
+        """It is one-way: nobody is told what is wrong with it."""
+        try:
+            signal.validate()
+            session = self._sessions.lookup(signal.session, client)
+        except (InvalidRequest, SessionNotFound) as error:
+            log.debug("signal_ignored user=%d reason=%s", client.user, error)
+            return
+        engine = self._models.engine_of(session)
+        if engine is not None:  # else nothing of it is on a device
+            engine.send(Signal(session.id, signal.kind == "IO_WAIT", signal.expected_s))
 
     async def _ping(self, call: Call, request: protocol.Ping) -> Answer:
         return Answer(Done(id=call.id))
@@ -133,6 +177,14 @@ class Handlers:
             engine.send(Fork(session.id, parent.id, session.priority))
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
+    async def _import(self, call: Call, request: protocol.ImportSession) -> Answer:
+        window = _descriptor(call) if request.kv is not None or call.fds else None
+        try:
+            return await self._exporting.import_(call, request, window, _telling(call))
+        finally:
+            if window is not None:
+                os.close(window)
+
     async def _close(self, call: Call, request: protocol.CloseSession) -> Answer:
         self._sessions.close(self._sessions.lookup(request.session, call.client))
         return Answer(Done(id=call.id))
@@ -147,6 +199,34 @@ class Handlers:
             engine.send(Truncate(session.id, request.length))
         return Answer(Done(id=call.id))
 
+    async def _pause(self, call: Call, request: protocol.PauseSession) -> Answer:
+        """Whatever runs on it. Where there is no engine, or it is lost meanwhile, the next one opens it paused."""
+        admission.check_pause(request)
+        session = self._sessions.lookup(request.session, call.client)
+        engine, paused = self._models.engine_of(session), Paused(0, pages=0, nbytes=0, seconds=0.0)
+        was_paused, session.is_paused = session.is_paused, True
+        try:
+            if engine is not None:
+                paused = await engine.call(Pause, session=session.id, tier=request.tier)
+        except EngineLost:
+            pass
+        except DjinnError:
+            session.is_paused = was_paused and session.is_paused  # it may have been resumed in the meantime
+            raise
+        log.info("session_paused session=%s tier=%s pages=%d", session.id, request.tier, paused.pages)
+        return Answer(
+            PauseReply(id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds)
+        )
+
+    async def _resume(self, call: Call, request: protocol.ResumeSession) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.is_paused = False
+        engine = self._models.engine_of(session)
+        if engine is not None:
+            engine.send(Resume(session.id))
+        log.info("session_resumed session=%s", session.id)
+        return Answer(Done(id=call.id))
+
     async def _get_tokens(self, call: Call, request: protocol.GetTokens) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         return Answer(TokenIds(id=call.id, token_ids=session.tokens))
@@ -154,6 +234,33 @@ class Handlers:
     async def _list_sessions(self, call: Call, request: protocol.ListSessions) -> Answer:
         visible = self._sessions.visible(call.client)
         return Answer(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))
+
+    # --- public prefixes --------------------------------------------------------------------------------------------
+
+    async def _publish_prefix(self, call: Call, request: protocol.PublishPrefix) -> Answer:
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may make a prefix public: other users' sessions share its pages")
+        session = self._sessions.lookup(request.session, call.client)
+        model = await self._model_of(session)
+        session.expect_idle()
+        count = admission.public_tokens(request, len(session.tokens), model.described[0].page_size)
+        shared = model.share is not None
+        prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
+        if model.engine is not None:  # else the next one is told when it has loaded the model
+            model.engine.send(PublicPrefix(model.name, prefix.tokens))
+        return Answer(PrefixPublished(id=call.id, prefix=prefix.info))
+
+    async def _list_prefixes(self, call: Call, request: protocol.ListPrefixes) -> Answer:
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may list the public prefixes")
+        return Answer(protocol.Prefixes(id=call.id, prefixes=[prefix.info for prefix in self._prefixes]))
+
+    async def _withdraw_prefix(self, call: Call, request: protocol.WithdrawPrefix) -> Answer:
+        if not call.client.is_admin:
+            raise NotPermitted("only an administrator may withdraw a public prefix")
+        prefix = self._prefixes.withdraw(request.prefix)
+        in_force = any(model.name == prefix.model and model.engine is not None for model in self._models)
+        return Answer(PrefixWithdrawn(id=call.id, in_force=in_force))
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +273,7 @@ class Handlers:
             admission.check_prompt(prompt, len(session.tokens), info, room=1)
             stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
             engine = await self._models.ready(session.model)
+            session.expect_model()
             run = GenerateRun(call, session, engine, request, prompt, stop_tokens, vocabulary)
             call.client.started(call, run)
             return await run.done
@@ -175,6 +283,7 @@ class Handlers:
         with session.in_use(call):
             admission.check_forward(request, len(session.tokens), (await self._model_of(session)).described[0])
             engine = await self._models.ready(session.model)
+            session.expect_model()
             run = ForwardRun(call, session, engine, request)
             call.client.started(call, run)
             return await run.done
@@ -198,14 +307,15 @@ class Handlers:
 
     async def _load_model(self, call: Call, request: protocol.LoadModel) -> Answer:
         admission.check_load(request)
+        kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
         model = self._models.find_open(request.model, call.client)
         if model.state in ("loading", "ready"):
             loaded = f"{model.name} is {'loaded' if model.state == 'ready' else 'being loaded'} already"
-            if request.kv_bytes not in (0, model.kv_bytes):
+            if kv.over(model.kv) != model.kv:
                 raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
             if request.placing not in (None, model.placing):
                 raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
-        await self._models.ready(request.model, _telling(call), request.kv_bytes, request.placing)
+        await self._models.ready(request.model, _telling(call), kv, request.placing)
         model = self._models.find(request.model)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 

@@ -21,11 +21,20 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from djinn_client.errors import JournalUnavailable
 from djinn_client.protocol import Class
-from djinnd.server.journal_file import Change, Closed, Extended, JournalFile, KeptSession, Opened
+from djinnd.server.journal_file import (
+    Change,
+    Closed,
+    Extended,
+    JournalFile,
+    KeptSession,
+    Opened,
+    Published,
+    Withdrawn,
+)
 
 log = logging.getLogger("djinnd.server")
 
@@ -43,6 +52,13 @@ class Journalled(Protocol):
     created: float  # CLOCK_MONOTONIC
     tokens: list[int]
     journalled: int
+
+
+class Kept(NamedTuple):
+    """What earlier daemons have left."""
+
+    sessions: list[KeptSession]
+    prefixes: list[Published]
 
 
 @dataclass(slots=True)
@@ -73,14 +89,14 @@ class Journal:
         self._settled.set()
         self._fault = ""  # why the last commit failed
 
-    def open(self) -> list[KeptSession]:
-        """The sessions that earlier daemons have left. Raises StartError."""
+    def open(self) -> Kept:
+        """Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
-        kept = self._file.sessions()
+        kept = Kept(self._file.sessions(), self._file.prefixes())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
-        log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept))
+        log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
         return kept
 
     async def settled(self) -> None:
@@ -124,6 +140,12 @@ class Journal:
     def closed(self, session: Journalled) -> None:
         self._gathering.sessions.pop(session.id, None)
         self._note(Closed(session.id))
+
+    def published(self, prefix: Published) -> None:
+        self._note(prefix)
+
+    def withdrawn(self, prefix: str) -> None:
+        self._note(Withdrawn(prefix))
 
     def after(self, act: Callable[..., None], *arguments: Any) -> None:
         """Calls it when all that has happened until now is written: at once, or in a later turn of the loop."""

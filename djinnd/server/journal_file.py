@@ -28,19 +28,21 @@ from djinn_client.protocol import Class
 from djinnd.server.socket_path import StartError
 
 NAME = "journal.db"
-VERSION = 1  # of tables and changes
 FOLD_BYTES = 256 << 10  # some ten milliseconds of folding, in which nobody is told anything
 
 _TOKEN = "I"  # an array of them is what a session's blob holds: uint32
 _CHECKPOINT_PAGES = 4096  # of the write-ahead log, after which SQLite copies it into the file and synchronises both
-_TABLES = f"""
+_UPGRADES = (  # of tables and changes, from each version to the next; a new file is of version 0
+    """
     CREATE TABLE session (
         id TEXT PRIMARY KEY, user INTEGER, model TEXT, shared INTEGER, priority TEXT,
         created REAL, used REAL, tokens BLOB
     );
     CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
-    PRAGMA user_version = {VERSION};
-"""
+    """,
+    "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
+)
+VERSION = len(_UPGRADES)
 
 
 class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
@@ -66,7 +68,21 @@ class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
     session: str
 
 
-Change = Opened | Extended | Closed
+class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
+    """A public prefix of the model: see prefixes.py. `user`: who has marked it. `created`: seconds since 1970."""
+
+    prefix: str
+    model: str
+    user: int
+    created: float
+    tokens: list[int]
+
+
+class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
+    prefix: str
+
+
+Change = Opened | Extended | Closed | Published | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -116,6 +132,14 @@ class JournalFile:
         rows = self._db.execute(f"SELECT {columns} FROM session ORDER BY created")
         return [_kept(*row) for row in rows]
 
+    def prefixes(self) -> list[Published]:
+        """As of the last fold."""
+        rows = self._db.execute("SELECT id, model, user, created, tokens FROM prefix ORDER BY created")
+        return [
+            Published(name, model, user, created, array(_TOKEN, tokens).tolist())
+            for name, model, user, created, tokens in rows
+        ]
+
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
         encoded = _encoder.encode(changes)
@@ -130,17 +154,22 @@ class JournalFile:
         """Raises ValueError where changes do not fit the sessions."""
         self._unfolded = 0  # also where it fails: it is tried again when as much has come
         images: dict[str, KeptSession | None] = {}
+        prefixes: dict[str, Published | None] = {}
         for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
             for change in _decoder.decode(encoded):
-                self._apply(change, at, images)
-        if not images:
+                self._apply(change, at, images, prefixes)
+        if not images and not prefixes:
             return
         gone = [(name,) for name, image in images.items() if image is None]
         kept = [_row(image) for image in images.values() if image is not None]
+        withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
+        published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany("DELETE FROM session WHERE id = ?", gone)
             self._db.executemany("INSERT OR REPLACE INTO session VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
+            self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
+            self._db.executemany("INSERT OR REPLACE INTO prefix VALUES (?, ?, ?, ?, ?)", published)
             self._db.execute("DELETE FROM change")
             self._db.execute("COMMIT")
         except BaseException:
@@ -160,25 +189,38 @@ class JournalFile:
         db.execute("PRAGMA journal_size_limit = 0")  # what a checkpoint has emptied is given back
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if tables == 0:
-            db.executescript(f"BEGIN; {_TABLES} COMMIT;")
-        elif version != VERSION:
+        if not tables:
+            version = 0
+        elif not 1 <= version <= VERSION:
             raise StartError(
                 f"{self.path} has version {version} and this djinnd reads {VERSION}: start the djinnd that wrote it, "
                 "or move the file away to begin without its sessions"
             )
+        if version < VERSION:
+            upgrade = "".join(_UPGRADES[version:])
+            db.executescript(f"BEGIN; {upgrade} PRAGMA user_version = {VERSION}; COMMIT;")
 
     def _told(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             return f"{self.path.parent} is the state directory of a daemon that runs: stop it, or use --state-dir"
         return f"{self.path} cannot be used: {error}; repair it, or move it away to begin without its sessions"
 
-    def _apply(self, change: Change, at: float, images: dict[str, KeptSession | None]) -> None:
+    def _apply(
+        self,
+        change: Change,
+        at: float,
+        images: dict[str, KeptSession | None],
+        prefixes: dict[str, Published | None],
+    ) -> None:
         match change:
             case Opened(session, user, model, shared, priority, created):
                 images[session] = KeptSession(session, user, model, shared, priority, created, at, array(_TOKEN))
             case Closed(session):
                 images[session] = None
+            case Published(prefix):
+                prefixes[prefix] = change
+            case Withdrawn(prefix):
+                prefixes[prefix] = None
             case Extended(session, start, tokens):
                 if session not in images:
                     images[session] = self._read(session)
@@ -206,3 +248,7 @@ def _kept(
 def _row(image: KeptSession) -> tuple[str, int, str, bool, str, float, float, bytes]:
     tokens = image.tokens.tobytes()
     return (image.id, image.user, image.model, image.shared, image.priority, image.created, image.used, tokens)
+
+
+def _prefix_row(prefix: Published) -> tuple[str, str, int, float, bytes]:
+    return (prefix.prefix, prefix.model, prefix.user, prefix.created, array(_TOKEN, prefix.tokens).tobytes())

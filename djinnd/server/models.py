@@ -16,6 +16,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,12 +38,15 @@ from djinnd.messages import (
     Open,
     Plan,
     Planned,
+    PublicPrefix,
     Unload,
 )
 from djinnd.server.arena import Arena
 from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.kv_sizes import AS_CONFIGURED, KvSizes
+from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.share import Share
 from djinnd.server.vocabulary import Vocabulary
@@ -60,7 +64,7 @@ class Model:
 
     name: str
     source: config.Model
-    kv_bytes: int  # 0: the engine decides
+    kv: KvSizes
     placing: Placing
     state: ModelState = "available"
     error: str = ""
@@ -80,7 +84,8 @@ class Model:
 
 
 class Models:
-    """Owns the models' arena. It is the Owner of the engines: what they say about loading comes here."""
+    """Owns the models' arena. It is the Owner of the engines: what they say about loading comes here. `page_folder`:
+    for the pages that engines keep on disk; they outlive the daemon."""
 
     def __init__(
         self,
@@ -88,6 +93,8 @@ class Models:
         sessions: SessionTable,
         arena: Arena,
         engine_for: Callable[[str], Awaitable[EngineClient]],
+        page_folder: Path,
+        prefixes: PrefixTable,
     ) -> None:
         self._known = known_models(configured)
         self._models = {name: _configured(name, source) for name, source in self._known.items()}
@@ -96,6 +103,8 @@ class Models:
         self._arena_lock = asyncio.Lock()
         self._download_lock = asyncio.Lock()  # one at a time: they hold a thread each, for long
         self._engine_for = engine_for
+        self._page_folder = page_folder
+        self._prefixes = prefixes
         self._arena_changes: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -111,8 +120,11 @@ class Models:
 
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
         """The engine that has the session open, if there is one."""
-        model = None if session.is_orphan else self._models.get(session.model)
+        model = self.model_of(session)
         return None if model is None else model.engine
+
+    def model_of(self, session: SessionRecord) -> Model | None:
+        return self._models.get(session.model) if session.is_servable else None
 
     def is_known(self, name: str) -> bool:
         return name in self._models or name in self._known
@@ -135,7 +147,7 @@ class Models:
         return [model for model in self if model.share is None or model.share.is_open_to(client)]
 
     def preload(self, adopted: Iterable[str] = ()) -> None:
-        """What is configured so, and what an earlier daemon had loaded: its blocks are in the arena."""
+        """What is configured so, and what an earlier daemon had loaded: its blocks, or its pages, are in the arena."""
         for name in adopted:
             try:
                 self._start_load(self.find(name))
@@ -150,11 +162,11 @@ class Models:
         self,
         name: str,
         on_loading: OnLoading = lambda _: None,
-        kv_bytes: int = 0,
+        kv: KvSizes = AS_CONFIGURED,
         placing: Placing | None = None,
     ) -> EngineClient:
-        """The engine that has the model, which is loaded if need be: with `kv_bytes` for its pages and its blocks
-        placed so, 0 and None as configured. Raises ModelNotFound, and what loading raises.
+        """The engine that has the model, which is loaded if need be: with so much for its pages and its blocks placed
+        so, and as configured where that says nothing. Raises ModelNotFound, and what loading raises.
 
         The engine lives, and has the model, until the caller waits for something else.
         """
@@ -162,20 +174,21 @@ class Models:
             if model.share is not None and model.share.ended and not self._sessions.of_model(name):
                 raise _taken_back(model)
             if model.changing is None:
-                model.kv_bytes = kv_bytes or model.kv_bytes
+                model.kv = kv.over(model.kv)
                 model.placing = _placing(model, placing)
                 self._start_load(model)
             await _join(model, on_loading)
         return model.engine
 
     async def plan(self, name: str, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
-        """What loading the model would come to; 0 and None as in `ready`, and the device's own budget. Raises
+        """What loading the model would come to; 0 and None: as configured, and the device's own budget. Raises
         ModelNotFound, and what the engine refuses."""
         model = self.find(name)
         folder = await self._checkpoint(model)
         engine = await self._engine_for(model.name)
-        fields = _load_fields(model, folder, kv_bytes or model.kv_bytes, _placing(model, placing))
-        planned: Planned = await engine.call(Plan, **fields, memory_bytes=memory_bytes)
+        fields = _load_fields(model, folder, _placing(model, placing))
+        kv_bytes = kv_bytes or model.kv.device
+        planned: Planned = await engine.call(Plan, **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes)
         return planned.plan
 
     async def unload(self, model: Model) -> None:
@@ -190,7 +203,8 @@ class Models:
     def add_shared(self, share: Share) -> Model:
         """A model that is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
-        model = self._models[share.model] = Model(share.model, source, share.kv_bytes, share.placing, share=share)
+        kv = KvSizes.configured(source)
+        model = self._models[share.model] = Model(share.model, source, kv, share.placing, share=share)
         return model
 
     async def drop(self, share: Share) -> None:
@@ -205,6 +219,7 @@ class Models:
             await self.unload(model)
         finally:
             del self._models[share.model]
+            self._prefixes.forget_shared(share.model)
 
     def stop(self) -> None:
         """Nothing is loaded any more."""
@@ -225,6 +240,8 @@ class Models:
         """What was ready is loaded again as soon as there is an engine; its sessions follow."""
         for model in self:
             if model.engine is not None:
+                for session in self._sessions.of_model(model.name):
+                    session.is_lost = bool(session.salt)
                 model.engine = None
                 if not self._closing:
                     self._start_load(model)
@@ -245,28 +262,31 @@ class Models:
 
     def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
         model = self._models.get(message.model)
-        if model is not None and model.share is not None:
+        if message.holds == "pages" and (model is None or model.state not in ("loading", "ready")):
+            engine.send(ArenaRefused(message.request, f"{message.model} has been unloaded"))
+        elif message.holds == "weights" and model is not None and model.share is not None:
             _grant_window(engine, message, model.share)
         else:
-            self._change_arena(self._grant(engine, message))
+            # Pages that are there are of use however many they are, unless somebody has said how many there shall be.
+            any_size = message.holds == "pages" and model is not None and model.kv.host is None
+            self._change_arena(self._grant(engine, message, any_size))
 
     def arena_filled(self, message: ArenaFilled) -> None:
         self._arena.complete(message.model)
 
     def host_released(self, message: HostReleased) -> None:
         """In turn with grants: what a later engine is granted is another object."""
-        self._change_arena(self._in_arena(self._arena.remove, message.model))
+        self._change_arena(self._in_arena(self._arena.remove, message.model, "weights"))
 
     def _change_arena(self, change: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(change)
         self._arena_changes.add(task)
         task.add_done_callback(self._arena_changes.discard)
 
-    async def _grant(self, engine: EngineClient, message: NeedArena) -> None:
+    async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool) -> None:
+        grant = partial(self._arena.grant, holds=message.holds, any_size=any_size)
         try:
-            name, offset, complete = await self._in_arena(
-                self._arena.grant, message.model, message.nbytes, message.fingerprint
-            )
+            name, offset, complete = await self._in_arena(grant, message.model, message.nbytes, message.fingerprint)
         except OutOfMemory as error:
             engine.send(ArenaRefused(message.request, error.message, error.data))
         except OSError as error:
@@ -287,13 +307,18 @@ class Models:
             folder = await self._checkpoint(model)
             vocabulary = await asyncio.to_thread(Vocabulary.read, model.name, folder)
             engine = await self._engine_for(model.name)
-            loaded: Loaded = await engine.call(Load, **_load_fields(model, folder, model.kv_bytes, model.placing))
+            if model.kv.host == 0:
+                await self._in_arena(self._arena.remove, model.name, "pages")
+            fields = _load_fields(model, folder, model.placing) | model.kv.fields
+            loaded: Loaded = await engine.call(Load, **fields, disk_folder=self._disk_folder(model))
         except Exception as error:
             await self._load_failed(model, error)
             raise
         finally:
             model.changing = model.progress = None
         model.info, model.vocabulary, model.engine, model.state = loaded.model, vocabulary, engine, "ready"
+        for prefix in self._prefixes.of_model(model.name, shared=model.share is not None):
+            engine.send(PublicPrefix(model.name, prefix.tokens))
         for session in self._sessions.of_model(model.name):
             open_in(engine, session)
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
@@ -302,8 +327,8 @@ class Models:
         message = error.message if isinstance(error, DjinnError) else repr(error)
         log.error("model_failed model=%s error=%s", model.name, message)
         model.state, model.error = "failed", message
-        if not isinstance(error, EngineLost) or not self._arena.is_complete(model.name):
-            await self._in_arena(self._arena.remove, model.name)
+        left = self._arena.remove_incomplete if isinstance(error, EngineLost) else self._arena.remove
+        await self._in_arena(left, model.name)
         self._forget_unless_used(model)
 
     async def _unload(self, model: Model, engine: EngineClient | None) -> None:
@@ -321,9 +346,14 @@ class Models:
         """What callers name themselves, or want otherwise than configured, is known only as long as it is of use."""
         if self._sessions.of_model(model.name) or model.share is not None:
             return
-        model.kv_bytes, model.placing = model.source.kv, model.source.placing
+        model.kv, model.placing = KvSizes.configured(model.source), model.source.placing
         if model.name not in self._known:
             self._models.pop(model.name, None)
+
+    def _disk_folder(self, model: Model) -> str:
+        """Pages of weights that a client shares are not kept: the next weights of that name may be others, and nothing
+        would tell."""
+        return str(self._page_folder) if model.share is None else ""
 
     async def _checkpoint(self, model: Model) -> Path:
         async with self._download_lock:
@@ -336,7 +366,7 @@ class Models:
 
 
 def _configured(name: str, source: config.Model) -> Model:
-    return Model(name, source, source.kv, source.placing)
+    return Model(name, source, KvSizes.configured(source), source.placing)
 
 
 def _placing(model: Model, wish: Placing | None) -> Placing:
@@ -363,13 +393,12 @@ def _grant_window(engine: EngineClient, message: NeedArena, share: Share) -> Non
         engine.send(ArenaReady(message.request, "", 0, complete=True), [window])
 
 
-def _load_fields(model: Model, folder: Path, kv_bytes: int, placing: Placing) -> dict[str, Any]:
+def _load_fields(model: Model, folder: Path, placing: Placing) -> dict[str, Any]:
     """What Load and Plan have in common."""
     return {
         "model": model.name,
         "path": str(folder),
         "dtype": model.source.dtype,
-        "kv_bytes": kv_bytes,
         "max_context": model.source.max_context,
         "placing": placing,
         "shared": None if model.share is None else model.share.stored,
@@ -377,7 +406,9 @@ def _load_fields(model: Model, folder: Path, kv_bytes: int, placing: Placing) ->
 
 
 def open_in(engine: EngineClient, session: SessionRecord) -> None:
-    engine.send(Open(session.id, session.model, session.user, session.priority, session.tokens))
+    engine.send(
+        Open(session.id, session.model, session.user, session.priority, session.tokens, paused=session.is_paused)
+    )
 
 
 async def _join(model: Model, on_loading: OnLoading) -> None:

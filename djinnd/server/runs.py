@@ -17,7 +17,7 @@ import msgspec
 
 from djinn_client.errors import Cancelled, DjinnError
 from djinn_client.protocol import Forward, Generate, Logits, Logprobs, Sampling, Timings
-from djinnd.messages import CancelRun, Finished, Halt, Hold, LogitsReady, Truncate
+from djinnd.messages import CancelRun, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
@@ -30,7 +30,7 @@ RunState = Literal["queued", "running", "held"]
 
 
 class SessionRun:
-    """What both kinds have in common. Made in one turn of the loop with finding the engine, so that it lives."""
+    """What all kinds have in common. Made in one turn of the loop with finding the engine, so that it lives."""
 
     def __init__(self, call: Call, session: SessionRecord, engine: EngineClient) -> None:
         self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -55,6 +55,21 @@ class SessionRun:
     def hold(self, held: bool) -> None:
         self._held = held
         self._engine.send(Hold(self._number, held))
+
+    def started(self, at: float) -> None:
+        self._started = True
+
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
+        raise AssertionError(f"a token for a {type(self).__name__}")
+
+    def finished(self, message: Finished) -> None:
+        raise AssertionError(f"a {type(self).__name__} ends otherwise")
+
+    def logits(self, message: LogitsReady, fd: int) -> None:
+        raise AssertionError(f"logits for a {type(self).__name__}")
+
+    def exported(self, message: KvExported, fd: int) -> None:
+        raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
         """The engine has rolled the session back, or is no more."""
@@ -127,9 +142,6 @@ class GenerateRun(SessionRun):
         self._session.changed()  # there may be nothing but a prompt
         self.done.set_result(Answer(self._generation.finish(message.reason, message.computed, time.monotonic())))
 
-    def logits(self, message: LogitsReady, fd: int) -> None:
-        raise AssertionError("logits for a Generate")
-
 
 class ForwardRun(SessionRun):
     """Cancelled, it leaves the session as it was."""
@@ -145,9 +157,6 @@ class ForwardRun(SessionRun):
     def started(self, at: float) -> None:
         self._started = True
         self._started_at = at
-
-    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
-        raise AssertionError("a token for a Forward")
 
     def finished(self, message: Finished) -> None:
         self._undo(Cancelled("the request was cancelled"))

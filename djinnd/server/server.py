@@ -31,6 +31,7 @@ from djinnd.server.listener import Listener
 from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
 from djinnd.server.nursery import NURSERY_FDS, Nursery
+from djinnd.server.prefixes import PrefixTable
 from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -63,21 +64,42 @@ class Server:
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
         self._sessions = SessionTable(self._limits, self._close_in_engine, self._journal)
+        self._prefixes = PrefixTable(self._limits, self._journal)
         self._arena = Arena(config.state_dir)
-        self._models = Models(config.models, self._sessions, self._arena, lambda model: self._router.engine_for(model))
+        self._page_folder = Path(config.state_dir, "pages")
+        self._models = Models(
+            config.models,
+            self._sessions,
+            self._arena,
+            lambda model: self._router.engine_for(model),
+            self._page_folder,
+            self._prefixes,
+        )
         self._supervisor = Supervisor(engine_command, config.memory, environ, self._nursery, self._limits, self._models)
         self._router = Router([self._supervisor])
         self._sharing = Sharing(
             Path(config.state_dir, "shared"), self._limits, self._models, self._sessions, self._router.engine_for
         )
         self._clients = Clients(
-            self._limits, config.admins, lambda *c: self._handlers.handle(*c), self._gone, self._journal.after
+            self._limits,
+            config.admins,
+            lambda *c: self._handlers.handle(*c),
+            lambda *c: self._handlers.signal(*c),
+            self._gone,
+            self._journal.after,
         )
         self._status = Status(
             self._sessions, self._models, self._supervisor, self._clients, self._arena, self._sharing, self.address
         )
         self._handlers = Handlers(
-            self._sessions, self._models, self._sharing, self._status, self._supervisor, self._journal, self._restart
+            self._sessions,
+            self._models,
+            self._sharing,
+            self._prefixes,
+            self._status,
+            self._supervisor,
+            self._journal,
+            self._restart,
         )
         self._listener = Listener(self._socket, self._clients.accept)
 
@@ -99,7 +121,10 @@ class Server:
 
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
-        self._sessions.restore(self._journal.open())  # first of all: the state directory is this daemon's then
+        kept = self._journal.open()  # first of all: the state directory is this daemon's then
+        self._sessions.restore(kept.sessions)
+        self._prefixes.restore(kept.prefixes)
+        _make_folder(self._page_folder)
         adopted = self._arena.adopt()
         self._sharing.start()
         self._supervisor.start()
@@ -125,7 +150,7 @@ class Server:
         await self._drain()
         self._listener.close()
         self._models.stop()
-        await self._supervisor.stop(0.0 if self._stopping.now.is_set() else STOPPING)
+        await self._stop_engine()
         if self._stopping.restart is None or not self._nursery.is_sound:
             await self._nursery.close()
         await self._journal.settled()
@@ -150,11 +175,22 @@ class Server:
         self._stopping.ask_restart(restart)
 
     async def _drain(self) -> None:
-        """What runs may finish, for a while; then it is cancelled, which takes a step."""
+        """What runs may finish, for a while; then it is cancelled, which takes a step. What is paused would never."""
+        for session in self._sessions:
+            if session.is_paused and session.call is not None:
+                session.call.cancel()
         await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=self._limits.shutdown_grace)
         for client in self._clients:
             client.cancel_calls()
         await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=_CANCELLING)
+
+    async def _stop_engine(self) -> None:
+        """Bringing the pages of sessions to where the successor finds them takes longer than just ending."""
+        keep_pages = self._stopping.restart == "warm"
+        grace = max(STOPPING, self._limits.shutdown_grace) if keep_pages else STOPPING
+        await self._supervisor.stop(keep_pages)
+        await _first(self._supervisor.exited(), self._stopping.now.wait(), timeout=grace)
+        await self._supervisor.kill()
 
     async def _beat(self) -> None:
         notifier = self._notifier
@@ -171,6 +207,14 @@ class Server:
     def _gone(self, client: Client) -> None:
         self._sessions.detach(client)
         self._sharing.detach(client)
+
+
+def _make_folder(path: Path) -> None:
+    """In the state directory. Raises StartError."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"no folder {path}: {error}; choose another place with --state-dir") from error
 
 
 async def run(config: Config) -> list[Inherited]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionNotFound
+from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
 from djinn_client.protocol import Class
 from djinnd.config import Limits
 from djinnd.server.client import Call, Client
@@ -28,7 +28,8 @@ _SWEEP = 60.0  # seconds, at most, that a session is there beyond its time to li
 @dataclass(slots=True, eq=False)
 class SessionRecord:
     """`tokens`: every prompt's and every generated token that stays; who appends calls `changed` before it is told.
-    `shared`: its model is one that a client shares. Times are CLOCK_MONOTONIC."""
+    `shared`: its model is one that a client shares. `salt`: some of its KV was a client's; the journal does not have
+    it. `is_paused` outlives the engine, and not the daemon. Times are CLOCK_MONOTONIC."""
 
     id: str
     user: int
@@ -38,7 +39,10 @@ class SessionRecord:
     used: float
     journal: Journal
     shared: bool = False
+    salt: bytes = b""
+    is_lost: bool = False  # with the engine that had KV which nobody can compute
     is_restored: bool = False  # by this daemon, and not used yet: its model's checkpoint may have changed meanwhile
+    is_paused: bool = False
     is_orphan: bool = False  # its shared model went with an earlier daemon; one of that name now is another
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
@@ -59,7 +63,8 @@ class SessionRecord:
 
     def changed(self) -> None:
         """Tokens were appended."""
-        self.journal.changed(self)
+        if not self.salt:
+            self.journal.changed(self)
 
     def cut(self, length: int) -> None:
         del self.tokens[length:]
@@ -71,8 +76,19 @@ class SessionRecord:
         if self.call is not None:
             raise SessionBusy(f"session {self.id} is at work on another call: wait for it, or open a second session")
 
+    @property
+    def is_servable(self) -> bool:
+        """False: no engine can have it any more."""
+        return not (self.is_orphan or self.is_lost)
+
     def expect_model(self) -> None:
-        """Raises ModelNotFound where there can be none any more."""
+        """Raises ModelNotFound, SessionLost where it is not servable."""
+        if self.is_lost:
+            raise SessionLost(
+                f"session {self.id} had KV from a client, which was lost with the engine: read its tokens, and hand "
+                "the KV over again, or go on with the tokens in a new session",
+                session=self.id,
+            )
         if self.is_orphan:
             raise ModelNotFound(
                 f"{self.model} was a client's own and went with an earlier djinnd: read this session's tokens, and go "
@@ -102,7 +118,7 @@ class SessionTable:
         return [s for s in self if s.user == client.user or client.is_admin]
 
     def of_model(self, model: str) -> list[SessionRecord]:
-        return [s for s in self if s.model == model and not s.is_orphan]
+        return [s for s in self if s.model == model and s.is_servable]
 
     def lookup(self, session_id: str, client: Client) -> SessionRecord:
         """Raises SessionNotFound; the answer is the same for unknown sessions and other users'."""
@@ -133,13 +149,17 @@ class SessionTable:
             self._detached(session)
         self._close_expired()
 
-    def open(self, client: Client, model: str, priority: Class, shared: bool = False) -> SessionRecord:
+    def open(
+        self, client: Client, model: str, priority: Class, shared: bool = False, salt: bytes = b""
+    ) -> SessionRecord:
         """Attached to the client. Raises as expect_room."""
         self.expect_room(client.user)
         now = time.monotonic()
-        session = SessionRecord(secrets.token_hex(8), client.user, model, priority, now, now, self._journal, shared)
-        self._sessions[session.id] = session
-        self._journal.opened(session)
+        name = secrets.token_hex(8)
+        session = SessionRecord(name, client.user, model, priority, now, now, self._journal, shared, salt)
+        self._sessions[name] = session
+        if not salt:
+            self._journal.opened(session)
         self.attach(session, client)
         log.info("session_opened session=%s user=%d model=%s class=%s", session.id, client.user, model, priority)
         return session
@@ -150,7 +170,7 @@ class SessionTable:
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
-        session = self.open(client, parent.model, priority or parent.priority, parent.shared)
+        session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()
         log.info("session_forked session=%s parent=%s tokens=%d", session.id, parent.id, len(session.tokens))
@@ -163,12 +183,17 @@ class SessionTable:
             session.grace = None
 
     def detach(self, client: Client) -> None:
-        """The client's connection is gone. What nobody else is attached to is closed when its grace time is over."""
+        """The client's connection is gone. What nobody else is attached to is closed when its grace time is over, or
+        when its user has more of that kind than limits.detached_per_user."""
+        users = set()
         for session in self:
             if client in session.attached:
                 session.attached.remove(client)
                 if not session.attached:
                     self._detached(session)
+                    users.add(session.user)
+        for user in users:
+            self._close_detached(user)
 
     def leave(self) -> None:
         """When the journal is closed: the sessions are the next daemon's."""
@@ -187,13 +212,24 @@ class SessionTable:
             session.grace.cancel()
         if session.call is not None:
             session.call.cancel()
-        self._journal.closed(session)
+        if not session.salt:
+            self._journal.closed(session)
         log.info("session_closed session=%s user=%d tokens=%d", session.id, session.user, len(session.tokens))
         self._on_close(session)
 
     def _detached(self, session: SessionRecord) -> None:
         loop = asyncio.get_running_loop()
         session.grace = loop.call_later(self._limits.session_grace, self.close, session)
+
+    def _close_detached(self, user: int) -> None:
+        """The longest unused of those that the user has too many of. What a restart has left is not counted: whoever
+        had it is about to come back."""
+        detached = [s for s in self if s.user == user and not s.attached and not s.is_restored]
+        excess = len(detached) - self._limits.detached_per_user
+        if excess > 0:
+            log.info("detached_limit user=%d detached=%d closed=%d", user, len(detached), excess)
+            for session in sorted(detached, key=lambda s: (s.call is not None, s.used))[:excess]:
+                self.close(session)
 
     def _close_expired(self) -> None:
         """Now and then, those that were not used for their time to live."""

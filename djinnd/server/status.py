@@ -50,8 +50,10 @@ class Status:
     async def reply(self, request: int, check: bool, client: Client) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
         report = await self._report(check)
+        use = _uses(report)
         classes = Counter(session.priority for session in self._sessions)
-        states = Counter(self.session_state(session) for session in self._sessions)
+        busy = Counter(_state(s, use.get(s.id)) for s in self._sessions if s.call is not None)
+        running = busy["running"] + busy["held"]
         return StatusReply(
             id=request,
             version=__version__,
@@ -62,8 +64,8 @@ class Status:
             devices=[self._device_info(report)],
             models=self._model_infos(client, report),
             sessions={name: classes[name] for name in CLASSES},
-            requests_running=states["running"] + states["held"],
-            requests_queued=states["queued"],
+            requests_running=running,
+            requests_queued=busy.total() - running,
             connections=len(self._clients),
             arena_bytes=self._arena.nbytes,
             integrity=self._audit(expected, report) if check else [],
@@ -83,31 +85,30 @@ class Status:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     async def session_infos(self, sessions: Sequence[SessionRecord]) -> list[SessionInfo]:
-        report = await self._report()
-        use = {entry.session: entry for entry in report.sessions} if report else {}
+        use = _uses(await self._report())
         return [self.session_info(session, use.get(session.id)) for session in sessions]
 
     def session_info(self, session: SessionRecord, use: SessionUse | None = None) -> SessionInfo:
         """`use` None: the session has nothing on a device."""
         now = time.monotonic()
+        model = self._models.model_of(session)
         return SessionInfo(
             id=session.id,
             model=session.model,
             priority=session.priority,
             user=session.user,
-            state=self.session_state(session),
+            state=_state(session, use),
             tokens=len(session.tokens),
             kv_tokens=use.kv_tokens if use else 0,
             pages=use.pages if use else 0,
+            host_pages=use.host_pages if use else 0,
+            disk_pages=use.disk_pages if use else 0,
+            page_bytes=model.info.page_bytes if model is not None and model.info is not None else 0,
             age_s=now - session.created,
             idle_s=0.0 if session.call else now - session.used,
             attached=len(session.attached),
+            foreign_kv=bool(session.salt),
         )
-
-    def session_state(self, session: SessionRecord) -> str:
-        if session.call is not None:
-            return session.call.run.state if session.call.run else "queued"
-        return "idle" if session.attached else "detached"
 
     # --- models and devices -----------------------------------------------------------------------------------------
 
@@ -161,3 +162,21 @@ class Status:
         if report is None:
             return [*findings, f"the engine did not report: it is {self._supervisor.state}"]
         return [*findings, *audit_engine(expected, report)]
+
+
+def _uses(report: Report | None) -> dict[str, SessionUse]:
+    return {use.session: use for use in report.sessions} if report else {}
+
+
+def _state(session: SessionRecord, use: SessionUse | None) -> str:
+    """The engine's word where it knows better: what it has paused, whose pages are on their way, who said that it
+    waits."""
+    told = use.state if use else ""
+    if told == "paused" or (session.is_paused and not told):
+        return "paused"
+    if session.call is not None:
+        state = session.call.run.state if session.call.run else "queued"
+        return "arriving" if (state, told) == ("queued", "arriving") else state
+    if not session.attached:
+        return "detached"
+    return told if told in ("waiting", "arriving") else "idle"

@@ -86,16 +86,26 @@ class Supervisor:
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
 
-    async def stop(self, grace: float) -> None:
-        """Ends engine and supervision, within about `grace` seconds; returns when the process is gone."""
+    async def stop(self, keep_pages: bool = False) -> None:
+        """Ends supervision and asks the engine to end, too; what waits for it fails. `keep_pages`: the next engine is
+        to find the pages of sessions."""
         if self._task is None:
             return
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._process is not None:
-            self._process.client.send(Shutdown())
+            self._process.client.send(Shutdown(keep_pages))
             self._process.client.lose(ShuttingDown("the daemon is stopping: try again when it is back"))
-            await self._process.end(grace)
+
+    async def exited(self) -> None:
+        """After `stop`: returns when the engine has ended by itself."""
+        if self._process is not None:
+            await self._process.exited()
+
+    async def kill(self) -> None:
+        """After `stop`: returns when nothing of the engine is left."""
+        if self._process is not None:
+            await self._process.kill()
 
     async def engine(self) -> EngineClient:
         """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none
@@ -170,7 +180,7 @@ class Supervisor:
         death = await process.watch(self._limits)
         log.error("engine_lost pid=%d reason=%s", process.pid, death.reason)
         process.client.lose(EngineLost(f"{death.reason}: the session is kept, try again"))
-        await process.end(grace=0)
+        await process.kill()
         return death
 
     def _ready(self, ready: asyncio.Future[Ready]) -> None:

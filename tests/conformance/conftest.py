@@ -85,6 +85,20 @@ class Blocking:
     async def fork(self, **options: Any) -> Blocking:
         return Blocking(await asyncio.to_thread(self._session.fork, **options))
 
+    async def signal(self, kind: Any, **options: Any) -> None:
+        await asyncio.to_thread(self._session.signal, kind, **options)
+
+    @asynccontextmanager
+    async def io_wait(self, **options: Any) -> AsyncIterator[None]:
+        with self._session.io_wait(**options):
+            yield
+
+    async def pause(self, **options: Any) -> djinn.PauseReply:
+        return await asyncio.to_thread(self._session.pause, **options)
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self._session.resume)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._session.close)
 

@@ -174,6 +174,7 @@ def test_host_memory_is_pinned_as_long_as_it_is_needed(device: CudaDevice, sixte
     assert not any(piece.is_pinned() for piece in pieces)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # where its memory does not suffice for any
 @pytest.mark.parametrize("seed", range(2))
 def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(device: CudaDevice, seed: int) -> None:
     """In float32, with graphs that are captured anew after each change."""

@@ -43,7 +43,7 @@ class JournalMachine(RuleBasedStateMachine):
     def start(self) -> None:
         async def open_it() -> None:
             self.journal = Journal(str(self.folders[-1]))
-            kept = {session.id: session.tokens.tolist() for session in self.journal.open()}
+            kept = {session.id: session.tokens.tolist() for session in self.journal.open().sessions}
             assert kept == self.told
             self.sessions = {name: Session(name, tokens, journalled=len(tokens)) for name, tokens in kept.items()}
 

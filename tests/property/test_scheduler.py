@@ -258,14 +258,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compose(self) -> None:
         waiting = {model for model, line in self.lines.items() if line}
         batch = self.scheduler.next_batch()
-        assert (batch is None) == (not waiting)
+        self.check_turn(batch, waiting)
         if batch is None:
             return
-        assert batch.model in waiting and (batch.model != self.last_model or waiting == {batch.model})
         self.last_model = batch.model
         self.check_batch(batch)
+        self.check_progress(batch)
         self.run(batch)
         self.in_step = (batch, [self.shadows[row.session.id].call for row in batch.rows])
+
+    def check_turn(self, batch: Batch | None, waiting: set[str]) -> None:
+        assert (batch is None) == (not waiting)
+        if batch is not None:
+            assert batch.model in waiting and (batch.model != self.last_model or waiting == {batch.model})
+
+    def check_progress(self, batch: Batch) -> None:
+        line = self.lines[batch.model]
+        assert any(row.session is line[0].session for row in batch.rows), "the oldest request does not go on"
+        if not self.is_full(batch) and self.has_pages_for_all(batch.model):
+            assert len(batch.rows) == len(line), "there is room, and somebody was left out"
 
     def check_batch(self, batch: Batch) -> None:
         line = self.lines[batch.model]
@@ -273,7 +284,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = batch.rows
         assert rows and batch.tokens <= self.scheduler.max_batch_tokens and len(rows) <= self.scheduler.max_rows
         assert len({row.session.id for row in rows}) == len(rows)
-        assert any(row.session is line[0].session for row in rows), "the oldest request does not go on"
         ones = sum(row.count == 1 for row in rows)
         assert all((row.count == 1) == (i < ones) for i, row in enumerate(rows)), "rows of one token come first"
         for part in (rows[:ones], rows[ones:]):
@@ -281,8 +291,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert places == sorted(places)
         for row in rows:
             self.check_row(row)
-        if not self.is_full(batch) and self.has_pages_for_all(batch.model):
-            assert len(rows) == len(line), "there is room, and somebody was left out"
 
     def check_row(self, row: Row) -> None:
         shadow = self.shadows[row.session.id]

@@ -25,7 +25,10 @@ from djinn_client.protocol import (
     ListSessions,
     OpenSession,
     Partial,
+    PauseSession,
     Ping,
+    ResumeSession,
+    Signal,
     Truncate,
     encode,
 )
@@ -50,14 +53,19 @@ requests = st.one_of(
     st.builds(Truncate, id=small, session=sessions, length=ids),
     st.builds(GetTokens, id=small, session=sessions),
     st.builds(Cancel, target=ids),
+    st.builds(Signal, session=sessions, kind=st.text(max_size=9), expected_s=st.floats()),
+    st.builds(PauseSession, id=small, session=sessions, tier=st.sampled_from(["device", "host", "disk"])),
+    st.builds(ResumeSession, id=small, session=sessions),
     st.builds(ListModels, id=small),
     st.builds(ListSessions, id=small),
     st.builds(GetStatus, id=small, check=st.booleans()),
 )
 plain = st.none() | st.booleans() | ids | st.floats(allow_nan=True) | st.text(max_size=5) | st.binary(max_size=5)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner))
-kinds = st.sampled_from(["ping", "open", "generate", "forward", "cancel", "status", "hello", "no such"])
-keys = st.sampled_from(["id", "session", "model", "text", "token_ids", "sampling", "target", "stop", "length"])
+kinds = st.sampled_from(
+    ["ping", "open", "generate", "forward", "cancel", "signal", "pause", "status", "hello", "no such"]
+)
+keys = st.sampled_from(["id", "session", "model", "text", "token_ids", "sampling", "target", "stop", "length", "kind"])
 near = st.builds(lambda kind, fields: {"type": kind, **fields}, kinds, st.dictionaries(keys, values))
 chunks = st.one_of(
     st.binary(max_size=50),
@@ -84,7 +92,7 @@ def test_no_bytes_stop_the_daemon(calm, said, hello, cut):
 @given(asked=st.lists(requests, max_size=12, unique_by=lambda request: getattr(request, "id", None)))
 def test_every_request_gets_exactly_one_final_reply(calm, asked):
     """Of requests with ids of their own; a last one tells when all others must have been answered."""
-    expected = [request.id for request in asked if not isinstance(request, Cancel)]
+    expected = [request.id for request in asked if not isinstance(request, Cancel | Signal)]
     with Wire(calm.address) as wire:
         wire.send(*asked)
         finals = []

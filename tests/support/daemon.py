@@ -102,7 +102,7 @@ class Daemon:
             return
         assert status is None or status == 0, f"djinnd ended with status {status}\n{self.log}"
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
-        assert not self.unexpected_errors(), "\n".join(self.unexpected_errors())
+        assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
     def wait_until_ready(self) -> None:
         self.wait_until_told(lambda told: told.get("READY") == "1")

@@ -28,12 +28,15 @@ from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
 from djinnd import messages
 from djinnd.messages import MAX_FRAME
+from djinnd.server.arena_header import HEADER_BYTES
 
 BLOCKS = 8
 BLOCK_BYTES = 1 << 13
 WEIGHT_BYTES = BLOCKS * BLOCK_BYTES
 RING_BYTES = 3 * BLOCK_BYTES
 BUDGET = 1 << 30
+PAGE_SIZE = 16  # tokens
+PAGE_BYTES = 1 << 12
 
 
 class Script(msgspec.Struct):
@@ -46,6 +49,8 @@ class Script(msgspec.Struct):
     alive_s: float = 0.05
     on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
     on_load: dict[str, str] = {}  # model -> die, fail, refuse, big
+    pages: int = 0  # bytes of a host tier that is asked for when a model is loaded, unless the Load names its bytes
+    on_shutdown: str = ""  # hang
     keep_host: bool = True  # False: gives a model's arena back when it is loaded
     on_start: dict[str, str] = {}  # nth start -> die, refuse, hang
     marks: str = ""  # a file that gets a byte for each start
@@ -59,6 +64,8 @@ class Session:
     first: int = 0
     prompt_end: int = 0
     held: bool = False
+    paused: str = ""  # the tier
+    waits: bool = False
     is_started: bool = False
 
 
@@ -72,6 +79,8 @@ class Engine:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, ModelInfo] = {}
         self.loads: dict[int, messages.Load] = {}
+        self.page_loads: dict[int, messages.Load] = {}  # whose host tier has been asked for
+        self.pages: list[mmap.mmap] = []
         self.steps = 0
         self.is_stopping = False
         self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
@@ -85,7 +94,7 @@ class Engine:
     def serve(self) -> None:
         self.send(messages.Ready(self.device, "a script", self.memory or BUDGET, os.getpid()))
         while not self.is_stopping:
-            busy = any(s.run and not s.held for s in self.sessions.values())
+            busy = any(s.run and not s.held and not s.paused for s in self.sessions.values())
             watched = [self.socket] + ([self.gate] if busy and self.gate >= 0 else [])
             timeout = 0.0 if busy and self.gate < 0 else self.script.alive_s
             readable, _, _ = select.select(watched, [], [], timeout)
@@ -120,7 +129,7 @@ class Engine:
         tokens, started, ended = [], [], []
         for name, session in list(self.sessions.items()):
             run = session.run
-            if run is None or session.held:
+            if run is None or session.held or session.paused:
                 continue
             if not session.is_started:
                 session.is_started = True
@@ -193,6 +202,9 @@ class Engine:
         self.send(messages.LogitsReady(run.request, length, count, count, vocab), (fd,))
         os.close(fd)
 
+    def on_exportkv(self, export: messages.ExportKv) -> None:
+        self.send(messages.Failed(export.request, "invalid_request", "a script has no KV", {}))
+
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def on_load(self, load: messages.Load) -> None:
@@ -212,10 +224,16 @@ class Engine:
         self.send(messages.NeedArena(load.request, load.model, 1 << 16, fingerprint(load.path)))
 
     def on_arenarefused(self, refused: messages.ArenaRefused) -> None:
+        if refused.request in self.page_loads:
+            self.note(self.page_loads.pop(refused.request).model, refused.message)
+            return
         del self.loads[refused.request]
         self.send(messages.Failed(refused.request, "out_of_memory", refused.message, refused.data))
 
     def on_arenaready(self, ready: messages.ArenaReady) -> None:
+        if ready.request in self.page_loads:
+            self.bring_pages(self.page_loads.pop(ready.request), ready)
+            return
         load = self.loads.pop(ready.request)
         memory = posix_ipc.SharedMemory(ready.name)
         with mmap.mmap(memory.fd, ready.offset + (1 << 16)) as arena:
@@ -236,7 +254,8 @@ class Engine:
             max_context=self.script.context,
             weight_bytes=1 << 16,
             kv_bytes=load.kv_bytes or 1 << 20,
-            page_size=16,
+            page_size=PAGE_SIZE,
+            page_bytes=PAGE_BYTES,
             dtype=load.dtype,
             **places(resident_blocks(load.placing)),
         )
@@ -244,6 +263,28 @@ class Engine:
         self.send(messages.Loaded(load.request, info))
         if not self.script.keep_host:
             self.send(messages.HostReleased(load.model))
+        self.want_pages(load)
+
+    def want_pages(self, load: messages.Load) -> None:
+        nbytes = self.script.pages if load.host_kv_bytes is None else load.host_kv_bytes
+        if nbytes:
+            self.page_loads[load.request] = load
+            self.send(messages.NeedArena(load.request, load.model, nbytes, fingerprint(load.path), holds="pages"))
+
+    def bring_pages(self, load: messages.Load, ready: messages.ArenaReady) -> None:
+        """Notes what is in their first bytes, which says what became of the engine that wrote them."""
+        assert ready.complete
+        memory = posix_ipc.SharedMemory(ready.name)
+        pages = mmap.mmap(memory.fd, memory.size)
+        memory.close_fd()
+        told = pages[ready.offset : ready.offset + 8].rstrip(b"\0").decode() or "new"
+        self.note(load.model, f"pages: {told}, {len(pages) - ready.offset} bytes, disk: {load.disk_folder}")
+        pages[ready.offset : ready.offset + 8] = b"used\0\0\0\0"
+        self.pages.append(pages)
+
+    def note(self, model: str, told: str) -> None:
+        if model in self.models:
+            self.models[model] = msgspec.structs.replace(self.models[model], notes=[told])
 
     def on_plan(self, plan: messages.Plan) -> None:
         budget = plan.memory_bytes or self.memory or BUDGET
@@ -315,7 +356,7 @@ class Engine:
 
     def on_open(self, message: messages.Open) -> None:
         assert message.session not in self.sessions and message.model in self.models
-        self.sessions[message.session] = Session(message.model, message.tokens)
+        self.sessions[message.session] = Session(message.model, message.tokens, paused="host" * message.paused)
 
     def on_fork(self, message: messages.Fork) -> None:
         parent = self.sessions[message.parent]
@@ -358,11 +399,31 @@ class Engine:
         assert session.run is None and message.length <= len(session.tokens)
         del session.tokens[message.length :]
 
+    def on_signal(self, message: messages.Signal) -> None:
+        assert message.expected_s >= 0 and (message.waits or not message.expected_s)
+        self.sessions[message.session].waits = message.waits
+
+    def on_pause(self, message: messages.Pause) -> None:
+        """There is no room on disk."""
+        session = self.sessions[message.session]
+        if message.tier == "disk":
+            self.refuse(message.request, "the disk is full", 1)
+            return
+        session.paused = message.tier
+        self.send(messages.Paused(message.request, pages_of(session), pages_of(session) * PAGE_BYTES, 0.125))
+
+    def on_resume(self, message: messages.Resume) -> None:
+        self.sessions[message.session].paused = ""
+
+    def on_publicprefix(self, message: messages.PublicPrefix) -> None:
+        """Told as a note of the model, in the order in which sessions and prefixes came."""
+        assert message.model in self.models
+        told = f"public: {len(message.tokens)} tokens before session {len(self.sessions)}"
+        info = self.models[message.model]
+        self.models[message.model] = msgspec.structs.replace(info, notes=[*info.notes, told])
+
     def on_inquire(self, message: messages.Inquire) -> None:
-        uses = [
-            messages.SessionUse(name, "running" if session.run else "idle", len(session.tokens), 1)
-            for name, session in self.sessions.items()
-        ]
+        uses = [use_of(name, session) for name, session in self.sessions.items()]
         running = sum(session.run is not None for session in self.sessions.values())
         findings = ["the script was told to find something"] if self.script.on_load.get("check") else []
         report = messages.Report(
@@ -380,6 +441,10 @@ class Engine:
         self.send(report)
 
     def on_shutdown(self, message: messages.Shutdown) -> None:
+        while self.script.on_shutdown == "hang":
+            time.sleep(1)
+        for pages in self.pages if message.keep_pages else ():
+            pages[HEADER_BYTES : HEADER_BYTES + 8] = b"kept\0\0\0\0"
         self.is_stopping = True
 
 
@@ -399,6 +464,19 @@ def places(resident: int) -> dict[str, int]:
         "streamed_bytes": streamed * BLOCK_BYTES,
         "ring_bytes": RING_BYTES if streamed else 0,
     }
+
+
+def pages_of(session: Session) -> int:
+    return -(-len(session.tokens) // PAGE_SIZE)
+
+
+def use_of(name: str, session: Session) -> messages.SessionUse:
+    """Who is paused, or waits, has all its pages on the host."""
+    state = "paused" if session.paused else "running" if session.run else "waiting" if session.waits else "idle"
+    pages = pages_of(session)
+    if session.paused or session.waits:
+        return messages.SessionUse(name, state, 0, 0, host_pages=pages)
+    return messages.SessionUse(name, state, len(session.tokens), pages)
 
 
 def fingerprint(path: str) -> str:

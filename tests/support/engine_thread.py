@@ -142,9 +142,9 @@ class EngineThread:
         return next(self._numbers)
 
     def load(self, folder: Path, name: str = "m", grant: GrantArena | None = None, **more: Any) -> FromEngine:
-        """The final reply: Loaded or Failed."""
+        """The final reply: Loaded or Failed. Without lower tiers, unless `more` has their sizes."""
         request = self.number()
-        self.send(messages.Load(request, name, str(folder), **more))
+        self.send(messages.Load(request, name, str(folder), **({"host_kv_bytes": 0} | more)))
         while True:
             message = self.receive()
             if isinstance(message, messages.NeedArena):

@@ -61,7 +61,8 @@ class DirectEngine:
         self._wait_for(Ready)
 
     def load(self, model: str, path: str) -> None:
-        self._send(Load(request=next(self._requests), model=model, path=path))
+        """Without tiers below the device: nothing is brought in beside what is measured."""
+        self._send(Load(request=next(self._requests), model=model, path=path, host_kv_bytes=0, disk_kv_bytes=0))
         self._wait_for(Loaded)
         self._drop_arena()
 

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from djinn_client import Client, ConnectionLost, DjinnError, SessionNotFound, __version__, attach
+from djinn_client import Client, ConnectionLost, DjinnError, Retry, SessionNotFound, __version__, attach
 from djinn_client.protocol import VERSION
-from djinnctl.options import kv_option, placing_options, read_size
+from djinnctl.options import kv_option, placing_options, read_size, tier_options
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -113,11 +113,28 @@ def status(settings: Settings, watch: float | None, check: bool) -> None:
 @watch
 @pass_settings
 def ps(settings: Settings, watch: float | None) -> None:
-    """List the sessions: yours, or everybody's for an administrator."""
+    """List the sessions: yours, or everybody's for an administrator.
+
+    DEVICE, HOST and DISK are its pages there, BYTES what they take; those that sessions share count for each.
+    """
     from djinnctl import render, screen
 
     with settings.client() as client:
         screen.show(client.sessions, render.sessions, as_json=settings.json, every_s=watch)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.option("--once", is_flag=True, help="Show it once; so also where the output is no terminal.")
+@pass_settings
+def top(settings: Settings, once: bool) -> None:
+    """Watch the daemon: devices, pages in each tier, and sessions, the busiest first. Every second, until Ctrl-C."""
+    from djinnctl import screen
+    from djinnctl import top as glances
+
+    every_s = 1.0 if sys.stdout.isatty() and not once else None
+    with settings.client() as client:
+        screen.show(glances.Reader(client), glances.show, as_json=settings.json, every_s=every_s)
 
 
 @main.command(epilog=EXIT_CODES)
@@ -136,10 +153,18 @@ def models(settings: Settings, watch: float | None) -> None:
 @everywhere
 @click.argument("model")
 @kv_option
+@tier_options
 @placing_options
 @click.option("--keep-host/--no-keep-host", default=None, help="Keep a copy on the host when all blocks are resident.")
 @pass_settings
-def load(settings: Settings, model: str, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
+def load(
+    settings: Settings,
+    model: str,
+    kv: int | None,
+    host_kv: int | None,
+    disk_kv: int | None,
+    **placing: Unpack[PlacingOptions],
+) -> None:
     """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id.
 
     Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
@@ -148,7 +173,14 @@ def load(settings: Settings, model: str, kv: int | None, **placing: Unpack[Placi
     from djinnctl import render, screen
 
     with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
-        info = client.load(model, kv_bytes=kv or 0, on_progress=on_progress, **placing)
+        info = client.load(
+            model,
+            kv_bytes=kv or 0,
+            host_kv_bytes=host_kv,
+            disk_kv_bytes=disk_kv,
+            on_progress=on_progress,
+            **placing,
+        )
     screen.show(lambda: info, render.loaded, as_json=settings.json)
 
 
@@ -184,6 +216,30 @@ def budget(settings: Settings, memory: int | None) -> None:
             screen.show(lambda: client.status().devices, render.devices, as_json=settings.json)
         else:
             screen.show(lambda: client.set_budget(memory), render.budget, as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("memory", callback=read_size, metavar="SIZE")
+@pass_settings
+def free(settings: Settings, memory: int) -> None:
+    """Take SIZE of device memory from the daemon now, as 20GiB: its budget becomes smaller by that.
+
+    Sessions go on: pages leave the device, and blocks that no longer fit stream. Prints how to give it back.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        (device,) = client.status().devices
+        if not device.budget_bytes:
+            raise Retry("the engine is being started, and has no budget yet: try again in a moment")
+        before = device.budget_bytes
+        # To free more than all is to be refused with the engine's own figure of what can be freed.
+        screen.show(
+            lambda: client.set_budget(max(1, before - memory)),
+            lambda reply: render.freed(reply, before),
+            as_json=settings.json,
+        )
 
 
 @main.command(epilog=EXIT_CODES)
@@ -254,6 +310,36 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
 @main.command(epilog=EXIT_CODES)
 @everywhere
 @click.argument("session")
+@click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="Where to.")
+@pass_settings
+def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> None:
+    """Stop SESSION, in the middle of a call too, and move its pages off the device.
+
+    Its caller's stream stays open, and goes on at `djinnctl resume`. A restart of the daemon ends the pause.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        reply = client.pause_session(session, tier)
+    screen.show(lambda: reply, lambda _: render.paused(session, reply), as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("session")
+@pass_settings
+def resume(settings: Settings, session: str) -> None:
+    """Let SESSION go on from where `djinnctl pause` stopped it."""
+    from djinnctl import screen
+
+    with settings.client() as client:
+        client.resume_session(session)
+    screen.show(lambda: {"resumed": session}, lambda _: f"resumed {session}", as_json=settings.json)
+
+
+@main.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("session")
 @pass_settings
 def fork(settings: Settings, session: str) -> None:
     """Fork SESSION, which must be yours and idle, and print the new one's id.
@@ -267,6 +353,53 @@ def fork(settings: Settings, session: str) -> None:
     for each in (forked, parent):
         each.detach()
     screen.show(lambda: {"session": forked.id, "parent": session}, lambda _: forked.id, as_json=settings.json)
+
+
+@main.group(epilog=EXIT_CODES)
+@everywhere
+def prefix() -> None:
+    """Prefixes that the sessions of all users share pages of. For administrators."""
+
+
+@prefix.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("session")
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="The first N tokens. Default: all it has.")
+@pass_settings
+def publish(settings: Settings, session: str, tokens: int | None) -> None:
+    """Make the beginning of SESSION public, as far as it fills pages.
+
+    What it says must not be secret: see docs/sessions.md.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        screen.show(lambda: client.publish_prefix(session, tokens), render.published, as_json=settings.json)
+
+
+@prefix.command("list", epilog=EXIT_CODES)
+@everywhere
+@pass_settings
+def list_prefixes(settings: Settings) -> None:
+    """List the public prefixes: of which model, how long, marked by whom and when."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        screen.show(client.prefixes, render.prefixes, as_json=settings.json)
+
+
+@prefix.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("prefix")
+@pass_settings
+def withdraw(settings: Settings, prefix: str) -> None:
+    """Withdraw the public PREFIX. A model that is loaded goes on sharing it until it is loaded the next time."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        in_force = client.withdraw_prefix(prefix)
+    done = {"withdrawn": prefix, "in_force": in_force}
+    screen.show(lambda: done, lambda _: render.withdrawn(prefix, in_force), as_json=settings.json)
 
 
 @main.command(epilog=EXIT_CODES)

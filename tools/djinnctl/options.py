@@ -34,6 +34,14 @@ def kv_option(command: F) -> F:
     return click.option("--kv", callback=read_size, metavar="SIZE", help=what)(command)
 
 
+def tier_options(command: F) -> F:
+    """For pages that have left the device: the command gets `host_kv` and `disk_kv`, None for what is not given."""
+    for name, what in (("disk", "Disk"), ("host", "Host memory")):
+        told = f"{what} for KV pages that have left the device, as 16GiB; 0B: none. Default: as configured."
+        command = click.option(f"--{name}-kv", callback=read_size, metavar="SIZE", help=told)(command)
+    return command
+
+
 def placing_options(command: F) -> F:
     """Where a model's blocks go: the command gets djinn_client's PlacingOptions, None for what is not given."""
     for option in (

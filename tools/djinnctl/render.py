@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pwd
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -11,9 +12,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from djinn_client import BudgetReply, DeviceInfo, ModelInfo, ModelPlan, SessionInfo, StatusReply
+from djinn_client import (
+    BudgetReply,
+    DeviceInfo,
+    ModelInfo,
+    ModelPlan,
+    PauseReply,
+    PrefixInfo,
+    SessionInfo,
+    StatusReply,
+)
 from djinn_client.protocol import CLASSES, Reply
-from djinnctl.units import count, duration, interval, rate, size
+from djinnctl.units import count, duration, exact_size, interval, rate, size
 
 STYLES = {
     "ready": "green",
@@ -24,6 +34,8 @@ STYLES = {
     "draining": "yellow",
     "queued": "yellow",
     "held": "yellow",
+    "arriving": "yellow",
+    "paused": "magenta",
     "warn": "yellow",
     "failed": "red",
     "lost": "red",
@@ -46,6 +58,22 @@ def status(reply: StatusReply) -> RenderableType:
 
 
 def _status(reply: StatusReply) -> Iterator[RenderableType]:
+    yield from summary(reply)
+    yield ""
+    yield devices(reply.devices)
+    if reply.models:
+        yield ""
+        yield models(reply.models)
+    if any(info.pages for info in reply.models):
+        yield ""
+        yield pools(reply.models)
+    if reply.integrity:
+        yield ""
+        yield Text("inconsistent:", "bold red")
+        yield from (Text(f"  {finding}") for finding in reply.integrity)
+
+
+def summary(reply: StatusReply) -> Iterator[RenderableType]:
     running = ", ".join(f"{reply.sessions[name]} {name}" for name in CLASSES if reply.sessions.get(name)) or "none"
     yield Text.assemble(
         (f"djinnd {reply.version}", "bold"),
@@ -55,15 +83,6 @@ def _status(reply: StatusReply) -> Iterator[RenderableType]:
     )
     yield f"requests: {reply.requests_running} running, {reply.requests_queued} queued   sessions: {running}"
     yield f"connections: {reply.connections}   arena: {size(reply.arena_bytes)}"
-    yield ""
-    yield devices(reply.devices)
-    if reply.models:
-        yield ""
-        yield models(reply.models)
-    if reply.integrity:
-        yield ""
-        yield Text("inconsistent:", "bold red")
-        yield from (Text(f"  {finding}") for finding in reply.integrity)
 
 
 def devices(infos: Sequence[DeviceInfo]) -> RenderableType:
@@ -100,6 +119,21 @@ def models(infos: Sequence[ModelInfo]) -> RenderableType:
     return Group(table, *(line for info in infos for line in _beside(info)))
 
 
+def pools(infos: Sequence[ModelInfo]) -> RenderableType:
+    """Of the models that have any: pages that are used and that there are, in each tier."""
+    table = _table("PAGES OF", "DEVICE>", "HOST>", "DISK>", "EACH>")
+    for info in infos:
+        if info.pages:
+            table.add_row(
+                info.name,
+                f"{info.pages_used}/{info.pages}",
+                f"{info.host_pages_used}/{info.host_pages}" if info.host_pages else "-",
+                f"{info.disk_pages_used}/{info.disk_pages}" if info.disk_pages else "-",
+                size(info.page_bytes),
+            )
+    return table
+
+
 def _beside(info: ModelInfo) -> Iterator[Text]:
     """What does not fit into a row."""
     if info.error:
@@ -112,8 +146,11 @@ def _beside(info: ModelInfo) -> Iterator[Text]:
 def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
     if not infos:
         return Text("no sessions", "dim")
-    table = _table("SESSION", "USER", "MODEL", "CLASS", "STATE", "TOKENS>", "KV>", "PAGES>", "AGE>", "IDLE>")
-    table.columns[0].min_width = max(len(info.id) for info in infos)  # it is what `close` wants: never cut
+    columns = ("SESSION", "USER", "MODEL", "CLASS", "STATE", "TOKENS>", "DEVICE>", "HOST>", "DISK>", "BYTES>", "IDLE>")
+    table = _table(*columns)
+    table.columns[0].min_width = max(len(info.id) for info in infos)  # it is what other commands want: never cut
+    for column in table.columns[1:4]:
+        column.no_wrap = False  # cut before the others are: they have no space to wrap at
     for info in infos:
         table.add_row(
             info.id,
@@ -122,12 +159,16 @@ def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
             info.priority,
             state(info.state),
             str(info.tokens),
-            str(info.kv_tokens),
-            str(info.pages),
-            duration(info.age_s),
+            *(str(pages or "-") for pages in (info.pages, info.host_pages, info.disk_pages)),
+            size(held_bytes(info)),
             duration(info.idle_s),
         )
     return table
+
+
+def held_bytes(info: SessionInfo) -> int:
+    """In all tiers; what sessions share counts for each of them."""
+    return (info.pages + info.host_pages + info.disk_pages) * info.page_bytes
 
 
 def loaded(info: ModelInfo) -> str:
@@ -197,6 +238,37 @@ def budget(reply: BudgetReply) -> RenderableType:
     """A change that has been made, and where blocks are now."""
     head = f"budget {size(reply.budget_bytes)}, {size(reply.used_bytes)} in use; changed in {interval(reply.seconds)}"
     return Group(head, *(line for info in reply.models for line in _beside(info)))
+
+
+def freed(reply: BudgetReply, before: int) -> RenderableType:
+    """`before`: the budget that was."""
+    given_back = f"djinnctl budget {exact_size(before)}"
+    return Group(budget(reply), f"{size(before - reply.budget_bytes)} are yours until `{given_back}`")
+
+
+def paused(session: str, reply: PauseReply) -> str:
+    moved = f"{reply.pages} pages, {size(reply.nbytes)}, are on {'disk' if reply.tier == 'disk' else 'the host'}"
+    return f"{session} is paused: {moved}; it took {interval(reply.seconds)}"
+
+
+def published(info: PrefixInfo) -> str:
+    return f"{info.id}: {info.tokens} tokens of {info.model} are public"
+
+
+def prefixes(infos: Sequence[PrefixInfo]) -> RenderableType:
+    if not infos:
+        return Text("no public prefixes", "dim")
+    table = _table("PREFIX", "MODEL", "TOKENS>", "MARKED BY", "MARKED")
+    table.columns[0].min_width = max(len(info.id) for info in infos)
+    for info in infos:
+        marked = datetime.fromtimestamp(info.created).strftime("%Y-%m-%d %H:%M")
+        table.add_row(info.id, info.model, str(info.tokens), user_name(info.user), marked)
+    return table
+
+
+def withdrawn(prefix: str, in_force: bool) -> str:
+    how_long = "; its pages stay shared until the model is loaded the next time" if in_force else ""
+    return f"{prefix} is withdrawn{how_long}"
 
 
 def state(name: str) -> Text:

@@ -17,6 +17,14 @@ def size(nbytes: int) -> str:
     return f"{value:.{digits}f} {UNITS[unit]}"
 
 
+def exact_size(nbytes: int) -> str:
+    """As `parse_size` reads it back, in the largest unit of which it is a whole number: `80GiB`, `1000B`."""
+    unit = len(UNITS) - 1
+    while nbytes % 1024**unit:
+        unit -= 1
+    return f"{nbytes // 1024**unit}{UNITS[unit]}"
+
+
 def count(number: int) -> str:
     """With three digits at most: `950`, `4.1 M`, `13 G`."""
     for power, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

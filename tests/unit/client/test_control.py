@@ -11,21 +11,31 @@ from djinn_client.protocol import (
     GetStatus,
     GetTrace,
     ListModels,
+    ListPrefixes,
     ListSessions,
     LoadModel,
     ModelInfo,
     ModelReply,
     Models,
+    PauseReply,
+    PauseSession,
     Ping,
     PlanModel,
     PlanReply,
+    Prefixes,
+    PrefixInfo,
+    PrefixPublished,
+    PrefixWithdrawn,
     Progress,
+    PublishPrefix,
+    ResumeSession,
     Sessions,
     SetBudget,
     Span,
     StatusReply,
     TraceReply,
     UnloadModel,
+    WithdrawPrefix,
 )
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
@@ -35,6 +45,9 @@ PLAN = msgspec.convert(
     | {"model": "djinn-tiny", "family": "llama", "dtype": "float32", "step_s": {1: 0.5}},
     ModelPlan,
 )
+
+
+PREFIX = PrefixInfo(id="p-1", model="djinn-tiny", tokens=512, user=0, created=1.5)
 
 
 def status(id: int, findings: list[str]) -> StatusReply:
@@ -63,6 +76,16 @@ def answer(line: Line) -> None:
         match request:
             case Ping(id=id) | CloseSession(id=id, session="s-1") | UnloadModel(id=id, model="djinn-tiny", force=True):
                 line.send(Done(id=id))
+            case PauseSession(id=id, session="s-1", tier=tier):
+                line.send(PauseReply(id=id, tier=tier, pages=1, nbytes=2, seconds=0.5))
+            case ResumeSession(id=id, session="s-1"):
+                line.send(Done(id=id))
+            case PublishPrefix(id=id, session="s-1", tokens=tokens):
+                line.send(PrefixPublished(id=id, prefix=msgspec.structs.replace(PREFIX, tokens=tokens or 512)))
+            case ListPrefixes(id=id):
+                line.send(Prefixes(id=id, prefixes=[PREFIX]))
+            case WithdrawPrefix(id=id, prefix=prefix):
+                line.send(PrefixWithdrawn(id=id, in_force=prefix == "p-1"))
             case GetStatus(id=id, check=check):
                 line.send(status(id, ["page 3 has 2 owners"] if check else []))
             case ListModels(id=id):
@@ -101,8 +124,19 @@ def test_each_call_of_the_module(daemon: ScriptedDaemon) -> None:
     assert djinn.plan("djinn-tiny", address=address).slots == 0
     assert djinn.set_budget(9, address=address).budget_bytes == 9
     assert djinn.trace(steps=3, seconds=0.5, address=address).spans == [Span("step", "step", 0.0, 0.5, {"rows": 3})]
+    assert djinn.pause("s-1", address=address).tier == "host"
+    assert djinn.pause("s-1", "disk", address=address).tier == "disk"
+    djinn.resume("s-1", address=address)
     djinn.unload("djinn-tiny", force=True, address=address)
     djinn.close("s-1", address=address)
+
+
+def test_public_prefixes(daemon: ScriptedDaemon) -> None:
+    with djinn.Client(daemon.play(answer)) as client:
+        assert client.publish_prefix("s-1") == PREFIX
+        assert client.publish_prefix("s-1", 256).tokens == 256
+        assert client.prefixes() == [PREFIX]
+        assert (client.withdraw_prefix("p-1"), client.withdraw_prefix("p-2")) == (True, False)
 
 
 def test_a_client_keeps_its_connection(daemon: ScriptedDaemon) -> None:

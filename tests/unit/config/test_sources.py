@@ -34,6 +34,13 @@ def problems(configured, tmp_path):
     return read
 
 
+def test_memory_for_pages_below_the_device_is_a_size_or_left_to_the_engine(configured):
+    models = configured(
+        "models: {a: {path: /x, host_kv: 16GiB, disk_kv: 0}, b: {path: /x, host_kv: auto}}"
+    ).config.models
+    assert [(m.host_kv, m.disk_kv) for m in models.values()] == [(16 << 30, 0), (None, None)]
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "limits:\nlog:\n"])
 def test_without_values_all_is_default(configured, text):
     effective = configured(text)
@@ -139,6 +146,8 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("models:\n  a:\n    path: /x\n    packing: on", 4, "True is not one of auto, off"),
         ("models:\n  a:\n    path: /x\n    keep_host: 1", 4, "Expected `bool`"),
         ("models:\n  a:\n    path: /x\n    piece: 1KB", 4, "the units are B, KiB"),
+        ("models:\n  a:\n    path: /x\n    host_kv: 1GB", 4, "the units are B, KiB"),
+        ("models:\n  a:\n    path: /x\n    disk_kv: none", 4, "'none' is no size"),
         ("models:\n  a: {path: /x, piece: 1KiB}", 2, "models.a: piece_bytes is 1,024; it must be 0"),
         ("models:\n  a: {path: /x, slots: 3, ring_gb: 4}", 2, "models.a: the ring is given in bytes and in slots"),
         ("admins: [0, nobody-of-this-name]", 1, "no user 'nobody-of-this-name'"),

@@ -26,6 +26,14 @@ def test_truncate_keeps_the_kv_of_the_tokens_that_stay() -> None:
     assert (session.tokens, session.computed) == ([1, 2, 3], 1)
 
 
+@pytest.mark.parametrize(("length", "foreign"), [(4, 3), (3, 3), (2, 2), (0, 0)])
+def test_truncate_takes_of_a_client_s_kv_what_goes(length: int, foreign: int) -> None:
+    session = session_of([1, 2, 3, 4], computed=4)
+    session.foreign_tokens = 3
+    session.truncate(length)
+    assert session.foreign_tokens == foreign
+
+
 @pytest.mark.parametrize("length", [-1, 3])
 def test_truncate_refuses_a_length_that_the_session_does_not_have(length: int) -> None:
     session = session_of([1, 2], computed=2)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
+import djinn_client
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import (
     BudgetReply,
@@ -21,19 +27,30 @@ from djinn_client.protocol import (
     Failure,
     GetStatus,
     ListModels,
+    ListPrefixes,
     ListSessions,
     LoadModel,
     ModelInfo,
     ModelReply,
     Models,
+    PauseReply,
+    PauseSession,
     PlanModel,
     PlanReply,
+    Prefixes,
+    PrefixInfo,
+    PrefixPublished,
+    PrefixWithdrawn,
     Progress,
+    PublishPrefix,
+    ResumeSession,
     Sessions,
     SetBudget,
     StatusReply,
     UnloadModel,
+    WithdrawPrefix,
 )
+from djinnctl import top
 from djinnctl.cli import main
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
@@ -53,6 +70,8 @@ TINY = ModelInfo(
     page_bytes=1 << 19,
     pages=128,
     pages_used=3,
+    host_pages=4096,
+    host_pages_used=17,
     sessions=2,
 )
 BROKEN = ModelInfo(name="broken", path="/models/broken", state="failed", error="config.json is not JSON")
@@ -120,6 +139,13 @@ STATUS = StatusReply(
     connections=5,
     arena_bytes=3 << 29,
 )
+WAITING = session_info(
+    tokens=70, user=0, state="waiting", pages=3, host_pages=12, page_bytes=1 << 22, idle_s=7.0, priority="agent"
+)
+RUNNING = session_info(
+    id="s-2", user=0, state="running", tokens=5, pages=1, disk_pages=9, page_bytes=1 << 22, priority="batch"
+)
+PREFIX = PrefixInfo(id="p-1", model="llama", tokens=2048, user=0, created=1_750_000_000.0)
 FINDINGS = ["page 3 has 2 owners", "session s-1 has 4 pages and needs 5"]
 
 
@@ -133,11 +159,25 @@ def answer(line: Line) -> None:
             case ListModels(id=id):
                 line.send(Models(id=id, models=[TINY, BROKEN]))
             case ListSessions(id=id):
-                line.send(Sessions(id=id, sessions=[session_info(tokens=70, user=0), session_info(id="s-2")]))
+                line.send(Sessions(id=id, sessions=[WAITING, RUNNING]))
             case LoadModel(id=id, model="llama", placing=Placing()):
                 line.send(ModelReply(id=id, model=STREAMED))
             case PlanModel(id=id, model="llama"):
                 line.send(PlanReply(id=id, plan=PLAN))
+            case SetBudget(id=id, memory_bytes=1):
+                line.send(Failure(id=id, code="out_of_memory", message="the budget could go down to 7 GiB"))
+            case PauseSession(id=id, session="s-1", tier=tier):
+                line.send(PauseReply(id=id, tier=tier, pages=15, nbytes=60 << 20, seconds=0.0123))
+            case ResumeSession(id=id, session="s-1"):
+                line.send(Done(id=id))
+            case PublishPrefix(id=id, session="s-1", tokens=tokens):
+                line.send(PrefixPublished(id=id, prefix=replace(PREFIX, tokens=tokens or 2048)))
+            case PublishPrefix(id=id):
+                line.send(Failure(id=id, code="session_not_found", message="no such session"))
+            case ListPrefixes(id=id):
+                line.send(Prefixes(id=id, prefixes=[PREFIX]))
+            case WithdrawPrefix(id=id, prefix=name):
+                line.send(PrefixWithdrawn(id=id, in_force=name == "p-1"))
             case SetBudget(id=id, memory_bytes=0):
                 line.send(Failure(id=id, code="invalid_request", message="memory_bytes is 0"))
             case SetBudget(id=id, memory_bytes=memory_bytes):
@@ -152,7 +192,7 @@ def answer(line: Line) -> None:
                 line.send(Failure(id=id, code="model_not_found", message=f"no model {model}"))
             case UnloadModel(id=id) | CloseSession(id=id, session="s-1" | "s-2"):
                 line.send(Done(id=id))
-            case CloseSession(id=id):
+            case CloseSession(id=id) | PauseSession(id=id) | ResumeSession(id=id):
                 line.send(Failure(id=id, code="session_not_found", message="no such session"))
             case _:
                 raise AssertionError(request)
@@ -180,9 +220,10 @@ def test_status(address: str) -> None:
     assert "cuda:0 ready 13.0 GiB of 20.0 GiB 12 k 99 k 0 NVIDIA H200" in shown
     assert "djinn-tiny ready float32 4.1 M 2048 16.0 MiB 64.0 MiB 3/128 2" in shown
     assert "broken: config.json is not JSON" in shown
+    assert shown.endswith("PAGES OF DEVICE HOST DISK EACH djinn-tiny 3/128 17/4096 - 512 KiB")
 
 
-@pytest.mark.parametrize("arguments", [("status",), ("ps",), ("models",), ("status", "--check")])
+@pytest.mark.parametrize("arguments", [("status",), ("ps",), ("top",), ("models",), ("status", "--check")])
 def test_every_table_fits_80_columns_and_has_no_colour_of_its_own(address: str, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--address", address)
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -240,9 +281,65 @@ def test_ps(address: str) -> None:
     result = run("ps", "--address", address)
     assert result.exit_code == 0
     lines = [words(line) for line in result.stdout.splitlines()]
-    assert lines[0] == "SESSION USER MODEL CLASS STATE TOKENS KV PAGES AGE IDLE"
-    assert lines[1] == "s-1 root djinn-tiny interactive idle 70 0 0 0s 0s"
-    assert lines[2].split()[0] == "s-2"
+    assert lines == [
+        "SESSION USER MODEL CLASS STATE TOKENS DEVICE HOST DISK BYTES IDLE",
+        "s-1 root djinn-tiny agent waiting 70 3 12 - 60.0 MiB 7s",
+        "s-2 root djinn-tiny batch running 5 1 - 9 40.0 MiB 0s",
+    ]
+    shown = json.loads(run("ps", "--json", "--address", address).stdout)
+    assert (shown[0]["state"], shown[0]["host_pages"], shown[0]["page_bytes"]) == ("waiting", 12, 1 << 22)
+
+
+def test_top_is_one_frame_where_there_is_no_terminal(address: str) -> None:
+    for arguments in ((), ("--once",)):
+        result = run("top", *arguments, "--address", address)
+        assert result.exit_code == 0, result.stderr
+        lines = [words(line) for line in result.stdout.splitlines()]
+        assert lines[0].startswith("djinnd 0.1.0 ready pid 4711")
+        assert any(line.startswith("cuda:0 ready 13.0 GiB of 20.0 GiB") for line in lines)
+        assert "djinn-tiny 3/128 17/4096 - 512 KiB" in lines
+        assert [line.split()[0] for line in lines[-2:]] == ["s-2", "s-1"], "the busiest first"
+    shown = json.loads(run("top", "--json", "--address", address).stdout)
+    assert shown.keys() == {"status", "sessions", "tokens_per_s"}
+    assert [info["id"] for info in shown["sessions"]] == ["s-2", "s-1"]
+
+
+def test_top_tells_the_rate_between_two_glances(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [1000, 1500, 200]  # the last one of an engine that was started anew
+
+    def script(line: Line) -> None:
+        line.welcome()
+        for tokens in counts:
+            request = line.expect(GetStatus)
+            devices = [replace(STATUS.devices[0], generated_tokens=tokens)]
+            line.send(replace(STATUS, id=request.id, devices=devices))
+            line.send(Sessions(id=line.expect(ListSessions).id, sessions=[]))
+
+    times = iter((10.0, 12.0, 13.0))
+    with djinn_client.Client(daemon.play(script)) as client:
+        read = top.Reader(client)
+        with monkeypatch.context() as patch:
+            patch.setattr(top.time, "monotonic", lambda: next(times))
+            assert [read().tokens_per_s for _ in counts] == [None, 250.0, 0.0]
+
+
+def test_top_on_a_terminal_goes_on_until_ctrl_c(address: str) -> None:
+    """A pseudo-terminal, because a pipe gets one frame."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "djinnctl", "top", "--address", address]
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while shown.count(b"tokens/s:") < 1:  # the second frame has a rate
+            shown += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # EIO: nobody has the other end any more
+            while data := os.read(ours, 1 << 16):
+                shown += data
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"Traceback" not in shown and shown.endswith(b"\x1b[?25h"), "the cursor is back"
 
 
 def test_session_ids_are_never_cut(daemon: ScriptedDaemon) -> None:
@@ -333,6 +430,22 @@ def test_where_blocks_are_to_go(
     assert (asked[0].model, asked[0].kv_bytes, asked[0].placing) == ("llama", 1 << 20, placing)
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [((), (0, None, None)), (("--kv", "1GiB", "--host-kv", "16GiB", "--disk-kv", "0B"), (1 << 30, 16 << 30, 0))],
+)
+def test_load_with_memory_for_pages_tier_by_tier(
+    daemon: ScriptedDaemon, options: tuple[str, ...], sizes: tuple[int, int | None, int | None]
+) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(LoadModel)
+        assert (request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes) == sizes
+        line.send(ModelReply(id=request.id, model=TINY))
+
+    assert run("load", "llama", *options, "--address", daemon.play(script)).exit_code == 0
+
+
 def test_load_without_a_copy_on_the_host(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.welcome()
@@ -414,6 +527,42 @@ def test_wrong_places_are_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
+def test_free_lowers_the_budget_and_says_how_to_give_it_back(address: str) -> None:
+    result = run("free", "4.5GiB", "--address", address)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "budget 15.5 GiB, 1.0 GiB in use; changed in 420 ms"
+    assert lines[-1] == "4.5 GiB are yours until `djinnctl budget 20GiB`"
+    assert json.loads(run("free", "4GiB", "--json", "--address", address).stdout)["budget_bytes"] == 16 << 30
+
+
+def test_free_more_than_can_be_is_the_engine_s_to_refuse(address: str) -> None:
+    for size in ("20GiB", "1TiB"):
+        result = run("free", size, "--address", address)
+        assert (result.exit_code, result.stderr) == (1, "djinnctl: the budget could go down to 7 GiB\n")
+
+
+def test_free_before_there_is_an_engine(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(GetStatus)
+        line.send(replace(STATUS, id=request.id, devices=[replace(STATUS.devices[0], budget_bytes=0)]))
+
+    result = run("free", "1GiB", "--address", daemon.play(script))
+    assert result.exit_code == 1 and "try again in a moment" in result.stderr
+
+
+def test_pause_and_resume(address: str) -> None:
+    result = run("pause", "s-1", "--address", address)
+    assert result.stdout == "s-1 is paused: 15 pages, 60.0 MiB, are on the host; it took 12.3 ms\n"
+    shown = json.loads(run("pause", "s-1", "--to", "disk", "--json", "--address", address).stdout)
+    assert shown == {"tier": "disk", "pages": 15, "nbytes": 60 << 20, "seconds": 0.0123}
+    assert run("resume", "s-1", "--address", address).stdout == "resumed s-1\n"
+    for command in ("pause", "resume"):
+        result = run(command, "s-9", "--address", address)
+        assert (result.exit_code, result.stderr) == (1, "djinnctl: no such session\n")
+
+
 def test_load_as_json_is_only_json(address: str) -> None:
     result = run("load", "djinn-tiny", "--json", "--address", address)
     assert json.loads(result.stdout)["name"] == "djinn-tiny"
@@ -445,6 +594,10 @@ def test_no_daemon_is_one_line_and_exit_2() -> None:
         ("unload", "m"),
         ("close", "s"),
         ("fork", "s"),
+        ("pause", "s"),
+        ("resume", "s"),
+        ("free", "1GiB"),
+        ("top",),
     ):
         result = run(*command, "--address", "/nowhere/s")
         assert (result.exit_code, result.stdout) == (2, ""), command
@@ -452,6 +605,8 @@ def test_no_daemon_is_one_line_and_exit_2() -> None:
 
 
 def test_wrong_usage_is_exit_2() -> None:
+    for arguments in (("pause", "s", "--to", "device"), ("resume",), ("free",), ("free", "1"), ("top", "x")):
+        assert run(*arguments).exit_code == 2, arguments
     for arguments in (("close",), ("fork",), ("nonesuch",), ("status", "--watch", "0"), ("load",)):
         assert run(*arguments).exit_code == 2, arguments
 
@@ -508,7 +663,11 @@ def test_ctrl_c_ends_watching_well(daemon: ScriptedDaemon, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "command", ["", "status", "ps", "models", "load", "unload", "close", "fork", "doctor", "version"]
+    "command",
+    [
+        *("", "status", "ps", "top", "models", "load", "unload", "free"),
+        *("close", "fork", "pause", "resume", "doctor", "version"),
+    ],
 )
 def test_help_tells_the_exit_codes(command: str) -> None:
     result = run(*filter(None, (command,)), "--help")
@@ -538,3 +697,24 @@ def test_the_package_runs_as_a_module() -> None:
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
     )
     assert (done.returncode, done.stderr) == (2, "djinnctl: no daemon at /nowhere/s: start it with `djinnd`\n")
+
+
+def test_public_prefixes(address: str) -> None:
+    def prefix(*arguments: str) -> Result:
+        return run("prefix", *arguments, "--address", address)
+
+    assert prefix("publish", "s-1").stdout == "p-1: 2048 tokens of llama are public\n"
+    shown = json.loads(prefix("publish", "s-1", "--tokens", "512", "--json").stdout)
+    assert shown == {"id": "p-1", "model": "llama", "tokens": 512, "user": 0, "created": 1_750_000_000.0}
+    assert prefix("publish", "s-1", "--tokens", "0").exit_code == 2
+    result = prefix("publish", "s-9")
+    assert (result.exit_code, result.stderr) == (1, "djinnctl: no such session\n")
+    heading, row = prefix("list").stdout.splitlines()
+    assert heading.split() == ["PREFIX", "MODEL", "TOKENS", "MARKED", "BY", "MARKED"]
+    marked = datetime.fromtimestamp(1_750_000_000).strftime("%Y-%m-%d %H:%M")
+    assert row.split() == ["p-1", "llama", "2048", "root", *marked.split()]
+    assert [info["id"] for info in json.loads(prefix("list", "--json").stdout)] == ["p-1"]
+    told = "p-1 is withdrawn; its pages stay shared until the model is loaded the next time\n"
+    assert prefix("withdraw", "p-1").stdout == told
+    assert prefix("withdraw", "p-2").stdout == "p-2 is withdrawn\n"
+    assert json.loads(prefix("withdraw", "p-1", "--json").stdout) == {"withdrawn": "p-1", "in_force": True}

@@ -275,11 +275,12 @@ def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
     assert not path.exists()
 
 
-def whole_object(root: Path, pid: int, ticks: int, version: int = 2, state: int = 2, payload: int = 1000) -> Path:
-    """As djinnd/server/arena_header.py has it; 1,000 bytes of blocks."""
+def whole_object(root: Path, pid: int, ticks: int, version: int = 3, state: int = 2, payload: int = 1000) -> Path:
+    """As djinnd/server/arena_header.py has it; 1,000 bytes of weights."""
     fixed = struct.pack("<8sQQIIQQ64s", b"DJARENA1", pid, ticks, version, state, payload, 1, b"ab" * 32)
     path = root / "djinnd-weights"
-    path.write_bytes(fixed + b"llama".ljust(1936, b"\0") + b"/var/lib/djinnd".ljust(2048, b"\0") + bytes(1000))
+    texts = b"weights".ljust(16, b"\0") + b"llama".ljust(1920, b"\0") + b"/var/lib/djinnd".ljust(2048, b"\0")
+    path.write_bytes(fixed + texts + bytes(1000))
     return path
 
 
@@ -288,7 +289,7 @@ def test_a_whole_model_of_a_daemon_that_is_gone_waits_for_the_next_one(tmp_path:
     path = whole_object(tmp_path, pid, 1)
     (result,) = arena.check(tmp_path)
     assert result.state == "warn"
-    assert f"(5.0 KiB) has the blocks of llama from process {pid}, which is gone" in result.finding
+    assert f"(5.0 KiB) has the weights of llama from process {pid}, which is gone" in result.finding
     assert "the next djinnd with state directory /var/lib/djinnd takes it over" in result.remedy
     assert path.exists()
     (result,) = arena.check(tmp_path, fix=True)
@@ -309,10 +310,10 @@ def test_what_nobody_will_adopt(tmp_path: Path, why: dict[str, int]) -> None:
 
 
 def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path) -> None:
-    header = Header(dead_process(), 1, VERSION, State.COMPLETE, 4096, 1, "ab" * 32, "größe", "/state")
+    header = Header(dead_process(), 1, VERSION, State.COMPLETE, 4096, 1, "ab" * 32, "pages", "größe", "/state")
     (tmp_path / "djinnd-weights").write_bytes(header.pack() + bytes(4096))
     (result,) = arena.check(tmp_path)
-    assert "has the blocks of größe" in result.finding and "directory /state takes" in result.remedy
+    assert "has the pages of größe" in result.finding and "directory /state takes" in result.remedy
 
 
 @pytest.mark.parametrize("content", [b"", b"DJARENA1", b"\0" * 4096, b"DJARENA2" + bytes(100)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnctl.units import UNITS, count, duration, interval, parse_resident, parse_size, rate, size
+from djinnctl.units import UNITS, count, duration, exact_size, interval, parse_resident, parse_size, rate, size
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,15 @@ from djinnctl.units import UNITS, count, duration, interval, parse_resident, par
 )
 def test_size(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
+
+
+@given(st.integers(0, 1 << 50))
+def test_an_exact_size_is_read_back(nbytes: int) -> None:
+    assert parse_size(exact_size(nbytes)) == nbytes
+
+
+def test_an_exact_size_has_the_largest_unit() -> None:
+    assert [exact_size(n) for n in (1, 1 << 30, 80 << 30, (1 << 30) + 1024)] == ["1B", "1GiB", "80GiB", "1048577KiB"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from djinn_client.protocol import Sampling
 from djinnd import messages
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.model_runner import ModelRunner
-from djinnd.model.check import TOKENS
+from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.paged_model import PagedModel
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered
@@ -54,7 +54,7 @@ def test_its_first_word_says_what_device_it_has(engine: EngineThread) -> None:
 
 def test_loading_tells_its_stages_and_what_there_is_then(engine: EngineThread) -> None:
     request = engine.number()
-    engine.send(messages.Load(request, "m", str(FOLDER)))
+    engine.send(messages.Load(request, "m", str(FOLDER), host_kv_bytes=0))
     stages: list[str] = []
     while not isinstance(message := engine.receive(), messages.Loaded | messages.Failed):
         if isinstance(message, messages.NeedArena):
@@ -409,7 +409,8 @@ def test_without_host_memory_for_logits_the_session_stays(
     serving.outcome(serving.run("s", prompt(5), 0, logits=True))
 
 
-POISON = next(token for token in range(VOCAB) if token not in np.random.default_rng(0).integers(0, VOCAB, TOKENS))
+CHECKED = np.random.default_rng(0).integers(0, VOCAB, sum(CHUNKS) + SINGLES)  # tokens of the check at load
+POISON = next(token for token in range(VOCAB) if token not in CHECKED)
 
 
 def poison(tensors: Tensors) -> None:
@@ -459,7 +460,7 @@ def test_it_ends_when_the_server_is_gone(serving: EngineThread) -> None:
 
 @pytest.mark.parametrize("end", ["shutdown", "gone"])
 def test_it_ends_although_a_load_is_under_way(engine: EngineThread, end: str) -> None:
-    engine.send(messages.Load(1, "m", str(FOLDER)))
+    engine.send(messages.Load(1, "m", str(FOLDER), host_kv_bytes=0))
     engine.until(messages.NeedArena, messages.Loading)  # never granted
     if end == "shutdown":
         engine.send(messages.Shutdown())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -11,10 +13,21 @@ import pytest
 import torch
 
 from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.protocol import FrameDecoder
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.channel import Channel
-from djinnd.engine.loading import LoadQueue, map_arena, model_shape
-from djinnd.messages import ArenaReady, Load
+from djinnd.engine.host_pages import object_bytes
+from djinnd.engine.loading import LoadQueue, PagesResult, WantPages, map_arena, model_shape
+from djinnd.kvcache.tier import Tier
+from djinnd.messages import (
+    MAX_FRAME,
+    ArenaReady,
+    ArenaRefused,
+    FromEngine,
+    Load,
+    NeedArena,
+    decode_from_engine,
+)
 from djinnd.model.loader import Loader
 from tests.support.engine_thread import FOREVER
 from tests.support.loaded import MEMORY
@@ -72,6 +85,9 @@ class Queue:
         self.device = CpuDevice(MEMORY)
         self.channel = Channel(ours.detach())
         self.loads = LoadQueue(self.channel, self.device, max_batch_tokens=64)
+        self.server.settimeout(FOREVER)
+        self._decoder = FrameDecoder(MAX_FRAME)
+        self._incoming: list[FromEngine] = []
 
     def error_of(self, load: Load) -> DjinnError:
         self.loads.submit(load)
@@ -79,6 +95,18 @@ class Queue:
         result = self.loads.results.get(timeout=FOREVER)
         assert result.load is load and result.weights is None and result.error is not None
         return result.error
+
+    def asked(self) -> FromEngine:
+        """The next message for the server."""
+        while not self._incoming:
+            self._incoming += [decode_from_engine(f.payload) for f in self._decoder.feed(self.server.recv(1 << 16))]
+        return self._incoming.pop(0)
+
+    def pages(self) -> PagesResult:
+        """Of the job that is under way."""
+        while (result := self.loads.take_pages()) is None:
+            self.channel.receive(FOREVER)
+        return result
 
     def close(self) -> None:
         self.loads.close()
@@ -118,3 +146,94 @@ def test_a_device_without_memory_is_told_as_such(queue: Queue, monkeypatch: pyte
     monkeypatch.setattr("djinnd.engine.loading.model_shape", fails)
     error = queue.error_of(load())
     assert isinstance(error, OutOfMemory) and "loading m: 2.00 GiB more" in error.message
+
+
+# --- host tiers -----------------------------------------------------------------------------------------------------
+
+WANTED = WantPages(request=7, model="m", slots=3, page_bytes=5000, fingerprint="ab" * 32)
+NEED = NeedArena(7, "m", object_bytes(3, 5000), "ab" * 32, "pages")
+
+
+@pytest.fixture
+def reserved() -> Iterator[posix_ipc.SharedMemory]:
+    """As the server grants for WANTED."""
+    size = mmap.PAGESIZE + NEED.nbytes
+    reserved = posix_ipc.SharedMemory(f"/djinnd-test-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=size)
+    yield reserved
+    reserved.close_fd()
+    reserved.unlink()
+
+
+def test_the_memory_of_a_host_tier_is_brought_in_beside_the_engine(
+    queue: Queue, reserved: posix_ipc.SharedMemory
+) -> None:
+    queue.loads.submit(WANTED)
+    assert queue.asked() == NEED
+    assert not queue.loads.is_busy, "no load is under way"
+    assert queue.loads.take_pages() is None
+    queue.loads.arena(ArenaReady(7, reserved.name, mmap.PAGESIZE, complete=True))
+    result = queue.pages()
+    assert (result.request, result.model, result.why) == (7, "m", "")
+    assert result.pages is not None and result.pages.capacity == 3
+    result.pages.slot(2).fill_(5)
+    with mmap.mmap(reserved.fd, reserved.size) as seen:
+        start = mmap.PAGESIZE + Tier.table_bytes(3) + 2 * 8192
+        assert seen[start : start + 8192] == b"\x05" * 5000 + bytes(3192)
+    result.pages.release()
+    assert queue.loads.take_pages() is None
+
+
+def test_as_many_pages_are_had_as_an_earlier_engine_has_left(queue: Queue, reserved: posix_ipc.SharedMemory) -> None:
+    queue.loads.submit(dataclasses.replace(WANTED, slots=50))
+    assert isinstance(queue.asked(), NeedArena)
+    queue.loads.arena(ArenaReady(7, reserved.name, mmap.PAGESIZE, complete=True))
+    pages = queue.pages().pages
+    assert pages is not None and pages.capacity == 3
+    pages.release()
+
+
+def test_a_host_tier_that_is_refused_says_why_and_the_next_job_is_done(
+    queue: Queue, reserved: posix_ipc.SharedMemory
+) -> None:
+    queue.loads.submit(WANTED)
+    queue.asked()
+    queue.loads.arena(ArenaRefused(7, "host_kv of m needs 10 bytes", {"needed": 10}))
+    assert queue.pages() == PagesResult(7, "m", None, "host_kv of m needs 10 bytes")
+    queue.loads.submit(WANTED)
+    queue.asked()
+    queue.loads.arena(ArenaReady(7, reserved.name, mmap.PAGESIZE, complete=True))
+    result = queue.pages()
+    assert result.pages is not None
+    result.pages.release()
+
+
+def test_a_model_that_has_been_unloaded_meanwhile_has_no_arena_any_more(queue: Queue) -> None:
+    queue.loads.submit(WANTED)
+    queue.asked()
+    queue.loads.arena(ArenaReady(7, "/djinnd-test-is-gone", mmap.PAGESIZE, complete=True))
+    assert queue.pages() == PagesResult(7, "m", None, "m has been unloaded")
+
+
+def test_an_engine_that_ends_does_not_wait_for_pages(queue: Queue) -> None:
+    queue.loads.submit(WANTED)
+    queue.asked()
+    queue.loads.close()
+    assert queue.loads.take_pages() is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "djinn-load"]
+
+
+def test_loaded_weights_know_their_fingerprint(queue: Queue) -> None:
+    load_ = load()
+    queue.loads.submit(load_)
+    while not isinstance(need := queue.asked(), NeedArena):
+        pass
+    assert need.holds == "weights"
+    memory = posix_ipc.SharedMemory(f"/djinnd-test-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=4096 + need.nbytes)
+    try:
+        queue.loads.arena(ArenaReady(1, memory.name, 4096, complete=False))
+        result = queue.loads.results.get(timeout=FOREVER)
+        assert result.weights is not None and result.weights.fingerprint == need.fingerprint
+        result.weights.release(queue.device)
+    finally:
+        memory.close_fd()
+        memory.unlink()

@@ -8,9 +8,13 @@ from djinnd.engine.memory import (
     FULL_SESSIONS,
     LOGIT_ROWS,
     MIN_TOKENS,
+    HostRoom,
     ModelShape,
+    TierPages,
     kv_floor,
     plan_kv,
+    slot_bytes,
+    tier_pages,
     workspace_bytes,
 )
 from djinnd.kvcache.manager import page_size_for
@@ -102,3 +106,40 @@ def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> N
     workspace = workspace_bytes(SHAPE, 2048)
     assert workspace >= 2048 * SHAPE.widest * 2 + LOGIT_ROWS * SHAPE.vocab * 4
     assert workspace_bytes(SHAPE, 4096) > workspace
+
+
+ROOM = HostRoom(memory=400 * GIB, shared=200 * GIB, disk=1000 * GIB)
+
+
+def test_a_slot_begins_on_a_host_page() -> None:
+    assert [slot_bytes(page) for page in (1, 4096, 4097, PAGE)] == [4096, 4096, 8192, PAGE]
+
+
+def test_tiers_by_themselves_are_some_times_the_pool() -> None:
+    assert tier_pages(PAGE, 10 * GIB, None, None, ROOM) == TierPages(20 * GIB // PAGE, 40 * GIB // PAGE)
+
+
+@pytest.mark.parametrize(
+    ("room", "host", "disk"),
+    [
+        ({"memory": 12 * GIB}, 3 * GIB, 40 * GIB),
+        ({"shared": 12 * GIB}, 3 * GIB, 40 * GIB),
+        ({"disk": 50 * GIB}, 20 * GIB, 5 * GIB),
+        ({"disk": 0}, 20 * GIB, 0),
+        ({"shared": 4 * PAGE - 1}, 0, 40 * GIB),
+    ],
+)
+def test_tiers_by_themselves_leave_most_of_what_is_free(room: dict[str, int], host: int, disk: int) -> None:
+    wide = dataclasses.replace(ROOM, **room)
+    assert tier_pages(PAGE, 10 * GIB, None, None, wide) == TierPages(host // PAGE, disk // PAGE)
+
+
+def test_tiers_that_were_asked_for_are_what_there_is() -> None:
+    none = HostRoom(0, 0, 0)
+    assert tier_pages(PAGE, 10 * GIB, 7 * PAGE, 9 * PAGE + 5, none) == TierPages(7, 9)
+    assert tier_pages(PAGE, 10 * GIB, 0, 0, ROOM) == TierPages(0, 0)
+    assert tier_pages(PAGE, 10 * GIB, PAGE - 1, None, ROOM) == TierPages(0, 40 * GIB // PAGE)
+
+
+def test_pages_that_are_no_whole_host_pages_take_more_room_than_they_have_bytes() -> None:
+    assert tier_pages(5000, 0, 8192 * 10, 8192 * 3, ROOM) == TierPages(10, 3)

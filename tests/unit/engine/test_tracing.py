@@ -122,11 +122,21 @@ def test_a_step_that_fails_counts_and_has_no_span(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
     with pytest.raises(RuntimeError, match="in mid-way"), scene.tracer.step(batch(1)):
         raise RuntimeError("in mid-way")
-    assert scene.device.trace is None
     scene.step(1)
+    assert scene.device.trace is None
     scene.device.synchronize()
     scene.tracer.answer()
     assert [span.track for span in scene.spans()].count("step") == 1
+
+
+def test_copies_between_steps_are_recorded(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
+    scene.device.copy(torch.zeros(4), torch.ones(4), name="promote 1")
+    scene.step(1)
+    scene.device.copy(torch.zeros(4), torch.ones(4), name="promote 2")
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert [span.name for span in scene.spans() if span.track == "copy"] == ["promote 1", "block 1"]
 
 
 # --- in an engine that streams --------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_the_audit_finds_a_page_in_two_tables() -> None:
     kv.reserve("a", ALICE, 4)
     kv.reserve("b", BOB, 4)
     kv._table[kv._row["b"], 0] = kv.pages_of("a")[0]
-    with pytest.raises(AssertionError, match="is in 2 tables and has 1 references"):
+    with pytest.raises(AssertionError, match="is held 2 times and has 1 references"):
         kv.check_integrity()
 
 
@@ -193,7 +193,7 @@ def test_the_audit_finds_a_page_past_those_that_are_counted() -> None:
 def test_the_audit_finds_pages_that_no_session_holds() -> None:
     kv = manager()
     kv.pool.allocate(1, ALICE)
-    with pytest.raises(AssertionError, match="is in 0 tables and has 1 references"):
+    with pytest.raises(AssertionError, match="is held 0 times and has 1 references"):
         kv.check_integrity()
 
 

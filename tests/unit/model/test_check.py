@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from djinn_client.errors import ModelRejected
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention import PagedBatch, TorchAttention
-from djinnd.model.check import TOKENS, check_paging
+from djinnd.model.check import CHUNKS, SINGLES, check_paging
 from djinnd.model.paged_model import PagedModel
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, reduced_model
@@ -27,7 +27,7 @@ def device() -> Iterator[CpuDevice]:
 
 def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") -> PagedModel:
     weights = load_weights(reduced_model(family), device, dtype)
-    kv, pages = weights.skeleton.kv_shape, 2 + TOKENS // PAGE
+    kv, pages = weights.skeleton.kv_shape, 2 + (sum(CHUNKS) + SINGLES) // PAGE
     pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
     return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
 

@@ -145,6 +145,7 @@ def test_a_request_with_nothing_to_run_is_our_fault() -> None:
     with pytest.raises(AssertionError, match="nothing to run"):
         daemon.submit("empty", prompt=0, max_tokens=1)
     daemon.open("full", tokens=3)
+    daemon.scheduler.session("full").computed = 3
     with pytest.raises(AssertionError, match="nothing to run"):
         daemon.submit("full", prompt=0, max_tokens=0)
 

@@ -116,6 +116,10 @@ def test_loading_and_planning():
             admission.check_load(LoadModel(id=1, model="m", **fields))
         with pytest.raises(InvalidRequest):
             admission.check_plan(PlanModel(id=1, model="m", **fields))
+    admission.check_load(LoadModel(id=1, model="m", host_kv_bytes=0, disk_kv_bytes=1))
+    for name in ("host_kv_bytes", "disk_kv_bytes"):
+        with pytest.raises(InvalidRequest, match=f"{name} is -1"):
+            admission.check_load(LoadModel(id=1, model="m", **{name: -1}))
     with pytest.raises(InvalidRequest, match="memory_bytes is -1"):
         admission.check_plan(PlanModel(id=1, model="m", memory_bytes=-1))
 

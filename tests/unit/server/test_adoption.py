@@ -93,15 +93,16 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
     assert not grant.complete
     assert not os.path.samestat(path_of(grant.name).stat(), before)
     assert b"W" not in path_of(grant.name).read_bytes()[HEADER_BYTES:]
-    assert "model=llama reason=the checkpoint or its layout has changed" in caplog.text
+    assert "model=llama holds=weights reason=the checkpoint or its layout has changed" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"state": State.FILLING}, "llama was not read to its end"),
-        ({"version": 1}, "arena version 1, this daemon knows 2"),
+        ({"state": State.FILLING}, "the weights of llama were not brought in to their end"),
+        ({"version": 1}, "arena version 1, this daemon knows 3"),
         ({"state": 7}, "7 is not a valid State"),
+        ({"holds": "else"}, "an arena object that holds 'else'"),
         ({"size": HEADER_BYTES + 100}, "it has 4,196 bytes and should have 8,192"),
         ({"payload": 1 << 40}, "it has 8,192 bytes and should have"),
         ({"state_dir": "/nowhere/at/all"}, "its daemon's state directory /nowhere/at/all is gone"),
@@ -119,6 +120,33 @@ def test_of_two_of_one_model_one_is_adopted_and_the_other_removed(state, success
     names = [left_by(state) for _ in range(2)]
     assert successor.adopt() == ["llama"]
     assert [path_of(name).exists() for name in sorted(names)] == [True, False]
+
+
+def test_weights_and_pages_of_one_model_are_adopted_both(state, successor):
+    arena = Arena(str(state))
+    weights, pages = arena.grant("m", 4096, FINGERPRINT), arena.grant("m", 8192, "cd" * 32, "pages")
+    alone = arena.grant("alone", 8192, FINGERPRINT, "pages")
+    arena.complete("m")
+    with path_of(pages.name).open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(b"P" * 8192)
+    arena.leave()
+    assert successor.adopt() == ["alone", "m"]
+    assert successor.grant("m", 4096, FINGERPRINT) == weights._replace(complete=True)
+    assert successor.grant("m", 8192, "cd" * 32, "pages") == pages
+    assert path_of(pages.name).read_bytes()[HEADER_BYTES:] == b"P" * 8192
+    assert successor.grant("alone", 4096, FINGERPRINT, "pages", any_size=True) == alone
+    again = successor.grant("m", 8192, FINGERPRINT, "pages")
+    assert path_of(again.name).read_bytes()[HEADER_BYTES:] == bytes(8192), "pages of other weights"
+    assert path_of(weights.name).exists()
+
+
+def test_pages_are_left_where_the_weights_beside_them_are_not_whole(state, successor):
+    arena = Arena(str(state))
+    weights, pages = arena.grant("m", 4096, FINGERPRINT), arena.grant("m", 8192, FINGERPRINT, "pages")
+    arena.leave()
+    assert (path_of(weights.name).exists(), path_of(pages.name).exists()) == (False, True)
+    assert successor.adopt() == ["m"]
 
 
 def test_what_a_daemon_with_another_state_directory_has_left_waits_for_its_successor(state, successor, tmp_path):

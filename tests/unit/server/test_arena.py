@@ -14,10 +14,11 @@ import pytest
 from djinn_client.errors import OutOfMemory
 from djinnd.server import arena as arena_module
 from djinnd.server.arena import Arena
-from djinnd.server.arena_header import HEADER_BYTES, Header, State, start_ticks
+from djinnd.server.arena_header import HEADER_BYTES, VERSION, Header, State, start_ticks
 
 ROOT = Path(__file__).parents[3]
 FINGERPRINT = "ab" * 32
+TORN = Header(1, 1, VERSION, State.COMPLETE, 1, 1, FINGERPRINT, "something else", "llama", "/").pack()
 
 
 @pytest.fixture
@@ -71,6 +72,63 @@ def test_another_layout_gets_another_object(arena, nbytes, fingerprint):
     assert not content(first.name).exists()
 
 
+def test_pages_are_complete_as_soon_as_they_are_reserved_and_lie_beside_the_weights(arena):
+    weights = arena.grant("llama", 4096, FINGERPRINT)
+    pages = arena.grant("llama", 8192, "cd" * 32, "pages")
+    assert pages.complete and not weights.complete
+    found = header(pages.name)
+    assert (found.holds, found.state, found.payload) == ("pages", State.COMPLETE, 8192)
+    assert header(weights.name).holds == "weights"
+    stat = content(pages.name).stat()
+    assert stat.st_blocks * 512 >= stat.st_size == pages.offset + 8192, "they are not reserved"
+    assert content(pages.name).read_bytes()[pages.offset :] == bytes(8192), "a table of zeros has no page"
+    assert not arena.is_complete("llama"), "the weights are not"
+    arena.complete("llama")
+    assert arena.is_complete("llama") and not arena.is_complete("gpt2")
+    assert (arena.models, arena.nbytes) == ({"llama"}, 2 * HEADER_BYTES + 4096 + 8192)
+    assert arena.findings() == []
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "fingerprint", "any_size", "same"),
+    [
+        (8192, FINGERPRINT, False, True),
+        (4096, FINGERPRINT, False, False),
+        (4096, FINGERPRINT, True, True),
+        (8192, "cd" * 32, True, False),
+    ],
+)
+def test_pages_are_had_again_when_they_are_of_the_same_kind(arena, nbytes, fingerprint, any_size, same):
+    weights = arena.grant("llama", 4096, FINGERPRINT)
+    first = arena.grant("llama", 8192, FINGERPRINT, "pages")
+    again = arena.grant("llama", nbytes, fingerprint, "pages", any_size=any_size)
+    assert again.complete and (again.name == first.name) == same
+    assert content(first.name).exists() == same and content(weights.name).exists()
+    assert header(again.name).payload == (8192 if same else nbytes)
+
+
+def test_weights_may_be_given_back_without_the_pages_and_both_together(arena):
+    weights, pages = arena.grant("llama", 4096, FINGERPRINT), arena.grant("llama", 4096, FINGERPRINT, "pages")
+    arena.remove("llama", "weights")
+    assert not content(weights.name).exists() and content(pages.name).exists()
+    assert arena.models == {"llama"} and arena.is_complete("llama")
+    weights = arena.grant("llama", 4096, FINGERPRINT)
+    arena.remove_incomplete("llama")
+    assert not content(weights.name).exists() and content(pages.name).exists()
+    weights = arena.grant("llama", 4096, FINGERPRINT)
+    arena.remove("llama")
+    assert not content(weights.name).exists() and not content(pages.name).exists()
+    assert arena.models == set() and arena.nbytes == 0
+
+
+def test_pages_that_find_no_room_say_whose_they_are_and_leave_the_weights(arena):
+    weights = arena.grant("llama", 4096, FINGERPRINT)
+    with pytest.raises(OutOfMemory, match=r"^host_kv of llama needs .* ask for less") as caught:
+        arena.grant("llama", 1 << 60, FINGERPRINT, "pages")
+    assert caught.value.data["needed"] == (1 << 60) + HEADER_BYTES
+    assert content(weights.name).exists() and arena.findings() == []
+
+
 def test_removing_one_model_leaves_the_other(arena):
     first, second = arena.grant("a", 4096, FINGERPRINT), arena.grant("b", 4096, FINGERPRINT)
     arena.remove("a")
@@ -94,9 +152,10 @@ def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_ma
 def test_memory_that_others_take_in_between_is_the_same_error(arena, monkeypatch):
     """Two that see room for both: the second reservation fails, and leaves nothing."""
     room = os.statvfs("/dev/shm")
-    monkeypatch.setattr(arena_module, "_check_room", lambda model, nbytes: None)
-    with pytest.raises(OutOfMemory, match="shared memory"):
-        arena.grant("llama", room.f_blocks * room.f_frsize + (1 << 30), FINGERPRINT)
+    monkeypatch.setattr(arena_module, "_check_room", lambda model, nbytes, holds: None)
+    for holds in ("weights", "pages"):
+        with pytest.raises(OutOfMemory, match="shared memory"):
+            arena.grant("llama", room.f_blocks * room.f_frsize + (1 << 30), FINGERPRINT, holds)
     assert arena.models == set() and arena.findings() == []
 
 
@@ -130,14 +189,14 @@ def test_a_name_that_is_taken_is_left_to_who_has_it(arena):
         posix_ipc.unlink_shared_memory(taken)
 
 
-@pytest.mark.parametrize("data", [b"", b"DJARENA1", b"X" * 4096, b"DJARENA1" + b"\xff" * 4088])
+@pytest.mark.parametrize("data", [b"", b"DJARENA1", b"X" * 4096, b"DJARENA1" + b"\xff" * 4088, TORN])
 def test_what_is_no_header(data):
-    with pytest.raises(ValueError, match=r"arena|State"):
+    with pytest.raises(ValueError, match=r"arena"):
         Header.unpack(data)
 
 
 def test_a_header_reads_what_it_writes():
-    written = Header(7, 9, 2, State.COMPLETE, 1 << 40, 3, FINGERPRINT, "org/name", "/var/lib/größe")
+    written = Header(7, 9, VERSION, State.COMPLETE, 1 << 40, 3, FINGERPRINT, "pages", "org/name", "/var/lib/größe")
     assert len(written.pack()) == HEADER_BYTES
     assert Header.unpack(written.pack()) == written
 

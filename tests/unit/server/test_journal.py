@@ -69,7 +69,7 @@ def play(folder: Path, act: Callable[[Journal], Awaitable[None]]) -> dict[str, l
 
     async def second() -> dict[str, list[int]]:
         there = Journal(str(folder))
-        found = {session.id: session.tokens.tolist() for session in there.open()}
+        found = {session.id: session.tokens.tolist() for session in there.open().sessions}
         await there.close()
         return found
 

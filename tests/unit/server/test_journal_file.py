@@ -7,14 +7,17 @@ import sqlite3
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from djinnd.server import journal_file
-from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened
+from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Withdrawn
 from djinnd.server.socket_path import StartError
 
 ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
 TWO = Opened("two", 1001, "mine", True, "batch", 6.0)
+SYSTEM = Published("p1", "llama", 0, 7.5, [1, 2, 3, (1 << 31) - 1])
+TOOLS = Published("p2", "qwen", 1000, 8.0, list(range(1000)))
 
 
 def kept(folder: Path) -> dict[str, list[int]]:
@@ -74,6 +77,42 @@ def test_folding_changes_nothing_and_happens_by_itself(tmp_path: Path) -> None:
     assert len(kept(tmp_path)["one"]) == 600 + journal_file.FOLD_BYTES
 
 
+def test_public_prefixes_are_kept_until_they_are_withdrawn(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, SYSTEM], [TOOLS, Extended("one", 0, [5])])
+    file = JournalFile(str(tmp_path))
+    assert file.prefixes() == [SYSTEM, TOOLS]
+    file.append([Withdrawn("p1"), Withdrawn("nobody's")])
+    file.append([msgspec.structs.replace(SYSTEM, prefix="p3", created=9.0)])
+    file.append([Withdrawn("p3")])
+    file.fold()
+    assert file.prefixes() == [TOOLS]
+    file.close()
+    write(tmp_path, [Withdrawn("p2")])
+    assert kept(tmp_path) == {"one": [5]}
+    file = JournalFile(str(tmp_path))
+    assert file.prefixes() == []
+    file.close()
+
+
+def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
+    """As a djinnd that knew no public prefixes has left it."""
+    write(tmp_path, [ONE, Extended("one", 0, [1, 2])], [Extended("one", 2, [3])])
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.executescript("DROP TABLE prefix; PRAGMA user_version = 1;")
+    db.close()
+    for _ in range(2):
+        file = JournalFile(str(tmp_path))
+        assert [session.tokens.tolist() for session in file.sessions()] == [[1, 2, 3]]
+        file.append([SYSTEM])
+        file.close()
+    with sqlite3.connect(tmp_path / NAME) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    db.close()
+    file = JournalFile(str(tmp_path))
+    assert file.prefixes() == [SYSTEM]
+    file.close()
+
+
 def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "state"
     file = JournalFile(str(folder))
@@ -97,10 +136,10 @@ def test_another_version_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / NAME) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(StartError, match="has version 9 and this djinnd reads 1"):
+    with pytest.raises(StartError, match="has version 9 and this djinnd reads 2"):
         JournalFile(str(tmp_path))
     with sqlite3.connect(tmp_path / NAME) as db:
-        db.execute("PRAGMA user_version = 1")
+        db.execute("PRAGMA user_version = 2")
     db.close()
     assert kept(tmp_path) == {"one": []}
 

@@ -77,6 +77,83 @@ def test_opening_a_session_loads_the_model_and_unloading_gives_its_memory_back(s
         assert client.status(check=True).integrity == []
 
 
+def notes(client):
+    return client.status().models[0].notes
+
+
+def test_a_model_s_pages_come_and_go_with_it(serve):
+    daemon = serve(Script(pages=1 << 16))
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        folder = daemon.folder / "state" / "pages"
+        wait_for(lambda: notes(client) == [f"pages: new, 65536 bytes, disk: {folder}"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(daemon.arena()) == 2
+        assert client.status(check=True).integrity == []
+        client.unload("djinn-tiny")
+        assert daemon.arena() == []
+        client.load("djinn-tiny", host_kv_bytes=0, disk_kv_bytes=0)
+        assert len(daemon.arena()) == 1
+        for other in ({"host_kv_bytes": 1}, {"disk_kv_bytes": 1}):
+            with pytest.raises(errors.InvalidRequest, match="to give it other KV memory"):
+                client.load("djinn-tiny", **other)
+        client.load("djinn-tiny", host_kv_bytes=0)
+
+
+def test_the_next_engine_finds_the_pages_unless_they_are_to_be_others(serve):
+    daemon = serve(Script(pages=1 << 16))
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        wait_for(lambda: "pages: new" in str(notes(client)))
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: "pages: used, 65536 bytes" in str(notes(client)))
+        assert client.status(check=True).integrity == []
+
+
+def test_how_many_pages_there_are_to_be_is_as_configured_or_as_the_load_says(serve, checkpoint):
+    models = {"mine": {"path": str(checkpoint), "host_kv": "64KiB", "disk_kv": 0}}
+    daemon = serve(Script(pages=1 << 20), models=models)
+    with daemon.client() as client:
+        client.load("mine")
+        wait_for(lambda: "65536 bytes" in str([m.notes for m in client.models()]))
+        client.unload("mine")
+        client.load("mine", host_kv_bytes=1 << 17)
+        wait_for(lambda: "131072 bytes" in str([m.notes for m in client.models()]))
+
+
+def test_a_model_goes_on_without_the_pages_that_found_no_room(serve):
+    daemon = serve(Script(pages=1 << 60))
+    with djinn.Session("djinn-tiny", address=daemon.address) as session, daemon.client() as client:
+        wait_for(lambda: "host_kv of djinn-tiny needs 1,152,921,504,606,851,072 bytes" in str(notes(client)))
+        assert len(session.generate("Hello", max_tokens=2).token_ids) == 2
+        assert len(daemon.arena()) == 1 and client.status(check=True).integrity == []
+
+
+def test_pages_stay_where_weights_were_given_back_and_the_engine_dies_over_the_next_load(serve):
+    script = Script(pages=1 << 16, keep_host=False)
+    daemon = serve(script)
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        wait_for(lambda: "pages: new" in str(notes(client)) and len(daemon.arena()) == 1)
+        script.on_load = {"djinn-tiny": "die"}
+        daemon.write_files()
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: client.status().models[0].state == "failed")
+        assert len(daemon.arena()) == 1
+        assert not [finding for finding in client.status(check=True).integrity if "arena" in finding]
+        script.on_load = {}
+        daemon.write_files()
+        wait_for(lambda: can_load(client))
+        wait_for(lambda: "pages: used" in str(notes(client)))
+
+
+def can_load(client):
+    try:
+        return client.load("djinn-tiny")
+    except errors.EngineLost:
+        return False
+
+
 def test_unloading_by_force_closes_the_sessions_and_ends_their_calls(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:

@@ -60,6 +60,31 @@ def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_aga
     assert (starts(daemon), daemon.log.count("arena_adopted")) == (2, 1)
 
 
+def test_a_warm_restart_keeps_pages_which_the_engine_has_brought_to_where_they_are_found(serve):
+    daemon = serve(Script(pages=1 << 16))
+    djinn.load("djinn-tiny", address=daemon.address)
+    with daemon.client() as client:
+        wait_for(lambda: "pages: new" in str(client.models()[0].notes))
+    restart(daemon)
+    with daemon.client() as client:
+        wait_for(lambda: "pages: kept" in str(client.models()[0].notes))
+        assert client.status(check=True).integrity == []
+    assert daemon.log.count("arena_adopted") == 2
+
+
+def test_who_signals_twice_does_not_wait_for_pages_to_be_brought_down(serve):
+    daemon = serve(Script(on_shutdown="hang"), limits={"shutdown_grace": "1h"})
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        client.restart(warm=True)
+    wait_for(lambda: "djinnd_draining" in daemon.log)
+    for _ in range(2):  # it is to stop, and at once
+        daemon.signal(signal.SIGTERM)
+        wait_for(lambda: "restart_given_up" in daemon.log)
+    assert daemon.process.wait(30) == 0
+    assert daemon.left_behind() == []
+
+
 def test_a_cold_restart_keeps_no_blocks(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionNotFound
+from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
 from djinnd.config import Limits
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
@@ -215,6 +215,60 @@ def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table
     asyncio.run(play())
 
 
+def test_of_the_detached_sessions_of_a_user_the_longest_unused_give_way(table):
+    async def play():
+        sessions, closed = table(detached_per_user=2)
+        owner, stranger = FakeClient(1), FakeClient(2)
+        mine = [sessions.open(owner, "m", "agent") for _ in range(4)]
+        kept = sessions.open(FakeClient(1), "m", "agent")  # over a connection of its own
+        theirs = sessions.open(stranger, "m", "agent")
+        for used, session in zip((30.0, 10.0, 40.0, 20.0), mine, strict=True):
+            session.used = used
+        sessions.detach(owner)
+        assert closed == [mine[1], mine[3]]
+        mine[0].used = 50.0
+        late = FakeClient(1)
+        sessions.attach(mine[0], late)
+        sessions.detach(stranger)
+        assert len(closed) == 2, "nobody else's count"
+        sessions.detach(late)
+        assert len(closed) == 2, "two are not too many"
+        last = sessions.open(late, "m", "agent")
+        sessions.detach(late)
+        assert closed[2:] == [mine[2]]
+        assert list(sessions) == [mine[0], kept, theirs, last]
+        sessions.leave()
+
+    asyncio.run(play())
+
+
+def test_who_is_still_at_work_gives_way_last(table):
+    async def play():
+        sessions, closed = table(detached_per_user=1)
+        owner = FakeClient(1)
+        at_work, idle = (sessions.open(owner, "m", "agent") for _ in range(2))
+        at_work.used = 0.0
+        with at_work.in_use(FakeCall()):
+            sessions.detach(owner)
+        assert closed == [idle]
+        sessions.leave()
+
+    asyncio.run(play())
+
+
+def test_what_a_restart_has_left_is_not_counted_as_detached(table):
+    async def play():
+        sessions, closed = table(detached_per_user=1)
+        sessions.restore([kept(name) for name in "abc"])
+        owner = FakeClient(1)
+        sessions.open(owner, "m", "agent")
+        sessions.detach(owner)
+        assert closed == [] and len(sessions) == 4
+        sessions.leave()
+
+    asyncio.run(play())
+
+
 def test_time_to_live_counts_from_the_last_use(table):
     async def play():
         sessions, closed = table(session_ttl=100)
@@ -227,3 +281,35 @@ def test_time_to_live_counts_from_the_last_use(table):
         sessions.leave()
 
     asyncio.run(play())
+
+
+def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(table):
+    sessions, closed = table()
+    noted = []
+
+    class Noting(Journal):
+        def opened(self, session):
+            noted.append(("opened", session.id))
+
+        def changed(self, session):
+            noted.append(("changed", session.id))
+
+        def closed(self, session):
+            noted.append(("closed", session.id))
+
+    sessions._journal = Noting("")
+    client = FakeClient()
+    session = sessions.open(client, "m", "agent", salt=b"salt")
+    session.tokens += [1, 2, 3]
+    session.changed()
+    session.cut(1)
+    fork = sessions.fork(session, client, None)
+    assert fork.salt == b"salt" and fork.tokens == [1]
+    assert session.is_servable and sessions.of_model("m") == [session, fork]
+    session.is_lost = True
+    assert not session.is_servable and sessions.of_model("m") == [fork]
+    with pytest.raises(SessionLost, match="KV from a client"):
+        session.expect_model()
+    fork.expect_model()
+    sessions.close(session)
+    assert closed == [session] and noted == []

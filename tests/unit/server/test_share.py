@@ -13,6 +13,7 @@ from djinnd.config import Limits
 from djinnd.server.arena import Arena
 from djinnd.server.journal import Journal
 from djinnd.server.models import Models
+from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, sweep
 
@@ -71,8 +72,10 @@ def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
 
 
 def models_with(made, tmp_path):
-    sessions = SessionTable(Limits(), lambda session: None, Journal(""))
-    models = Models({}, sessions, Arena(str(tmp_path)), lambda name: pytest.fail("no engine is needed"))
+    journal = Journal("")
+    sessions, prefixes = SessionTable(Limits(), lambda session: None, journal), PrefixTable(Limits(), journal)
+    arena = Arena(str(tmp_path))
+    models = Models({}, sessions, arena, lambda name: pytest.fail("no engine is needed"), tmp_path, prefixes)
     models.add_shared(made)
     return models
 

@@ -151,3 +151,28 @@ def test_the_fingerprint_stays_until_something_changes(tmp_path: Path) -> None:
     touched = Checkpoint(folder).fingerprint()
     single(folder, {"a": TENSORS["a"]})
     assert len({first, configured, touched, Checkpoint(folder).fingerprint()}) == 4
+
+
+def test_the_identity_is_the_same_for_copies_and_another_for_other_weights(tmp_path: Path) -> None:
+    def made(name: str, tensors: dict[str, Tensor], config: str = '{"model_type": "llama"}') -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        single(folder, tensors)
+        (folder / "config.json").write_text(config)
+        os.utime(folder / "model.safetensors", (len(name), len(name)))
+        return Checkpoint(folder).identity()
+
+    identity = made("one", TENSORS)
+    (tmp_path / "sharded").mkdir()
+    assert Checkpoint(sharded(tmp_path / "sharded")).identity() == identity  # the files are not the model
+    assert made("copy", TENSORS) == identity
+    assert made("moved", TENSORS, '{"model_type": "llama", "_name_or_path": "/x"}') == identity
+    others = [
+        made("config", TENSORS, '{"model_type": "llama", "rope_theta": 1e6}'),
+        made("name", {"c": TENSORS["a"], "b": TENSORS["b"]}),
+        made("shape", {"a": TENSORS["a"].view(3, 2), "b": TENSORS["b"]}),
+        made("dtype", {"a": TENSORS["a"].to(F16), "b": TENSORS["b"]}),
+        made("values", {"a": TENSORS["a"] * 2, "b": TENSORS["b"]}),
+        made("more", TENSORS | {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 3)}),
+    ]
+    assert len({identity, *others}) == 7

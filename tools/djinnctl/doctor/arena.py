@@ -2,16 +2,16 @@
 
 Every object of djinnd's arena begins with this header (little-endian, texts filled up with zeros); `ticks` is when the
 owner's process started (field 22 of /proc/PID/stat), so that another process that has got the same number is not taken
-for it. What follows the ticks is as drawn in version 2, and adoptable where `state` is 2, for complete:
+for it. What follows the ticks is as drawn in version 3, and adoptable where `state` is 2, for complete:
 
-    byte 0            8          16           24      28    32            40         48          112     2048
-         ┌────────────┬──────────┬────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────────┐
-         │ "DJARENA1" │ pid: u64 │ ticks: u64 │version│state│payload bytes│generation│fingerprint│ model │ state dir │
-         └────────────┴──────────┴────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────────┘
+    byte 0            8          16           24      28    32      40         48          112     128     2048
+         ┌────────────┬──────────┬────────────┬───────┬─────┬───────┬──────────┬───────────┬───────┬───────┬───────────┐
+         │ "DJARENA1" │ pid: u64 │ ticks: u64 │version│state│payload│generation│fingerprint│ holds │ model │ state dir │
+         └────────────┴──────────┴────────────┴───────┴─────┴───────┴──────────┴───────────┴───────┴───────┴───────────┘
 
 The owner also holds a lock (flock) on the object as long as it lives, which is true across containers too. An object is
-stale when neither the lock nor the process is there, and adoptable when it then holds a whole model, which the next
-daemon with its state directory takes over.
+stale when neither the lock nor the process is there, and adoptable when it then holds the whole weights of a
+model, or pages of its sessions: the next daemon with its state directory takes it over.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from djinnctl.units import size
 
 MAGIC = b"DJARENA1"
 OWNER = struct.Struct("<8sQQ")
-CONTENT = struct.Struct("<8xQQIIQQ64x1936s2048s")
-VERSION, COMPLETE = 2, 2
+CONTENT = struct.Struct("<8xQQIIQQ64x16s1920s2048s")
+VERSION, COMPLETE = 3, 2
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
 
@@ -40,7 +40,8 @@ class Object(NamedTuple):
     nbytes: int
     state: Literal["live", "adoptable", "stale", "foreign", "unreadable"]
     pid: int = 0
-    model: str = ""  # of an adoptable one, as is what follows
+    holds: str = ""  # "weights" or "pages", of an adoptable one, as is what follows
+    model: str = ""
     state_dir: str = ""
 
 
@@ -64,8 +65,8 @@ def judge(found: Object) -> Result:
         case "adoptable":
             return warn(
                 "arena",
-                f"{found.name} ({size(found.nbytes)}) has the blocks of {found.model} from process {found.pid}, which "
-                "is gone",
+                f"{found.name} ({size(found.nbytes)}) has the {found.holds} of {found.model} from process {found.pid}, "
+                "which is gone",
                 f"the next djinnd with state directory {found.state_dir} takes it over; if none will come, "
                 "`djinnctl doctor --fix` removes it",
             )
@@ -116,9 +117,9 @@ def _inspect(name: str, fd: int) -> Object:
     if _is_locked(fd) or started(pid) == ticks:
         return Object(name, nbytes, "live", pid)
     if len(header) == CONTENT.size:
-        _, _, version, state, payload, _, model, state_dir = CONTENT.unpack(header)
+        _, _, version, state, payload, _, *texts = CONTENT.unpack(header)
         if (version, state, CONTENT.size + payload) == (VERSION, COMPLETE, nbytes):
-            return Object(name, nbytes, "adoptable", pid, _text(model), _text(state_dir))
+            return Object(name, nbytes, "adoptable", pid, *map(_text, texts))
     return Object(name, nbytes, "stale", pid)
 
 

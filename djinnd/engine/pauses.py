@@ -1,0 +1,125 @@
+"""Pauses that clients have asked for: each has one answer, given when the session's pages are where it said.
+
+ask ─► no more rows ─► on the host, sealed ─┬─────────────────────────────────► Paused
+                                            └─► to disk: written out, too ────► Paused
+Failed: no such tier · closed or resumed meanwhile · the disk is full, and the session is then as it was before
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from djinn_client.errors import DjinnError, OutOfMemory, Retry, SessionNotFound
+from djinn_client.protocol import Tier
+from djinnd import messages
+from djinnd.core.session import Session
+from djinnd.engine.channel import Channel
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.kvcache.prefixes import Key
+from djinnd.scheduler.scheduler import Scheduler
+
+NO_PAGES = "no pages on"  # so begins a model's note that says why it lacks a tier
+
+
+@dataclass(slots=True)
+class _Pause:
+    """That has not been answered."""
+
+    asked: messages.Pause
+    session: Session
+    was_paused: bool
+    began: float
+    leaving: Transfer | None  # to the host; None: nothing is to be waited for
+    writing: Transfer | None = None  # to disk, once it has begun
+
+
+class Pauses:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: Channel) -> None:
+        """`runners`: by model, as they are at any time."""
+        self._scheduler = scheduler
+        self._runners = runners
+        self._channel = channel
+        self._unanswered: list[_Pause] = []
+
+    def ask(self, message: messages.Pause) -> None:
+        try:
+            session = self._scheduler.session(message.session)
+            self._expect_tier(session.model, message.tier)
+        except DjinnError as error:
+            self._refuse(message, error)
+            return
+        was_paused, began = session.paused, time.monotonic()
+        leaving = self._scheduler.pause(session.id)
+        self._unanswered.append(_Pause(message, session, was_paused, began, leaving))
+
+    def _expect_tier(self, model: str, tier: Tier) -> None:
+        """Raises OutOfMemory, or Retry while it is being made ready."""
+        paging, notes = self._scheduler.residence(model).paging, self._runners[model].weights.notes
+        if paging.is_coming:
+            raise Retry(f"the memory for pages of {model} on the host is being made ready: try again in a moment")
+        if paging.host is None or (tier == "disk" and paging.disk is None):
+            why = next((note for note in notes if note.startswith(NO_PAGES)), "it is configured with none")
+            raise OutOfMemory(f"{model} has no pages on the {tier} tier to pause a session to: {why}", tier=tier)
+
+    def turn(self) -> None:
+        """In each turn of the engine's loop, when transfers have had theirs."""
+        unanswered = []
+        for pause in self._unanswered:
+            try:
+                reply = self._reply(pause)
+            except DjinnError as error:
+                self._refuse(pause.asked, error)
+                continue
+            if reply is None:
+                unanswered.append(pause)
+            else:
+                self._channel.send(reply)
+        self._unanswered = unanswered
+
+    def _reply(self, pause: _Pause) -> messages.Paused | None:
+        """None: not yet. Raises why it never will be."""
+        session, asked = pause.session, pause.asked
+        if self._scheduler.session(session.id) is not session:
+            raise SessionNotFound(f"session {session.id} was closed", session=session.id)
+        if not session.paused:
+            raise Retry(f"session {session.id} was resumed before it had paused")
+        if pause.leaving is not None and not pause.leaving.is_over:
+            return None
+        residence = self._scheduler.residence(session.model)
+        keys = residence.keys(session)
+        if residence.paging.are_on_their_way(keys):  # for others with the same prefix, too
+            return None
+        if asked.tier == "disk" and not self._is_on_disk(pause, residence.paging, keys):
+            return None
+        host, disk = residence.paging.count(keys)
+        pages = disk if asked.tier == "disk" else host
+        return messages.Paused(asked.request, pages, pages * residence.kv.page_bytes, time.monotonic() - pause.began)
+
+    def _is_on_disk(self, pause: _Pause, paging: Paging, keys: list[Key]) -> bool:
+        """What the disk lacks is written out, and the host then forgets it. Raises OutOfMemory where the disk does not
+        take all pages: they stay on the host."""
+        session = pause.session
+        if pause.writing is None:
+            pause.writing = paging.write_out(session.id, keys)
+        if not pause.writing.is_over:
+            return False
+        paging.forget_on_host(keys)
+        lacking = paging.lacking_on_disk(keys)
+        if not (lacking and pause.writing.failed):
+            return True
+        if not pause.was_paused:
+            self._scheduler.resume(session.id)
+        folder = self._runners[session.model].load.disk_folder
+        raise OutOfMemory(
+            f"{lacking:,} pages of the session found no room on disk, {folder}: make some, or pause it to the host",
+            tier="disk",
+            pages=lacking,
+        )
+
+    def _refuse(self, asked: messages.Pause, error: DjinnError) -> None:
+        self._channel.send(messages.Failed(asked.request, error.code, error.message, error.data))

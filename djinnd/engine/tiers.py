@@ -1,0 +1,216 @@
+"""The lower tiers of the engine's models: brought when a model is served, kept busy in each turn, their figures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from djinn_client.errors import SessionNotFound
+from djinn_client.protocol import ModelInfo
+from djinnd import messages
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.engine.host_pages import pages_fingerprint
+from djinnd.engine.host_room import host_room
+from djinnd.engine.loading import LoadQueue, PagesResult, WantPages
+from djinnd.engine.memory import tier_pages
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.pauses import NO_PAGES, Pauses
+from djinnd.engine.transfers import Transfers
+from djinnd.kvcache.page_file import PageFile
+from djinnd.kvcache.paging import Paging
+from djinnd.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("djinnd.engine")
+
+TEND_EVERY = 0.25  # seconds
+_LEAD = 1.5  # times what copying takes, so much before it is expected, a session comes back; and a little more:
+_LEAD_S = 0.05
+_WORTH = 4  # times what copying takes: a shorter wait is not worth leaving for
+
+
+@dataclass(slots=True)
+class _Model:
+    runner: ModelRunner
+    paging: Paging
+    transfers: Transfers
+    disk_slots: int
+    fingerprint: str
+
+
+class Tiers:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, device: Device, scheduler: Scheduler, loads: LoadQueue, pauses: Pauses) -> None:
+        self._device = device
+        self._scheduler = scheduler
+        self._loads = loads
+        self._pauses = pauses
+        self._models: dict[str, _Model] = {}
+        self._tended_at = 0.0
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def add(self, runner: ModelRunner) -> Paging:
+        """For the scheduler's `add_model`. The tiers come later."""
+        load, plan = runner.load, runner.plan
+        room = host_room(load.disk_folder)
+        pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
+        fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
+        paging = Paging(runner.kv)
+        transfers = Transfers(self._device, paging, runner.page_bytes)
+        disk_slots = pages.disk if load.disk_folder else 0
+        self._models[runner.name] = _Model(runner, paging, transfers, disk_slots, fingerprint)
+        if pages.host:
+            paging.is_coming = True
+            paging.is_expected = runner.weights.is_adopted  # an earlier engine's; so will the pages be
+            self._loads.submit(WantPages(load.request, load.model, pages.host, plan.page_bytes, fingerprint))
+        return paging
+
+    def remove(self, name: str) -> None:
+        """Before the runner's release; nobody has a session of the model any more."""
+        self.settle(name)
+        self._models.pop(name).transfers.close()
+
+    def settle(self, name: str) -> None:
+        """Waits for all that is under way."""
+        self._scheduler.over(name, self._models[name].transfers.settle())
+
+    def _adopt_pages(self, result: PagesResult) -> None:
+        model = self._models.get(result.model)
+        if model is None or model.runner.load.request != result.request:  # unloaded, or loaded anew meanwhile
+            if result.pages is not None:
+                result.pages.release()
+            return
+        model.paging.is_coming = model.paging.is_expected = False
+        if result.pages is None:
+            model.runner.weights.notes.append(f"{NO_PAGES} the host: {result.why}")
+        else:
+            model.transfers.attach_host(result.pages)
+            self._scheduler.residence(result.model).costs.bus = self._device.rates().bus
+            if model.disk_slots:
+                self._open_file(model)
+
+    def _open_file(self, model: _Model) -> None:
+        load, plan = model.runner.load, model.runner.plan
+        name, any_size = model.fingerprint[:16], load.disk_kv_bytes is None  # else it is as many as somebody has said
+        slots, fingerprint = model.disk_slots, model.fingerprint
+        try:
+            file = PageFile(load.disk_folder, name, plan.page_bytes, slots, fingerprint, any_size=any_size)
+        except OSError as error:
+            log.warning("page_file_refused model=%s error=%s", load.model, error)
+            model.runner.weights.notes.append(f"{NO_PAGES} disk, in {Path(load.disk_folder)}: {error}")
+        else:
+            model.transfers.attach_disk(file)
+
+    # --- a turn of the engine's loop --------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """→ whether something is under way."""
+        while (result := self._loads.take_pages()) is not None:
+            self._adopt_pages(result)
+        now = time.monotonic()
+        if now - self._tended_at >= TEND_EVERY or now >= self._scheduler.next_wake:
+            self._tended_at = now
+            self._scheduler.tend(now)
+        for name, model in self._models.items():
+            if model.paging.is_busy:
+                model.transfers.beside_ring = model.runner.model.residency.streams
+                self._scheduler.over(name, model.transfers.turn())
+                self._scheduler.residence(name).costs.disk = model.transfers.disk_rate
+        self._pauses.turn()
+        return any(model.paging.is_busy for model in self._models.values())
+
+    def wait(self) -> None:
+        """For when there is nothing to do but what is under way."""
+        busy = next((model for model in self._models.values() if model.paging.is_busy), None)
+        if busy is not None:
+            busy.transfers.wait()
+
+    @property
+    def patience(self) -> float:
+        """Seconds until somebody is expected."""
+        return max(0.0, self._scheduler.next_wake - time.monotonic())
+
+    def note_prefill(self, model: str, tokens: int, seconds: float) -> None:
+        """What computing KV takes, as steps show it."""
+        costs, seen = self._scheduler.residence(model).costs, tokens / seconds
+        costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
+
+    def keep(self) -> None:
+        """For the next engine: every session's pages on the host, as far as it has room."""
+        for session in list(self._scheduler.sessions()):
+            self._scheduler.residence(session.model).leave(session, sealed=True)
+        for name in self._models:
+            self.settle(name)
+
+    # --- what clients say -------------------------------------------------------------------------------------------
+
+    def signal(self, message: messages.Signal) -> None:
+        try:
+            session = self._scheduler.session(message.session)
+        except SessionNotFound:  # closed meanwhile
+            return
+        if not message.waits:
+            self._scheduler.wake(session.id)
+            return
+        copying, is_here = self._seconds_to_copy(session), self._pages_held(session) > 0
+        if is_here and not session.waits and 0 < message.expected_s < _WORTH * copying:
+            return
+        lead = _LEAD * copying + _LEAD_S
+        until = time.monotonic() + max(message.expected_s - lead, 0.0) if message.expected_s else 0.0
+        self._scheduler.wait(session.id, until)
+
+    def _pages_held(self, session: Session) -> int:
+        return self._scheduler.residence(session.model).kv.pages_held(session.id)
+
+    def _seconds_to_copy(self, session: Session) -> float:
+        """Between host and device: what it holds, or what it held when it left."""
+        residence = self._scheduler.residence(session.model)
+        kv, bus = residence.kv, residence.costs.bus
+        pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
+        return pages * kv.page_bytes / bus if bus else 0.0
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def use_of(self, session: Session, now: float) -> messages.SessionUse:
+        residence, paging = self._scheduler.residence(session.model), self._models[session.model].paging
+        held = residence.kv.pages_held(session.id)
+        host, disk = (0, 0) if held else paging.count(residence.keys(session))
+        return messages.SessionUse(
+            session.id,
+            _state(session, arrives=residence.is_arriving(session)),
+            session.computed,
+            held,
+            host,
+            disk,
+            now - session.quiet_since if session.quiet_since is not None else 0.0,
+        )
+
+    def fill(self, info: ModelInfo) -> None:
+        """The figures of a model's tiers."""
+        paging = self._models[info.name].paging
+        if paging.host is not None:
+            info.host_pages, info.host_pages_used = paging.host.capacity, paging.host.used
+        if paging.disk is not None:
+            info.disk_pages, info.disk_pages_used = paging.disk.capacity, paging.disk.used
+        info.notes += self._notes(info.name)
+
+    def _notes(self, name: str) -> list[str]:
+        """What people are to know of the model's tiers."""
+        host = self._models[name].transfers.host
+        if host is None or host.failure is None:
+            return []
+        return [f"pages on the host are not all pinned, copies of those are slow: {host.failure.message}"]
+
+
+def _state(session: Session, *, arrives: bool) -> str:
+    if session.paused:
+        return "paused"
+    if arrives:
+        return "arriving"
+    if session.request is not None:
+        return session.request.state.value
+    return "waiting" if session.waits else "idle"

@@ -1,0 +1,265 @@
+"""Carries out what Paging has decided: pages between pool, host and disk, beside the steps.
+
+    demote    pool ──lane DOWN──► host slot ─ landed ─ checksum (a thread) ─ sealed
+    promote   host slot ─(checksum, where another process has filled it)──lane UP──► pool ─ landed
+    spill     host slot ──PageFile──► file ─ landed, sealed
+    fetch     file ──PageFile, checked──► host slot ─ landed, sealed; then it is promoted
+
+Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
+is never idle between two steps, and where weights stream, so little that the ring hardly notices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch import Tensor
+
+from djinnd.device import Device, Event, Lane, Mark
+from djinnd.engine.host_pages import HostPages
+from djinnd.kvcache.checksum import checksum
+from djinnd.kvcache.page_file import BadPage, PageFile
+from djinnd.kvcache.paging import Move, Paging, Transfer, Way
+from djinnd.kvcache.tier import Tier
+
+log = logging.getLogger("djinnd.engine")
+
+PIECE_BYTES = 64 << 20  # of one copy, at most
+IN_FLIGHT = 256 << 20  # bytes in a lane: five milliseconds of PCIe 5
+IN_FLIGHT_BESIDE_RING = 64 << 20
+# For checksums. One thread may keep up with a bus where a core reads 30 GB/s; where cores or memory are slower it takes
+# several, and they leave the other half of the cores to the step loop and to clients.
+_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
+_NAP = 0.0005  # seconds between two looks at what threads do
+_LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
+
+
+class _Copy(NamedTuple):
+    event: Event
+    moves: list[Move]
+
+
+class _Job(NamedTuple):
+    future: Future[int] | Future[None]  # of a checksum, but for what is read from a file
+    move: Move
+    began: float
+
+
+class Transfers:
+    """Of one model, used by the engine's thread. Owns the host's pages and the disk's files once they are attached.
+
+    `pool`: uint8 [pages, page_bytes] on the device, as it is now."""
+
+    def __init__(self, device: Device, paging: Paging, pool: Callable[[], Tensor]) -> None:
+        self.host: HostPages | None = None
+        self.disk: PageFile | None = None
+        self.disk_rate = 0.0  # bytes a second, as last seen
+        self.beside_ring = False
+        self._device = device
+        self._paging = paging
+        self._pool = pool
+        self._queued: dict[Way, deque[Move]] = {way: deque() for way in _LANES}
+        self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
+        self._bytes = dict.fromkeys(_LANES, 0)  # in flight
+        self._proving: list[_Job] = []  # before they are promoted
+        self._sealing: list[_Job] = []
+        self._filing: list[_Job] = []
+        self._threads = ThreadPoolExecutor(_THREADS, "djinn-pages")
+        self._failed_at = 0.0  # when a file was last complained about
+
+    def attach_host(self, pages: HostPages) -> None:
+        self.host = pages
+        self._paging.use_host(Tier(pages.table, pages.capacity))
+
+    def attach_disk(self, file: PageFile) -> None:
+        self.disk = file
+        self._paging.use_disk(Tier(file.table, file.slots))
+
+    # --- a turn of the engine's loop --------------------------------------------------------------------------------
+
+    def turn(self) -> list[Transfer]:
+        """Begins and ends what can be, and waits for nothing. → the transfers that are over."""
+        over: list[Transfer] = []
+        if not self._paging.is_busy:
+            return over
+        self._end_copies(over)
+        self._end_jobs(over)
+        while (move := self._paging.take()) is not None:
+            self._begin(move)
+        self._queue_copies()
+        return over
+
+    def wait(self) -> None:
+        """Until there may be something to do in another turn; for when the device has nothing else to do."""
+        first = min((copies[0] for copies in self._copies.values() if copies), key=_size, default=None)
+        if first is not None:
+            with suppress(Exception):  # `turn` finds it
+                first.event.wait()
+        else:
+            time.sleep(_NAP)
+
+    def settle(self) -> list[Transfer]:
+        """Ends all that is under way. → the transfers that are over."""
+        over = self.turn()
+        while self._paging.is_busy:
+            self.wait()
+            over += self.turn()
+        return over
+
+    def _begin(self, move: Move) -> None:
+        if move.way in (Way.SPILL, Way.FETCH):
+            self._file(move)
+        elif move.checksum is not None:
+            self._proving.append(_Job(self._sum(move.source), move, time.monotonic()))
+        else:
+            self._queued[move.way].append(move)
+
+    # --- over the bus -----------------------------------------------------------------------------------------------
+
+    def _queue_copies(self) -> None:
+        if self.host is None:
+            return
+        mark: Mark | None = None
+        most = IN_FLIGHT_BESIDE_RING if self.beside_ring else IN_FLIGHT
+        for way, queued in self._queued.items():
+            while queued and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
+                mark = mark or self._device.mark()
+                self._copy(way, self._run_of(queued), mark)
+
+    def _run_of(self, queued: deque[Move]) -> list[Move]:
+        """The first of them, and those after it that lie beside it at both ends."""
+        assert self.host is not None
+        moves = [queued.popleft()]
+        most = PIECE_BYTES // self.host.page_bytes if self.host.is_dense else 1
+        while queued and len(moves) < most:
+            last, move = moves[-1], queued[0]
+            slot = _slot(move)
+            if (move.source, move.target) != (last.source + 1, last.target + 1) or slot % self.host.piece_slots == 0:
+                break
+            moves.append(queued.popleft())
+        return moves
+
+    def _copy(self, way: Way, moves: list[Move], after: Mark) -> None:
+        assert self.host is not None
+        first, count = moves[0], len(moves)
+        slots, pool = self.host.slots(_slot(first), count), self._pool()
+        if way is Way.DEMOTE:
+            target, source = slots, pool[first.source : first.source + count]
+        else:
+            target, source = pool[first.target : first.target + count], slots
+        event = self._device.copy(target, source, after, f"{way.value} {count}", _LANES[way])
+        self._copies[way].append(_Copy(event, moves))
+        self._bytes[way] += slots.numel()
+
+    def _end_copies(self, over: list[Transfer]) -> None:
+        assert self.host is not None
+        for way, copies in self._copies.items():
+            while copies and (outcome := self._outcome(copies[0].event)) is not None:
+                moves = copies.popleft().moves
+                self._bytes[way] -= len(moves) * self.host.page_bytes
+                for move in moves:
+                    if outcome:
+                        over += self._lose(move, f"{way.value}: {outcome}", bad=way is Way.PROMOTE)
+                        continue
+                    over += self._paging.landed(move)
+                    if way is Way.DEMOTE:
+                        self._sealing.append(_Job(self._sum(move.target), move, 0.0))
+
+    def _outcome(self, event: Event) -> str | None:
+        """What went wrong with a copy, "" if nothing did; None while it is under way."""
+        try:
+            return "" if event.has_passed() else None
+        except Exception as error:
+            self._device.synchronize()  # raises again where the error sticks, and so ends the engine
+            return repr(error)
+
+    # --- in threads -------------------------------------------------------------------------------------------------
+
+    def _sum(self, slot: int) -> Future[int]:
+        assert self.host is not None
+        return self._threads.submit(checksum, self.host.slot(slot).numpy())
+
+    def _file(self, move: Move) -> None:
+        assert self.host is not None and self.disk is not None
+        future: Future[int] | Future[None]
+        if move.way is Way.SPILL:
+            future = self.disk.write(move.target, self.host.extent(move.source))
+        else:
+            assert move.checksum is not None
+            future = self.disk.read(move.source, self.host.extent(move.target), move.checksum)
+        self._filing.append(_Job(future, move, time.monotonic()))
+
+    def _end_jobs(self, over: list[Transfer]) -> None:
+        self._proving, proven = _split(self._proving)
+        for job in proven:
+            if job.future.result() == job.move.checksum:
+                self._queued[job.move.way].append(job.move)
+            else:
+                over += self._lose(job.move, "its bytes on the host are not what was written there", bad=True)
+        self._sealing, sealed = _split(self._sealing)
+        for job in sealed:
+            summed = job.future.result()
+            assert summed is not None
+            over += self._paging.sealed(job.move, summed)
+        self._filing, filed = _split(self._filing)
+        for job in filed:
+            over += self._end_filing(job)
+
+    def _end_filing(self, job: _Job) -> list[Transfer]:
+        move = job.move
+        try:
+            summed = job.future.result()
+        except BadPage:
+            return self._lose(move, "its bytes on disk are not what was written there", bad=True)
+        except OSError as error:
+            return self._lose(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
+        if move.way is Way.SPILL and summed != move.checksum:
+            return self._lose(move, "its bytes on the host are not what was written there", bad=True)
+        assert self.disk is not None
+        if move.way is Way.FETCH:
+            self.disk_rate = self.disk.page_bytes * self.disk.in_flight / (time.monotonic() - job.began)
+            summed = move.checksum
+        assert summed is not None
+        return self._paging.landed(move) + self._paging.sealed(move, summed)
+
+    def _lose(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
+        """A page less in a tier: it is computed anew when it is needed. One that cannot be read is as good as `bad`:
+        whoever needs it would ask for it again and again."""
+        now = time.monotonic()
+        if bad or now - self._failed_at > 60:
+            log.warning("page_lost reason=%r", why)
+            self._failed_at = now
+        return self._paging.failed(move, bad=bad)
+
+    def close(self) -> None:
+        """Nothing is under way."""
+        assert not self._paging.is_busy
+        self._threads.shutdown()
+        if self.disk is not None:
+            self.disk.close()
+        if self.host is not None:
+            self.host.release()
+
+
+def _slot(move: Move) -> int:
+    return move.target if move.way is Way.DEMOTE else move.source
+
+
+def _size(copy: _Copy) -> int:
+    return len(copy.moves)
+
+
+def _split(jobs: list[_Job]) -> tuple[list[_Job], list[_Job]]:
+    """Those that are under way, and those that are done; one that ends meanwhile is in one list only."""
+    under_way: list[_Job] = []
+    done: list[_Job] = []
+    for job in jobs:
+        (done if job.future.done() else under_way).append(job)
+    return under_way, done

@@ -1,0 +1,431 @@
+"""Pages between the tiers: which move, and what holds them while they do. Decides; whoever owns the bytes copies.
+
+                 demote                    spill
+    device page ────────► host slot ─────────────► disk slot        prepare ─► (copy) ─► landed ─► sealed
+                ◄────────           ◄─────────────                  both ends are protected until it has landed
+                 promote                   fetch
+
+KV follows from tokens, so a tier is a cache (tier.py): a page that is nowhere is computed anew, and a page that is
+there already need not be copied again. Whatever moves belongs to transfers, each of one session: its pages leave the
+device, or arrive there, and it is the scheduler's to say what becomes of the session when the last of them has landed.
+
+A page that moves has one more reference than page tables give it, so nobody is given it and nobody writes into it; a
+session that goes on meanwhile only writes behind what is being copied. A slot that fills is nobody's to find; one that
+is read is pinned. A page that has landed on the host is free on the device at once; it is found there when its checksum
+has been taken (sealed), which takes no part in any step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.page_pool import OutOfPages
+from djinnd.kvcache.prefixes import Key
+from djinnd.kvcache.tier import Tier
+
+SPILL_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
+
+
+class Way(Enum):
+    DEMOTE = "demote"
+    PROMOTE = "promote"
+    SPILL = "spill"
+    FETCH = "fetch"
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Pages of one session on their way. It is over when nothing of it is missing."""
+
+    session: str
+    tokens: int  # whose KV is there when it is over, unless it has failed
+    missing: int = 0  # moves
+    failed: bool = False  # something has not come, or had no room to come to
+
+    @property
+    def is_over(self) -> bool:
+        return self.missing == 0
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One page. `source` and `target`: a page of the pool or a slot, by the way it goes. `checksum`: what the bytes at
+    the source are to have, where it is not this process that put them there; None: they are good."""
+
+    way: Way
+    key: Key
+    source: int
+    target: int
+    checksum: int | None = None
+    page: int = 0  # where a fetched page goes next
+    on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
+    on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lower tiers have of a session, from the first of its pages that the device lacks on."""
+
+    start: int  # token, at the beginning of a page
+    tokens: int  # of the session whose KV is there when these pages are
+    keys: tuple[Key, ...]
+    on_disk: int = 0  # pages that are only there
+    on_the_way: bool = False  # a page of them is arriving in a tier: it can be had in a moment
+
+
+class Paging:
+    """Of one model, used by the scheduler's thread. Without tiers, nothing is ever found and nothing leaves."""
+
+    def __init__(self, kv: KvManager) -> None:
+        self.kv = kv
+        self.host: Tier | None = None
+        self.disk: Tier | None = None
+        self.is_coming = False  # the host tier, some time
+        self.is_expected = False  # the same, in a moment, with what an earlier process has left there
+        self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has left
+        self._waiting: deque[Move] = deque()  # for the copies to begin
+        self._under_way: set[Move] = set()  # taken, and not landed
+        self._unsealed: set[Move] = set()  # landed
+        self._arriving: dict[Key, Move] = {}  # what is on its way to the device
+        self._filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
+        self._spilling: dict[Key, Move] = {}  # the same, to disk
+
+    def use_host(self, tier: Tier) -> None:
+        """The host tier is there, with what an earlier process has left in it."""
+        assert self.host is None
+        self.host = tier
+        self._unproven[tier] = tier.keys()
+
+    def use_disk(self, tier: Tier) -> None:
+        assert self.disk is None
+        self.disk = tier
+        self._unproven[tier] = tier.keys()
+
+    # --- pages leave the device -------------------------------------------------------------------------------------
+
+    def save(self, session: str, keys: Sequence[Key], tokens: int, *, sealed: bool = False) -> Transfer:
+        """Copies what the host lacks of the session's pages, which hold the KV of its first `tokens` tokens and have
+        `keys`. They stay the session's. From the first page on for which the host has no room, none is copied, and it
+        has failed. It is over when all has landed; `sealed`: when all is found there."""
+        transfer = Transfer(session, tokens)
+        if self.host is None:
+            transfer.failed = bool(keys)
+            return transfer
+        pages, size = self.kv.pages_of(session), self.kv.page_size
+        assert len(keys) == len(pages), f"session {session} has {len(pages)} pages and {len(keys)} keys"
+        kept = [slot for key in keys if (slot := self.host.find(key)) is not None]
+        for slot in kept:  # does not give way to what follows
+            self.host.pin(slot)
+        for start, key, page in zip(range(0, tokens, size), keys, pages, strict=True):
+            if self.host.peek(key) is not None:
+                continue
+            move = self._filling.get(key) or self._demote(key, page, min(tokens - start, size))
+            if move is None:
+                transfer.failed = True
+                break
+            if sealed:
+                move.on_sealing.append(transfer)
+            elif move in self._unsealed:
+                continue
+            else:
+                move.on_landing.append(transfer)
+            transfer.missing += 1
+        for slot in kept:
+            self.host.unpin(slot)
+        self._end_first_gives_way(keys)
+        return transfer
+
+    def _demote(self, key: Key, page: int, tokens: int) -> Move | None:
+        assert self.host is not None
+        slot = self.host.prepare(key)
+        if slot is None:
+            return None
+        self.kv.protect(page, tokens)
+        move = self._filling[key] = Move(Way.DEMOTE, key, page, slot)
+        self._waiting.append(move)
+        return move
+
+    def _end_first_gives_way(self, keys: Sequence[Key]) -> None:
+        """The beginning of a session is worth more than what follows: it is looked for first."""
+        assert self.host is not None
+        for key in reversed(keys):
+            self.host.find(key)
+
+    # --- pages come back --------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        session: str,
+        origin: Key,
+        tokens: Sequence[int],
+        computed: int,
+        most: int,
+        ends: Sequence[int],
+        left: Sequence[Key] = (),
+    ) -> Found:
+        """What tiers have of the KV of the session's first `most` tokens, beyond that of the `computed` ones. `origin`:
+        see prefixes.py. `ends`: where a page that is filled in part may end. The last page may end behind `most`: it
+        holds the KV of what comes before, too. `left`: keys of the first of its pages, where they are known; the last
+        of them ends at the first of `ends`."""
+        size = self.kv.page_size
+        start = at = computed // size * size
+        found: list[Key] = []
+        if self.host is None:
+            return Found(start, computed, ())
+        last, public = self.kv.last_key(session, start // size), self.kv.public
+        keys = public.last_keys(origin, last, tokens[:start], size)
+        on_disk, on_the_way = 0, False
+        while at < most:
+            index = at // size
+            if index < len(left) and self._has(left[index]):
+                key, end = left[index], at + size if index + 1 < len(left) else min(at + size, ends[0])
+                keys = [key]
+            else:
+                pages = self._page_ends(at, len(tokens), ends)
+                names = ((end, public.next_keys(origin, keys, tokens[at:end])) for end in pages)
+                known = ((key, end, keys) for end, keys in names for key in keys if self._has(key))
+                key, end, keys = next(known, (b"", at, []))
+            if end == at:
+                break
+            found.append(key)
+            on_disk += key not in self.host
+            on_the_way |= key in self._filling or key in self._arriving
+            at = end
+            if end % size:
+                break
+        return Found(start, max(min(at, most), computed), tuple(found), on_disk, on_the_way)
+
+    def _page_ends(self, start: int, length: int, ends: Sequence[int]) -> list[int]:
+        """Where a page that starts there may end, the fullest first."""
+        full = start + self.kv.page_size
+        return sorted({end for end in (full, *ends) if start < end <= min(full, length)}, reverse=True)
+
+    def _has(self, key: Key) -> bool:
+        assert self.host is not None
+        return key in self.host or (self.disk is not None and self.disk.peek(key) is not None)
+
+    def load(self, session: str, tenant: int, found: Found) -> Transfer:
+        """Gives the session, which holds pages for its first `found.start` tokens, those for what was found, and brings
+        it there. Nothing of it is on its way. What is on disk comes by way of the host: it ends before the first page
+        for which the host has no slot that is not busy. Raises OutOfPages, and then has changed nothing."""
+        assert self.host is not None and not found.on_the_way and found.keys
+        size = self.kv.page_size
+        assert self.kv.pages_held(session) * size == found.start
+        if len(found.keys) > self.kv.pool.free:
+            raise OutOfPages(len(found.keys), self.kv.pool.free)
+        transfer = Transfer(session, found.tokens)
+        if found.on_disk:
+            self._end_first_gives_way(found.keys)  # none of them, if there is another
+        pages: list[int] = []
+        for key in found.keys:
+            slot = self.host.peek(key)
+            if slot is None and not self._can_fetch(key):
+                transfer.tokens = found.start + transfer.missing * size
+                break
+            if not pages:
+                pages = self.kv.extend(session, tenant, 1 if found.on_disk else len(found.keys))[::-1]
+            page = pages.pop()
+            self.kv.protect(page, size)
+            transfer.missing += 1
+            if slot is not None:
+                self._promote(key, slot, page, transfer)
+            else:
+                self._fetch(key, page, transfer)
+        self._end_first_gives_way(found.keys)
+        return transfer
+
+    def _can_fetch(self, key: Key) -> bool:
+        """Not, too, where it was on the host only, and has given way to one before it."""
+        assert self.host is not None
+        return self.host.has_room and self.disk is not None and self.disk.peek(key) is not None
+
+    def _promote(self, key: Key, slot: int, page: int, transfer: Transfer) -> None:
+        assert self.host is not None
+        self.host.pin(slot)
+        proof = self.host.checksum(slot) if key in self._unproven[self.host] else None
+        move = self._arriving[key] = Move(Way.PROMOTE, key, slot, page, proof, on_landing=[transfer])
+        self._waiting.append(move)
+
+    def _fetch(self, key: Key, page: int, transfer: Transfer) -> None:
+        """By way of the host."""
+        assert self.host is not None and self.disk is not None
+        source, slot = self.disk.find(key), self.host.prepare(key)
+        assert source is not None and slot is not None
+        self.disk.pin(source)
+        move = Move(Way.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])
+        self._filling[key] = self._arriving[key] = move
+        self._waiting.append(move)
+
+    # --- pages go to disk -------------------------------------------------------------------------------------------
+
+    def write_out(self, session: str, keys: Sequence[Key]) -> Transfer:
+        """Copies to disk what it lacks of these pages of the session, where they are found on the host. It has failed
+        where the disk does not take all of them."""
+        transfer = Transfer(session, 0)
+        for key in keys:
+            move = self._spilling.get(key) or self._spill(key)
+            if move is not None:
+                move.on_sealing.append(transfer)
+                transfer.missing += 1
+            elif self.lacking_on_disk([key]):
+                transfer.failed = True
+        return transfer
+
+    def spill(self, most: int) -> int:
+        """Copies up to so many of the host's oldest pages to disk, where the host is nearly full: they will give way to
+        others. → how many."""
+        if self.host is None or self.disk is None or self.host.used < SPILL_ABOVE * self.host.capacity:
+            return 0
+        near = self.host.oldest(int((1 - SPILL_ABOVE) * self.host.capacity) + 1)
+        begun = (move for slot in near if (move := self._spill(self.host.key(slot))) is not None)
+        return len(list(islice(begun, most)))
+
+    def _spill(self, key: Key) -> Move | None:
+        """None where it is on disk already, or on its way, or has no room there, or is not on the host."""
+        assert self.host is not None and self.disk is not None
+        source = self.host.peek(key)
+        if source is None or key in self.disk:
+            return None
+        slot = self.disk.prepare(key)
+        if slot is None:
+            return None
+        self.host.pin(source)
+        move = self._spilling[key] = Move(Way.SPILL, key, source, slot, self.host.checksum(source))
+        self._waiting.append(move)
+        return move
+
+    def are_on_their_way(self, keys: Sequence[Key]) -> bool:
+        """Whether a slot is being filled with one of these pages."""
+        tiers = [tier for tier in (self.host, self.disk) if tier is not None]
+        return any(key in tier and tier.peek(key) is None for tier in tiers for key in keys)
+
+    def lacking_on_disk(self, keys: Sequence[Key]) -> int:
+        """How many of these pages are on the host only."""
+        assert self.host is not None and self.disk is not None
+        return sum(self.host.peek(key) is not None and self.disk.peek(key) is None for key in keys)
+
+    def forget_on_host(self, keys: Sequence[Key]) -> None:
+        """Of these pages, those that are on disk, and that nobody reads."""
+        assert self.host is not None and self.disk is not None
+        for key in keys:
+            slot = self.host.peek(key)
+            if slot is not None and self.disk.peek(key) is not None and not self.host.is_pinned(slot):
+                self.host.abandon(slot)
+
+    # --- what becomes of moves --------------------------------------------------------------------------------------
+
+    def take(self) -> Move | None:
+        """The next move, for its copy to begin. It lands or fails."""
+        if not self._waiting:
+            return None
+        move = self._waiting.popleft()
+        self._under_way.add(move)
+        return move
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._under_way or self._unsealed)
+
+    def landed(self, move: Move) -> list[Transfer]:
+        """The bytes are at the target. → transfers that are over with this."""
+        self._under_way.remove(move)
+        if move.way is Way.PROMOTE:
+            assert self.host is not None
+            self.host.unpin(move.source)
+            self._unproven[self.host].discard(move.key)
+            self.kv.unprotect(move.target)
+            del self._arriving[move.key]
+        else:
+            self._unsealed.add(move)
+            if move.way is Way.DEMOTE:
+                self.kv.unprotect(move.source)
+        return _over(move.on_landing)
+
+    def sealed(self, move: Move, checksum: int) -> list[Transfer]:
+        """The checksum of what has landed in a slot: it is found there now. → transfers that are over with this."""
+        self._unsealed.remove(move)
+        assert self.host is not None and move.way is not Way.PROMOTE
+        if move.way is Way.SPILL:
+            assert self.disk is not None
+            self.disk.complete(move.target, checksum)
+            self.host.unpin(move.source)
+            del self._spilling[move.key]
+            return _over(move.on_sealing)
+        self.host.complete(move.target, checksum)
+        del self._filling[move.key]
+        if move.way is Way.DEMOTE:
+            return _over(move.on_sealing)
+        assert self.disk is not None
+        self.disk.unpin(move.source)
+        arriving, *others = move.on_sealing
+        self._promote(move.key, move.target, move.page, arriving)
+        return _over(others)
+
+    def failed(self, move: Move, *, bad: bool) -> list[Transfer]:
+        """The bytes did not come. `bad`: those at the source are not what they were. → transfers that are over."""
+        self._under_way.remove(move)
+        assert self.host is not None
+        match move.way:
+            case Way.DEMOTE:
+                self.kv.unprotect(move.source)
+                self.host.abandon(move.target)
+                del self._filling[move.key]
+            case Way.PROMOTE:
+                self.kv.unfilled(move.target)
+                self.kv.unprotect(move.target)
+                del self._arriving[move.key]
+                _leave(self.host, move, bad=bad)
+            case Way.SPILL:
+                assert self.disk is not None
+                self.disk.abandon(move.target)
+                del self._spilling[move.key]
+                _leave(self.host, move, bad=bad)
+            case Way.FETCH:
+                assert self.disk is not None
+                self.kv.unfilled(move.page)
+                self.kv.unprotect(move.page)
+                self.host.abandon(move.target)
+                del self._filling[move.key], self._arriving[move.key]
+                _leave(self.disk, move, bad=bad)
+        transfers = move.on_landing + move.on_sealing
+        for transfer in transfers:
+            transfer.failed = True
+        return _over(transfers)
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """How many of these pages are on the host, and how many only on disk."""
+        host = sum(key in self.host for key in keys) if self.host is not None else 0
+        disk = sum(key in self.disk and key not in (self.host or ()) for key in keys) if self.disk is not None else 0
+        return host, disk
+
+    def check_integrity(self) -> None:
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.check_integrity()
+        moves = {*self._waiting, *self._under_way, *self._unsealed}
+        assert {m for m in moves if m.key in self._filling and m.way in (Way.DEMOTE, Way.FETCH)} == set(
+            self._filling.values()
+        ), "what fills the host and what moves there differ"
+        pages = [m.source for m in moves if m.way is Way.DEMOTE and m not in self._unsealed]
+        pages += [m.target for m in moves if m.way is Way.PROMOTE] + [m.page for m in moves if m.way is Way.FETCH]
+        assert sorted(pages) == sorted(self.kv.protected), "pages that move and pages that are protected differ"
+
+
+def _leave(tier: Tier, move: Move, *, bad: bool) -> None:
+    """Its source. (Another move may have found it to be bad before.)"""
+    if bad and tier.peek(move.key) == move.source:
+        tier.abandon(move.source)
+    tier.unpin(move.source)
+
+
+def _over(transfers: Sequence[Transfer]) -> list[Transfer]:
+    for transfer in transfers:
+        transfer.missing -= 1
+    return [transfer for transfer in transfers if transfer.is_over]

@@ -1,0 +1,332 @@
+"""Whose KV is on the device: sessions get pages, give them up for others, and come back.
+
+                ┌───────── secure: pages to compute into ─────────┐
+    elsewhere ──┤                                                 ├──► on the device ──leave──► leaving ──► elsewhere
+                └─ found in a lower tier ──► arriving ──► arrived ┘          ▲                     │
+                                                                             └─────── stay ────────┘
+
+A session that leaves keeps its pages until they have been copied; one that arrives has no row until all have come.
+Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the session's tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from djinnd.core.session import Session
+from djinnd.kvcache.page_pool import OutOfPages
+from djinnd.kvcache.paging import Found, Paging, Transfer
+from djinnd.kvcache.prefixes import Key, root
+
+
+@dataclass(slots=True)
+class Costs:
+    """What bringing a page back and computing it anew take, as measured. None: nobody knows yet, and copying is
+    taken to be the cheaper."""
+
+    bus: float = 0.0  # bytes a second
+    disk: float = 0.0
+    prefill: float = 0.0  # tokens a second
+
+    def prefer_copy(self, found: Found, computed: int, page_bytes: int) -> bool:
+        if not self.prefill or not self.bus:
+            return True
+        copying = len(found.keys) * page_bytes / self.bus
+        if found.on_disk:
+            if not self.disk:
+                return True
+            copying += found.on_disk * page_bytes / self.disk
+        return copying <= (found.tokens - computed) / self.prefill
+
+
+@dataclass(slots=True)
+class _Departure:
+    session: Session
+    transfer: Transfer
+    reach: int  # tokens whose KV is somewhere
+    forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    session: Session
+    transfer: Transfer
+    keys: tuple[Key, ...]
+
+
+class Residence:
+    """Of one model's sessions."""
+
+    def __init__(self, paging: Paging) -> None:
+        self.kv = paging.kv
+        self.paging = paging
+        self.costs = Costs()
+        self._leaving: dict[str, _Departure] = {}
+        self._arriving: dict[str, _Arrival] = {}
+        self._left: dict[str, list[Key]] = {}  # the pages of sessions that have left, where they are known
+
+    def is_leaving(self, session: Session) -> bool:
+        return session.id in self._leaving
+
+    def is_arriving(self, session: Session) -> bool:
+        return session.id in self._arriving
+
+    def is_moving(self, session: Session) -> bool:
+        """It can have no row now."""
+        return session.id in self._leaving or session.id in self._arriving
+
+    @property
+    def anybody_moves(self) -> bool:
+        """Or will, without anybody's doing."""
+        return self.paging.is_busy or self.paging.is_expected
+
+    # --- pages for a session that is to run -------------------------------------------------------------------------
+
+    def secure(self, session: Session, candidates: Iterable[Session]) -> bool:
+        """Pages for all tokens that the session has, so that no prompt stops half-way for want of them, and the KV
+        that is somewhere; at the cost of the first of `candidates`, where pages are short. False: it has to wait."""
+        if self.paging.is_expected and _was_an_earlier_engine_s(session):
+            return False
+        computed = session.computed
+        self._adopt(session)
+        for _ in range(2):
+            try:
+                if self._brought(session):
+                    return False
+                self.kv.reserve(session.id, session.tenant, len(session.tokens))
+                return True
+            except OutOfPages as shortage:
+                if not self._make_room(shortage, candidates):
+                    break
+        self.rewind(session, min(computed, session.computed))
+        return False
+
+    def prefetch(self, session: Session, candidates: Iterable[Session]) -> None:
+        """Of an idle session that will run soon: brings back what is somewhere, if there is or will be room."""
+        self._adopt(session)
+        for _ in range(2):
+            try:
+                self._brought(session)
+                return
+            except OutOfPages as shortage:
+                if not self._make_room(shortage, candidates):
+                    return
+
+    def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
+        """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
+        missing = shortage.needed - shortage.free - self.kv.stranded
+        leaving = [departure.session for departure in self._leaving.values()]
+        others = (session for session in candidates if not self.is_moving(session))
+        victims = self._first_that_free(missing, chain(leaving, others)) if missing > 0 else []
+        if missing > 0 and not victims:
+            return False
+        for victim in victims:
+            self.leave(victim, forced=True)
+        return True
+
+    def _first_that_free(self, missing: int, candidates: Iterable[Session]) -> list[Session]:
+        """Of the first candidates whose pages together free `missing`, those that it takes; empty where all of them
+        free fewer. A page is free when the last that holds it is a victim."""
+        victims: dict[Session, list[int]] = {}
+        given: Counter[int] = Counter()  # references, by page
+
+        def is_free(page: int) -> bool:
+            return given[page] == self.kv.holders(page)
+
+        for candidate in candidates:
+            pages = victims[candidate] = self.kv.pages_of(candidate.id)
+            given.update(pages)
+            missing -= sum(map(is_free, pages))
+            if missing <= 0:
+                return [victim for victim, pages in victims.items() if any(map(is_free, pages))]
+        return []
+
+    def _adopt(self, session: Session) -> None:
+        """Spares a session that is about to be given pages what the device has of its KV."""
+        most, size = _most(session), self.kv.page_size
+        if most // size > session.computed // size and self._holds_kv_only(session):
+            session.computed = self.kv.adopt(
+                session.id, session.tenant, session.tokens, session.computed, most, session.salt
+            )
+
+    def _holds_kv_only(self, session: Session) -> bool:
+        return self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
+
+    # --- coming back ------------------------------------------------------------------------------------------------
+
+    def _found(self, session: Session) -> Found | None:
+        """What lower tiers have of its KV, where that is worth its way."""
+        if (session.remaining <= 1 and session.request is not None) or not self._holds_kv_only(session):
+            return None
+        computed = session.computed
+        left = self._left.get(session.id, ())
+        found = self.paging.find(
+            session.id, _origin(session), session.tokens, computed, _of_use(session), _ends(session), left
+        )
+        if found.tokens <= computed:
+            return None
+        must = computed < session.foreign_tokens
+        return found if must or self.costs.prefer_copy(found, computed, self.kv.page_bytes) else None
+
+    def _brought(self, session: Session) -> bool:
+        """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
+        is to be asked again, as making it may have taken what was found."""
+        found = self._found(session)
+        if found is None:
+            return False
+        if not found.on_the_way:
+            kept = self.kv.trim(session.id, found.start)
+            assert kept == found.start, (kept, found)
+            session.computed = found.start
+            transfer = self.paging.load(session.id, session.tenant, found)
+            if not transfer.is_over:  # else all that it could come through is busy
+                self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing])
+        return True
+
+    # --- giving way -------------------------------------------------------------------------------------------------
+
+    def leave(self, session: Session, *, sealed: bool = False, forced: bool = False) -> Transfer | None:
+        """The session's pages leave the device: at once, or when they have been copied (`sealed`: and are found on the
+        host). → the transfer, if there is one to wait for. Unless it is `forced`, nothing leaves where there is no
+        lower tier, nor KV that cannot be computed and has not been saved."""
+        if self.paging.host is None and not forced:
+            return None
+        departure = self._leaving.get(session.id)
+        if departure is not None:
+            departure.forced |= forced
+            if not sealed:
+                return departure.transfer
+        else:
+            reach = self._reach(session)
+            self.rewind(session, session.computed)  # what holds no KV need not be copied
+            departure = _Departure(session, Transfer(session.id, 0), reach, forced)
+        keys = self.keys(session) if session.computed else []
+        departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed)
+        if departure.transfer.is_over:
+            self._departed(departure)
+            return None
+        self._leaving[session.id] = departure
+        return departure.transfer
+
+    def _reach(self, session: Session) -> int:
+        arrival = self._arriving.get(session.id)
+        return session.computed if arrival is None else arrival.transfer.tokens
+
+    def stay(self, session: Session) -> None:
+        """It is needed on the device after all."""
+        self._leaving.pop(session.id, None)
+
+    def _departed(self, departure: _Departure) -> None:
+        session = departure.session
+        self._leaving.pop(session.id, None)
+        if session.foreign_tokens and departure.transfer.failed and not departure.forced:
+            return
+        self._left.pop(session.id, None)
+        if session.computed and session.computed == departure.reach:
+            self._left[session.id] = self.keys(session)  # the pages keep them, whatever becomes public meanwhile
+        if departure.reach:
+            session.left_at = departure.reach
+        self.kv.drop(session.id)
+        session.computed = 0
+
+    def keys(self, session: Session) -> list[Key]:
+        """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
+        an earlier engine had, those that it has left."""
+        if session.computed:
+            return self.kv.keys_of(session.id, _origin(session), session.tokens, session.computed)
+        if session.id not in self._left:
+            tokens, origin = session.tokens, _origin(session)
+            if session.left_at:
+                keys = self.kv.keys_of(session.id, origin, tokens, min(session.left_at, len(tokens)))
+            elif self.paging.host is None:
+                return []
+            else:
+                keys = list(self.paging.find(session.id, origin, tokens, 0, len(tokens), _ends(session)).keys)
+            self._left[session.id] = keys
+        return self._left[session.id]
+
+    def over(self, transfer: Transfer) -> None:
+        """It has ended. Whoever it was made for may have gone another way meanwhile."""
+        departure = self._leaving.get(transfer.session)
+        if departure is not None and departure.transfer is transfer:
+            self._departed(departure)
+        arrival = self._arriving.get(transfer.session)
+        if arrival is not None and arrival.transfer is transfer:
+            del self._arriving[transfer.session]
+            self._arrived(arrival)
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        session, transfer = arrival.session, arrival.transfer
+        if transfer.failed:
+            self.rewind(session, session.computed)
+            return
+        self.kv.arrived(session.id, arrival.keys, transfer.tokens)
+        session.computed = transfer.tokens
+        if session.request is not None and session.remaining == 0:
+            self.rewind(session, session.computed - 1)
+            session.foreign_tokens = min(session.foreign_tokens, session.computed)
+
+    # --- along with the session -------------------------------------------------------------------------------------
+
+    def rewind(self, session: Session, computed: int) -> None:
+        """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
+        at the start of that page. What was under way for it is not waited for any more."""
+        self.forget(session)
+        session.computed = self.kv.trim(session.id, computed)
+
+    def advance(self, session: Session, computed: int) -> None:
+        """A step has brought its KV so far."""
+        filled = computed // self.kv.page_size > session.computed // self.kv.page_size
+        session.computed = computed
+        if filled:
+            self.kv.publish(session.id, session.tenant, session.tokens, computed, session.salt)
+
+    def forget(self, session: Session) -> None:
+        """No transfer changes anything about this session any more."""
+        self._leaving.pop(session.id, None)
+        self._arriving.pop(session.id, None)
+        self._left.pop(session.id, None)
+
+    def check_integrity(self) -> None:
+        self.kv.check_integrity()
+        self.paging.check_integrity()
+        assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
+        for departure in self._leaving.values():
+            assert not departure.transfer.is_over, f"session {departure.session.id} has left"
+        for arrival in self._arriving.values():
+            held = self.kv.pages_held(arrival.session.id)
+            assert held == self.kv.pages_for(arrival.transfer.tokens), f"{arrival.session.id} arrives with {held} pages"
+
+
+def _origin(session: Session) -> Key:
+    return root(session.tenant, session.salt)
+
+
+def _was_an_earlier_engine_s(session: Session) -> bool:
+    request = session.request
+    return request is not None and request.first > 0 and session.computed == session.left_at == 0
+
+
+def _most(session: Session) -> int:
+    """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all whose logits
+    are wanted."""
+    request = session.request
+    if request is None:
+        return len(session.tokens)
+    return len(session.tokens) - 1 if request.logits_from is None else request.logits_from
+
+
+def _of_use(session: Session) -> int:
+    """The same in lower tiers: KV that a client gave is brought back to its end, though the last token is run again."""
+    request = session.request
+    return request.first if request is not None and session.foreign_tokens else _most(session)
+
+
+def _ends(session: Session) -> tuple[int, ...]:
+    """Where the session's KV may have ended when its pages left: as this engine remembers; for an earlier one's, after
+    a prompt, or before the last token that was generated."""
+    first = len(session.tokens) if session.request is None else session.request.first
+    return (session.left_at, first, first - 1)

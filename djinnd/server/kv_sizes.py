@@ -1,0 +1,35 @@
+"""How much memory the pages of a model's sessions are to have, tier by tier."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from djinnd import config
+
+
+class KvSizes(NamedTuple):
+    """Bytes."""
+
+    device: int = 0  # 0: the engine decides
+    host: int | None = None  # None: the engine decides; 0: there is no such tier
+    disk: int | None = None  # likewise
+
+    @classmethod
+    def configured(cls, model: config.Model) -> KvSizes:
+        return cls(model.kv, model.host_kv, model.disk_kv)
+
+    def over(self, others: KvSizes) -> KvSizes:
+        """With what `others` say where these leave it to the engine."""
+        return KvSizes(
+            self.device or others.device,
+            others.host if self.host is None else self.host,
+            others.disk if self.disk is None else self.disk,
+        )
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of messages.Load."""
+        return {"kv_bytes": self.device, "host_kv_bytes": self.host, "disk_kv_bytes": self.disk}
+
+
+AS_CONFIGURED = KvSizes()

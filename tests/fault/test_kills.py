@@ -1,0 +1,226 @@
+"""The engine, the daemon, or both die by SIGKILL at random moments, again and again, in the middle of what sessions do:
+running, streaming, waiting, being paused to host or disk, forking, being cut. After each death every session that
+anybody was told of is there, with every token that anybody was told, and goes on with the tokens that would have come.
+
+DJINND_TEST_SEED repeats a run, as far as the moments of other processes allow; DJINND_TEST_KILLS makes it longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client import AsyncSession, ConnectionLost, EngineLost, SessionBusy
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.lives import Lives
+
+KILLS = int(os.environ.get("DJINND_TEST_KILLS", "50"))
+SEED = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
+FLEETS = 2  # daemons side by side: one dies while the other is started
+ENGINES = 3  # that are killed in the life of one daemon, at most: for the next one it would wait for longer
+
+# 256 tokens a page: the sessions need 20 pages and more, so there is always somebody who has to leave the device, and
+# the host.
+TIERS = {"kv": "13MiB", "host_kv": "10MiB", "disk_kv": "24MiB"}
+SESSIONS, MOST_SESSIONS = 6, 9
+PROMPTS = [40, 200, 255, 256, 500, 700]  # tokens
+STORY = 200  # tokens that follow upon a prompt
+LONG = 60  # tokens that a call asks for, at most: some end before the kill
+NEXT = 3  # tokens that are compared after a kill
+LONGEST = 0.15  # seconds from the beginning of what the sessions do to the kill
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Told:
+    """What is known of a session: its tokens are the first of `story`, at least `least` and at most `most` of them."""
+
+    session: AsyncSession
+    story: list[int]
+    prompt: int
+    least: int
+    most: int
+
+
+class Fleet:
+    """The sessions, and what is done with them. What a death interrupts is an error that says so, and no other."""
+
+    def __init__(self, lives: Lives, choice: random.Random) -> None:
+        self.lives = lives
+        self.choice = choice
+        self.sessions: list[Told] = []
+        self.doings: list[Callable[[Told], Awaitable[None]]] = [
+            self.rest,
+            self.stream,
+            self.stream,
+            self.pause,
+            self.pause_in_mid_stream,
+            self.wait,
+            self.fork,
+            self.cut,
+        ]
+        self.done = dict.fromkeys((doing.__name__ for doing in self.doings), 0)
+
+    async def open(self) -> None:
+        """Sessions with their prompts; and what each would say if nobody died."""
+
+        async def tell(length: int) -> Told:
+            prompt = [self.choice.randrange(4, 2000) for _ in range(length)]
+            async with AsyncSession(MODEL, address=self.lives.address) as whole:
+                answer = await whole.generate(prompt, max_tokens=STORY, ignore_eos=True)
+            session = await AsyncSession(MODEL, address=self.lives.address).open()
+            await session.generate(prompt, max_tokens=1, ignore_eos=True)
+            return Told(session, prompt + answer.token_ids, length, length + 1, length + 1)
+
+        self.sessions = list(await asyncio.gather(*map(tell, PROMPTS)))
+
+    # --- what may be under way when somebody dies ---------------------------------------------------------------------
+
+    def begin(self) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._do(told)) for told in list(self.sessions)]
+
+    async def _do(self, told: Told) -> None:
+        doing = self.choice.choice(self.doings)
+        with suppress(EngineLost, ConnectionLost):
+            await doing(told)
+            self.done[doing.__name__] += 1
+
+    async def rest(self, told: Told) -> None:
+        pass
+
+    async def stream(self, told: Told) -> None:
+        """A call that fails is gone as a whole, unless its connection was lost: then the daemon is, which has what it
+        told."""
+        before, left = told.least, self.choice.randint(0, min(LONG, len(told.story) - told.most))
+        if not left:
+            return
+        told.most += left
+        heard: list[int] = []
+        try:
+            async for piece in told.session.stream(max_tokens=left, ignore_eos=True):
+                heard += piece.token_ids
+                told.least = before + len(heard)
+        except EngineLost:
+            told.least = told.most = before
+            raise
+        assert heard == told.story[before : before + left]
+
+    async def pause(self, told: Told) -> None:
+        await told.session.pause(tier=self.choice.choice(["host", "disk"]))
+
+    async def pause_in_mid_stream(self, told: Told) -> None:
+        stream = asyncio.create_task(self.stream(told))
+        await asyncio.sleep(self.choice.uniform(0, 0.05))
+        try:
+            await self.pause(told)
+            if self.choice.random() < 0.5:
+                await told.session.resume()
+        finally:
+            await stream
+
+    async def wait(self, told: Told) -> None:
+        await told.session.signal("IO_WAIT", expected_s=self.choice.choice([0.0, 0.02, 5.0]))
+        await asyncio.sleep(self.choice.uniform(0, 0.05))
+        await told.session.signal("COMPUTE")
+
+    async def fork(self, told: Told) -> None:
+        child = await told.session.fork()
+        if len(self.sessions) >= MOST_SESSIONS:
+            await child.close()
+            return
+        self.sessions.append(Told(child, told.story, told.prompt, told.least, told.most))
+
+    async def cut(self, told: Told) -> None:
+        told.least = self.choice.randint(told.prompt, told.least)
+        await told.session.truncate(told.least)
+        told.most = told.least
+
+    # --- afterwards -------------------------------------------------------------------------------------------------
+
+    async def check(self, daemon_died: bool) -> None:
+        await asyncio.gather(*(self._check(told, daemon_died) for told in self.sessions))
+
+    async def _check(self, told: Told, daemon_died: bool) -> None:
+        if daemon_died or self.choice.random() < 0.2:
+            await told.session.detach()
+            told.session = await again(djinn.attach_async, told.session.id, address=self.lives.address)
+        await again(told.session.resume)
+        tokens = await again(lambda: told.session.token_ids)
+        assert told.least <= len(tokens) <= told.most, f"{told.least} to {told.most} were told, {len(tokens)} are there"
+        assert tokens == told.story[: len(tokens)], "what the client was told"
+        if len(tokens) + NEXT > len(told.story):
+            await told.session.truncate(told.prompt + 1)
+            del tokens[told.prompt + 1 :]
+        told.least = told.most = len(tokens)
+        answer = await again(told.session.generate, max_tokens=NEXT, ignore_eos=True)
+        assert answer.token_ids == told.story[len(tokens) : len(tokens) + NEXT], "what would have come"
+        told.least = told.most = len(tokens) + NEXT
+
+
+async def again(call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
+    """The call, also where the last death still shows."""
+    while True:
+        try:
+            return await call(*arguments, **options)
+        except (EngineLost, ConnectionLost, SessionBusy):
+            await asyncio.sleep(0.02)
+
+
+def plan(choice: random.Random) -> list[str]:
+    """Who dies, one after another, of one fleet: engines, and after some of them the daemon, or both at once."""
+    deaths: list[str] = []
+    while len(deaths) < KILLS // FLEETS:
+        deaths += ["engine"] * choice.randint(ENGINES - 1, ENGINES) + [choice.choice(["daemon", "daemon", "both"])]
+    return deaths
+
+
+async def live_and_die(fleet: Fleet, deaths: list[str]) -> None:
+    await fleet.open()
+    for victim in deaths:
+        engine = await asyncio.to_thread(fleet.lives.engine)
+        doing = fleet.begin()
+        await asyncio.sleep(fleet.choice.uniform(0, LONGEST))
+        if victim != "daemon":
+            os.kill(engine, signal.SIGKILL)
+        if victim != "engine":
+            await asyncio.to_thread(fleet.lives.kill)
+        await asyncio.gather(*doing)
+        if victim != "engine":
+            fleet.lives.again(ready=False)
+            await asyncio.to_thread(fleet.lives.now.wait_until_ready)
+        await fleet.check(daemon_died=victim != "engine")
+        assert await asyncio.to_thread(findings, fleet.lives) == []
+    for told in fleet.sessions:
+        await told.session.close()
+
+
+def findings(lives: Lives) -> list[str]:
+    with lives.now.client() as client:
+        return client.status(check=True).integrity
+
+
+@pytest.mark.timeout(400)
+def test_nothing_is_lost_whoever_dies(start_daemon: DaemonStarter) -> None:
+    print(f"seed {SEED}")
+    choices = [random.Random(SEED + number) for number in range(FLEETS)]
+    fleets = [Fleet(Lives(start_daemon, TIERS), choice) for choice in choices]
+    deaths = [plan(choice) for choice in choices]
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:
+            for fleet, whose in zip(fleets, deaths, strict=True):
+                group.create_task(live_and_die(fleet, whose))
+
+    asyncio.run(scenario())
+    print(*(f"{Counter(whose)} while {fleet.done}" for fleet, whose in zip(fleets, deaths, strict=True)), sep="\n")

@@ -1,0 +1,120 @@
+"""Pages over the bus: the same bits come back, while others run."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from djinnd.core.session import Session
+from djinnd.engine.host_pages import HostPages, object_bytes
+from djinnd.engine.transfers import Transfers
+from djinnd.kvcache.page_file import PageFile
+from tests.support import reference
+from tests.support.cuda import cuda_device
+from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.models import reduced_model
+from tests.support.paged import same_bytes
+
+pytestmark = pytest.mark.gpu
+
+FOLDER = reduced_model("llama-3.1")
+SLOTS = 200
+PROMPT, NEW = random_prompt(150, 512, 1), 40
+
+
+class Tiered:
+    """A model with tiers, whose copies go on between its steps."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        self.served = served
+        runner = served.runner
+        self.page_bytes = runner.page_bytes().shape[1]
+        self.residence = served.scheduler.residence("m")
+        self.transfers = Transfers(served.device, self.residence.paging, runner.page_bytes)
+        memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
+        self.transfers.attach_host(HostPages(memory, self.page_bytes, served.device))
+        self.transfers.attach_disk(PageFile(str(folder), "m", self.page_bytes, SLOTS, "f"))
+
+    def turn(self) -> None:
+        """One of an engine's loop."""
+        self.served.scheduler.over("m", self.transfers.turn())
+        self.served.step()
+
+    def settle(self) -> None:
+        self.served.scheduler.over("m", self.transfers.settle())
+        self.served.scheduler.check_integrity()
+
+    def away(self, session: Session, tier: str) -> None:
+        """Pauses it, while others run."""
+        self.served.scheduler.pause(session.id)
+        while self.residence.paging.is_busy:
+            self.turn()
+        keys = self.residence.keys(session)
+        if tier == "disk":
+            self.residence.paging.write_out(session.id, keys)
+            while self.residence.paging.is_busy:
+                self.turn()
+            self.residence.paging.forget_on_host(keys)
+        host, disk = self.residence.paging.count(keys)
+        assert (disk if tier == "disk" else host) == len(keys) and session.computed == 0
+
+    def run(self, *sessions: Session) -> None:
+        while any(session.request is not None for session in sessions):
+            self.turn()
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[Tiered]:
+    """In float32, where a row does not depend on who is beside it but in its last bits."""
+    with (
+        cuda_device() as device,
+        Served(FOLDER, device, dtype="float32", plan=small_pages(60), max_batch_tokens=64) as served,
+    ):
+        served.shuffle_pages()
+        tiered = Tiered(served, tmp_path)
+        yield tiered
+        tiered.settle()
+        tiered.transfers.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_pages_come_back_bit_by_bit(tiered: Tiered, tier: str) -> None:
+    served, kv = tiered.served, tiered.served.runner.kv
+    session = served.open()
+    served.submit(session, PROMPT, max_tokens=3)
+    tiered.run(session)
+    before = served.runner.page_bytes()[kv.pages_of(session.id)].clone()
+    tiered.away(session, tier)
+    served.runner.page_bytes()[1:] = 0xAB  # whatever else lives there meanwhile
+    kv._prefixes.forget(range(1, kv.pool.capacity + 1))
+    served.scheduler.resume(session.id)
+    tiered.settle()
+    assert session.computed == len(PROMPT) + 2
+    assert same_bytes(served.runner.page_bytes()[kv.pages_of(session.id)], before)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_session_that_was_away_goes_on_where_it_was_while_others_decode(tiered: Tiered, tier: str) -> None:
+    served = tiered.served
+    sessions = [served.open() for _ in range(4)]
+    prompts = [PROMPT, *(random_prompt(length, 512, 2) for length in (5, 40, 90))]
+    for session, prompt in zip(sessions, prompts, strict=True):
+        served.submit(session, prompt, max_tokens=NEW)
+    first = sessions[0]
+    for resumed_at in (160, 170):
+        while len(first.tokens) < resumed_at - 5:
+            tiered.turn()
+        tiered.away(first, tier)
+        for _ in range(3):
+            tiered.turn()
+        served.scheduler.resume(first.id)
+    tiered.run(*sessions)
+    for session, prompt in zip(sessions, prompts, strict=True):
+        assert session.tokens == [*prompt, *reference.greedy(FOLDER, prompt, NEW)]

@@ -1,0 +1,69 @@
+"""Two users of a real daemon, and a prefix that its administrator marks, over a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import djinn_client as djinn
+from djinnctl.restart import restart
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import Daemon
+
+PAGE = 256
+SYSTEM = [7 + place % 900 for place in range(2 * PAGE + 9)]
+QUESTIONS = [[*SYSTEM, 11, 12, 13], [*SYSTEM, 21, 22, 23]]
+
+
+@contextmanager
+def session_of(user: int, daemon: Daemon) -> Iterator[djinn.Session]:
+    """Another user, by SO_PEERCRED."""
+    os.seteuid(user)
+    try:
+        session = djinn.Session(MODEL, address=daemon.address)
+    finally:
+        os.seteuid(0)
+    with session:
+        assert session.info.user == user
+        yield session
+
+
+def ask(user: int, daemon: Daemon, prompt: list[int]) -> tuple[int, list[int]]:
+    """Prompt tokens that were computed for it, and what came of them."""
+    with session_of(user, daemon) as session:
+        reply = session.generate(prompt, max_tokens=8, ignore_eos=True)
+        return reply.usage.computed_tokens, reply.token_ids
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may speak as another user")
+def test_users_share_what_an_administrator_has_marked(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
+    os.chmod(daemon.folder, 0o755)
+    os.chmod(daemon.address, 0o666)
+    length = len(QUESTIONS[0])
+    alone = []
+    for user, question in zip((1000, 1001), QUESTIONS, strict=True):
+        computed, tokens = ask(user, daemon, question)
+        assert computed == length, "nothing is public"
+        alone.append(tokens)
+    with djinn.Session(MODEL, address=daemon.address) as mine, daemon.client() as client:
+        mine.forward(SYSTEM)
+        prefix = client.publish_prefix(mine.id)
+        assert prefix.tokens == 2 * PAGE
+        assert ask(1002, daemon, QUESTIONS[0]) == (length, alone[0]), "the first one computes it"
+        assert ask(1003, daemon, QUESTIONS[1]) == (length - 2 * PAGE, alone[1])
+        assert client.status(check=True).integrity == []
+    with daemon.client() as client:
+        restart(client, warm=False)
+        os.chmod(daemon.address, 0o666)
+        assert client.prefixes() == [prefix]
+        ask(1004, daemon, QUESTIONS[0])
+        assert ask(1005, daemon, QUESTIONS[1]) == (length - 2 * PAGE, alone[1])
+        assert client.withdraw_prefix(prefix.id)
+        client.unload(MODEL)
+        ask(1006, daemon, QUESTIONS[0])
+        assert ask(1007, daemon, QUESTIONS[0]) == (length, alone[0]), "it is nobody's any more"
+        assert client.status(check=True).integrity == []

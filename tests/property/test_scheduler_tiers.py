@@ -1,0 +1,323 @@
+"""The scheduler's machine with lower tiers: sessions wait, wake, pause and resume, and a dumb copier carries pages
+when it pleases, in any order that lanes allow, and not always with success. Each request ends with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from djinnd.core.batch import Batch
+from djinnd.core.session import Session
+from djinnd.kvcache.paging import Move, Paging, Way
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.residence import Costs
+from tests.property.test_scheduler import MODELS, QUIET, Call, SchedulerMachine, Shadow, Written
+
+Bytes = list[Written | None]  # of a page, by token
+SEEDS = st.integers(0, 1 << 32)
+
+
+class Copier:
+    """Of one model. Lanes are in order; whatever threads do is not."""
+
+    def __init__(self, paging: Paging, device: dict[int, Written], ended: Callable[[list[object]], None]) -> None:
+        self.paging = paging
+        self.device = device
+        self.ended = ended
+        self.memory: dict[str, dict[int, Bytes]] = {"host": {}, "disk": {}}
+        self.lanes: dict[Way, list[Move]] = {way: [] for way in Way}
+        self.landed: list[Move] = []
+
+    def go(self, choice: Random, failing: float) -> None:
+        """Does one thing, if there is one to do."""
+        while choice.random() < 0.9 and (move := self.paging.take()) is not None:
+            self.lanes[move.way].append(move)
+        things = [lane for lane in (*self.lanes.values(), self.landed) if lane]
+        if not things:
+            return
+        lane = choice.choice(things)
+        if lane is self.landed:
+            self.seal(lane.pop(choice.randrange(len(lane))))
+            return
+        in_order = lane is self.lanes[Way.DEMOTE] or lane is self.lanes[Way.PROMOTE]
+        move = lane.pop(0 if in_order else choice.randrange(len(lane)))
+        if choice.random() < failing:
+            bad = move.way in (Way.PROMOTE, Way.FETCH) or choice.random() < 0.5
+            self.ended(self.paging.failed(move, bad=bad))
+        else:
+            self.land(move)
+
+    def settle(self) -> None:
+        choice = Random(0)
+        while self.paging.is_busy:
+            self.go(choice, failing=0.0)
+
+    def land(self, move: Move) -> None:
+        size = self.paging.kv.page_size
+        slots = {name: range(page * size, (page + 1) * size) for name, page in self.pages(move).items()}
+        match move.way:
+            case Way.DEMOTE:
+                self.memory["host"][move.target] = [self.device.get(slot) for slot in slots["source"]]
+            case Way.PROMOTE:
+                for slot, written in zip(slots["target"], self.memory["host"][move.source], strict=True):
+                    self.device.pop(slot, None)
+                    if written is not None:
+                        self.device[slot] = written
+            case Way.SPILL:
+                self.memory["disk"][move.target] = self.memory["host"][move.source]
+            case Way.FETCH:
+                self.memory["host"][move.target] = self.memory["disk"][move.source]
+        if move.way is not Way.PROMOTE:
+            self.landed.append(move)
+        self.ended(self.paging.landed(move))
+
+    def pages(self, move: Move) -> dict[str, int]:
+        """Of the device."""
+        return {"source": move.source} if move.way is Way.DEMOTE else {"target": move.target}
+
+    def seal(self, move: Move) -> None:
+        self.ended(self.paging.sealed(move, 7))
+
+
+class TiersMachine(SchedulerMachine):
+    @initialize(
+        pages=st.tuples(st.integers(1, 8), st.integers(8, 30)),
+        page_size=st.integers(1, 4),
+        max_batch_tokens=st.sampled_from([12, 6, 4, 3, 1]),
+        max_rows=st.sampled_from([6, 3, 2, 1]),
+        sessions=st.lists(st.tuples(st.sampled_from(MODELS), st.integers(0, 2)), min_size=4, max_size=8),
+        host=st.sampled_from([1, 2, 5, 12, 60]),
+        disk=st.sampled_from([0, 3, 20, 100]),
+        failing=st.sampled_from([0.0, 0.1]),
+    )
+    def begin(self, host: int, disk: int, failing: float, **more: object) -> None:  # type: ignore[override]
+        super().begin(**more)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.failing = failing
+        self.copiers: dict[str, Copier] = {}
+        for name in MODELS:
+            paging = self.scheduler.residence(name).paging
+            paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
+            if disk:
+                paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
+            self.copiers[name] = Copier(
+                paging, self.device[name], lambda over, name=name: self.scheduler.over(name, over)
+            )
+
+    # --- what clients say -------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), expected=st.sampled_from([0, 1, 5]))
+    def wait(self, data: st.DataObject, expected: int) -> None:
+        shadow = self.draw_shadow(data)
+        if shadow:
+            self.scheduler.wait(shadow.session.id, self.now + expected if expected else 0.0)
+
+    @rule()
+    def all_wait(self) -> None:
+        for name in self.shadows:
+            self.scheduler.wait(name)
+
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data)
+        if shadow:
+            self.scheduler.wake(shadow.session.id)
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data)
+        if shadow:
+            self.pause_one(shadow)
+
+    def pause_one(self, shadow: Shadow) -> None:
+        transfer = self.scheduler.pause(shadow.session.id)
+        assert transfer is None or not transfer.is_over
+        line = self.lines[shadow.session.model]
+        if shadow in line:
+            line.remove(shadow)
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.session.paused)
+        if shadow:
+            self.resume_one(shadow)
+
+    def resume_one(self, shadow: Shadow) -> None:
+        if shadow.session.paused and shadow.call and not shadow.call.held:
+            self.lines[shadow.session.model].append(shadow)
+        self.scheduler.resume(shadow.session.id)
+
+    @rule(model=st.sampled_from(MODELS), tenant=st.integers(0, 2))
+    def open_paused(self, model: str, tenant: int) -> None:
+        if len(self.shadows) < 10:
+            session = Session(f"s{next(self.ids)}", model, tenant, "agent", tokens=[QUIET])
+            session.paused = True
+            self.scheduler.open(session)
+            self.shadows[session.id] = Shadow(session, [QUIET])
+
+    # --- as in the machine without tiers, but for who is paused -----------------------------------------------------
+
+    def start(self, shadow: Shadow, *more: object, **named: object) -> None:
+        super().start(shadow, *more, **named)  # type: ignore[arg-type]
+        line = self.lines[shadow.session.model]
+        if shadow.session.paused and shadow in line:
+            line.remove(shadow)
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call and not shadow.call.held)
+        if shadow and shadow.call:
+            self.scheduler.hold(shadow.call.request.id)
+            shadow.call.held = True
+            if not shadow.session.paused:
+                self.lines[shadow.session.model].remove(shadow)
+
+    def release_call(self, shadow: Shadow, call: Call) -> None:
+        super().release_call(shadow, call)
+        line = self.lines[shadow.session.model]
+        if shadow.session.paused and shadow in line:
+            line.remove(shadow)
+
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def fork(self, data: st.DataObject, count: int) -> None:
+        """What moves has landed: so what it costs can be told."""
+        self.settle()
+        super().fork(data, count)
+
+    # --- time passes ------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.1, 1.5, 20.0]))
+    def tend(self, seconds: float) -> None:
+        self.now += seconds
+        self.scheduler.tend(self.now)
+        assert self.scheduler.next_wake > self.now, "somebody is expected, and nobody does anything about it"
+
+    @rule(seed=SEEDS, things=st.integers(1, 12))
+    def copy(self, seed: int, things: int) -> None:
+        choice = Random(seed)
+        for _ in range(things):
+            self.copiers[choice.choice(MODELS)].go(choice, self.failing)
+            self.scheduler.check_integrity()
+
+    def settle(self) -> None:
+        for copier in self.copiers.values():
+            copier.settle()
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(model=st.sampled_from(MODELS), pages=st.integers(0, 8))
+    def vacate(self, model: str, pages: int) -> None:
+        self.scheduler.vacate(model, pages, self.copiers[model].settle)
+        assert self.kv[model].pool.used <= pages and not self.copiers[model].paging.is_busy
+
+    @rule(model=st.sampled_from(MODELS), bus=st.sampled_from([0.0, 1e6, 1e12]), prefill=st.sampled_from([0.0, 10.0]))
+    def measure(self, model: str, bus: float, prefill: float) -> None:
+        self.scheduler.residence(model).costs = Costs(bus, bus / 2, prefill)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def check_turn(self, batch: Batch | None, waiting: set[str]) -> None:
+        if batch is None:
+            assert all(self.copiers[name].paging.is_busy for name in waiting), "nobody runs, and nothing is on its way"
+        else:
+            assert batch.model in waiting
+
+    def check_progress(self, batch: Batch) -> None:
+        if not self.copiers[batch.model].paging.is_busy:
+            super().check_progress(batch)
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(steps=st.integers(1, 30), seed=SEEDS)
+    def run_quietly(self, steps: int, seed: int = 0) -> None:
+        choice = Random(seed)
+        for _ in range(steps):
+            self.compose()
+            if self.in_step:
+                self.finish_step([QUIET] * sum(row.samples for row in self.in_step[0].rows))
+            for copier in self.copiers.values():
+                copier.go(choice, self.failing)
+            self.agrees()
+
+    @precondition(lambda self: self.in_step is None and self.shadows)
+    @rule(seed=SEEDS, steps=st.integers(1, 100))
+    def bustle(self, seed: int, steps: int) -> None:
+        """What happens on a busy day."""
+        choice = Random(seed)
+        for _ in range(steps):
+            shadow = choice.choice(list(self.shadows.values()))
+            name, call = shadow.session.id, shadow.call
+            match choice.randrange(12):
+                case 0 | 1 | 2 if call is None:
+                    prompt = [choice.randrange(QUIET) for _ in range(choice.randrange(1, 6))]
+                    self.start(shadow, prompt, choice.choice([0, 1, 3]), frozenset())
+                case 3 if call is None:
+                    self.cut(shadow, choice.randrange(len(shadow.tokens) + 1))
+                case 3 if call is not None and choice.random() < 0.3:
+                    self.ended(shadow, self.scheduler.cancel(call.request.id), "cancelled")
+                case 4:
+                    self.scheduler.wait(name, choice.choice([0.0, self.now + 1]))
+                case 5:
+                    self.scheduler.wake(name)
+                case 6:
+                    self.pause_one(shadow)
+                case 7 | 8:
+                    self.resume_one(shadow)
+                case 9:
+                    self.tend(choice.choice([0.1, 2.0, 11.0]))
+                case _:
+                    self.run_quietly(choice.randrange(1, 8), choice.randrange(1 << 32))
+            self.agrees()
+            self.who_is_paused_holds_nothing_that_does_not_move()
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        self.scheduler.check_integrity()
+        paused = 0
+        for name, shadow in self.shadows.items():
+            session = self.scheduler.session(name)
+            assert session is shadow.session and session.tokens == shadow.tokens
+            assert session.request is (shadow.call.request if shadow.call else None)
+            paused += shadow.call is not None and session.paused and not shadow.call.held
+        load = self.scheduler.load()
+        assert load.queued + load.running == sum(map(len, self.lines.values())) + paused
+
+    @invariant()
+    def who_is_paused_holds_nothing_that_does_not_move(self) -> None:
+        for shadow in self.shadows.values():
+            session, residence = shadow.session, self.scheduler.residence(shadow.session.model)
+            if session.paused and self.kv[session.model].pages_held(session.id):
+                assert residence.is_leaving(session), f"{session.id} is paused, and stays on the device"
+
+    def teardown(self) -> None:
+        """Nobody starves; with the sessions every page is free again."""
+        if not hasattr(self, "copiers"):
+            return
+        if self.in_step:
+            self.fail()
+        for told in ("some held", "nobody held", "nobody paused"):
+            work = sum(shadow.work() for line in self.lines.values() for shadow in line)
+            copies = 6 * sum(kv.pool.capacity for kv in self.kv.values()) * (1 + sum(map(len, self.lines.values())))
+            for _ in range(10):
+                if any(self.lines.values()):
+                    self.run_quietly((work + copies) // 10 + 1)
+            assert not any(self.lines.values()), f"with {told}, these starve: {self.lines}"
+            for shadow in self.shadows.values():
+                if told == "nobody held":
+                    self.resume_one(shadow)
+                elif shadow.call:
+                    self.release_call(shadow, shadow.call)
+        self.settle()
+        for name in self.shadows:
+            self.scheduler.close(name)
+        self.settle()
+        assert [kv.pool.used for kv in self.kv.values()] == [0, 0]
+
+
+TestSchedulerWithTiers = TiersMachine.TestCase
+TestSchedulerWithTiers.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

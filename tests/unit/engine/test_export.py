@@ -1,0 +1,227 @@
+"""KV that leaves the engine and comes to it in windows."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinn_client.kv import KvWindow
+from djinnd import messages
+from djinnd.engine import export
+from tests.support import reference
+from tests.support.exporting import SALT, filled
+from tests.support.exporting import ExportingEngine as Engine
+from tests.support.loaded import random_prompt
+from tests.support.models import reduced_model
+
+VOCAB = 512
+FOLDER = reduced_model("llama-2")
+NEW = 8
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, VOCAB, seed)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """With llama-2 as "m"."""
+    with Engine() as engine:
+        engine.loaded(FOLDER)
+        yield engine
+
+
+@pytest.fixture
+def small() -> Iterator[Engine]:
+    """Its pool has room for 512 tokens and a few more."""
+    with Engine() as engine:
+        engine.loaded(FOLDER, kv_bytes=1)
+        yield engine
+
+
+def cache_of_transformers(tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each block, [tokens, kv_heads, head_dim]."""
+    with torch.inference_mode():
+        cache = reference.model_of(FOLDER)(torch.tensor([tokens]), use_cache=True).past_key_values
+    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+
+
+def test_what_is_exported_is_the_kv_of_transformers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tokens: the last one's, too, which nobody had computed. In several pieces."""
+    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    engine.open("s")
+    tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
+    kv = engine.export("s")
+    assert kv.length == len(tokens) == 308
+    assert kv.pages.shape == engine.layout.shape(308)
+    for block, (key, value) in enumerate(cache_of_transformers(tokens)):
+        torch.testing.assert_close(kv.key(block), key, rtol=0, atol=1e-4)
+        torch.testing.assert_close(kv.value(block), value, rtol=0, atol=1e-4)
+    assert engine.tokens("s", [], NEW) == reference.greedy(FOLDER, tokens, NEW)
+    engine.report()
+
+
+def test_kv_that_is_not_there_is_computed_first(engine: Engine) -> None:
+    engine.open("s", tokens=prompt(70))
+    kv = engine.export("s")
+    assert kv.length == 70
+    torch.testing.assert_close(kv.key(2), cache_of_transformers(prompt(70))[2][0], rtol=0, atol=1e-4)
+
+
+def test_others_run_while_kv_travels(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    for name in ("s", "t"):
+        engine.open(name)
+    engine.tokens("s", prompt(300), NEW)
+    running, exporting = engine.run_message("t", prompt(20), 40), messages.ExportKv(engine.number(), "s")
+    engine.send(running, exporting)
+    outcomes = engine.outcomes([running.request, exporting.request])
+    assert outcomes[running.request][0] == reference.greedy(FOLDER, prompt(20), 40)
+    assert isinstance(outcomes[exporting.request][1], messages.KvExported)
+    engine.report()
+
+
+@pytest.mark.parametrize("length", [5, 255, 256, 257, 300])
+def test_a_session_goes_on_from_kv_that_came_back(engine: Engine, length: int) -> None:
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(length), 0, logits=True))
+    window = filled(engine.export("s"))
+    assert isinstance(engine.import_("t", prompt(length), window), messages.Finished)
+    uses = {use.session: use.kv_tokens for use in engine.report().sessions}
+    assert uses == {"s": length, "t": length}
+    request = engine.run("t", [7], NEW)
+    tokens, reply = engine.outcome(request)
+    assert tokens == reference.greedy(FOLDER, [*prompt(length), 7], NEW)
+    assert isinstance(reply, messages.Finished) and reply.computed == 1
+    assert engine.tokens("t", [], NEW) == reference.greedy(FOLDER, [*prompt(length), 7, *tokens], NEW)
+    engine.report()
+
+
+def test_tokens_behind_the_kv_are_computed(engine: Engine) -> None:
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(40), 0, logits=True))
+    window = filled(engine.export("s"))
+    assert isinstance(engine.import_("t", prompt(40) + prompt(30, seed=1), window), messages.Finished)
+    assert engine.tokens("t", [], NEW) == reference.greedy(FOLDER, prompt(40) + prompt(30, seed=1), NEW)
+
+
+def test_a_last_token_is_computed_anew_to_choose_the_next(engine: Engine) -> None:
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(40), 0, logits=True))
+    engine.import_("t", prompt(40), filled(engine.export("s")))
+    assert engine.tokens("t", [], NEW) == reference.greedy(FOLDER, prompt(40), NEW)
+
+
+def test_kv_of_a_client_is_found_by_nobody_else(engine: Engine) -> None:
+    """Not by a session with the same tokens, nor by another import, before or after it has filled pages."""
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(300), 0, logits=True))
+    window = filled(engine.export("s"))
+    engine.send(messages.Close("s"))
+    window.pages[:] = torch.flip(window.pages, [3])
+    engine.import_("t", prompt(300), window)
+    foreign = engine.tokens("t", [7], 300)
+    assert foreign[:NEW] != reference.greedy(FOLDER, [*prompt(300), 7], NEW)
+    engine.open("u")
+    assert engine.tokens("u", [*prompt(300), 7], NEW) == reference.greedy(FOLDER, [*prompt(300), 7], NEW)
+    engine.open("v", tokens=[*prompt(300), 7, *foreign])
+    tokens = [*prompt(300), 7, *foreign]
+    assert engine.tokens("v", [], NEW) == reference.greedy(FOLDER, tokens, NEW)
+    engine.report()
+
+
+def test_a_fork_has_the_kv_too(engine: Engine) -> None:
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(300), 0, logits=True))
+    window = filled(engine.export("s"))
+    window.pages[:, :, 1] *= 3
+    engine.import_("t", prompt(300), window)
+    engine.send(messages.Fork("u", "t", "agent"))
+    assert engine.tokens("u", [7], NEW) == engine.tokens("t", [7], NEW)
+    engine.report()
+
+
+def test_pages_that_are_lost_end_the_session_and_nothing_is_made_up(small: Engine) -> None:
+    small.open("s")
+    small.outcome(small.run("s", prompt(300), 0, logits=True))
+    window = filled(small.export("s"))
+    small.send(messages.Close("s"))
+    small.import_("t", prompt(300), window)
+    small.open("u")
+    small.outcome(small.run("u", prompt(500, seed=3), 0, logits=True))  # takes all pages
+    tokens, reply = small.outcome(small.run("t", [7], NEW))
+    assert tokens == [] and isinstance(reply, messages.Failed) and reply.code == "session_lost"
+    small.send(messages.Close("t"))
+    small.report()
+
+
+def test_kv_that_the_pool_has_no_room_for(small: Engine) -> None:
+    length = 4096
+    window = KvWindow(small.layout, length)
+    reply = small.import_("t", prompt(length), window)
+    assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
+    small.send(messages.Close("t"))
+    assert small.report().sessions == []
+
+
+def test_a_session_that_is_closed_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    engine.open("s")
+    engine.outcome(engine.run("s", prompt(300), 0, logits=True))
+    window = filled(engine.export("s"))
+    number = engine.number()
+    engine.send(messages.ExportKv(number, "s"), messages.Close("s"))
+    _, reply = engine.outcome(number)
+    assert isinstance(reply, messages.Failed) and reply.code == "session_not_found"
+    number = engine.number()
+    message = messages.ImportKv(number, "t", "m", 0, "agent", prompt(300), 300, SALT)
+    frames = messages.encode(message, 1) + messages.encode(messages.Close("t"))
+    socket.send_fds(engine.socket, [frames], [window.fd])
+    _, reply = engine.outcome(number)
+    assert isinstance(reply, messages.Failed) and reply.code == "session_not_found"
+    report = engine.report()
+    assert report.sessions == [] and report.models[0].pages_used == 0
+
+
+def test_an_export_that_is_cancelled_while_kv_is_computed(engine: Engine) -> None:
+    engine.open("s", tokens=prompt(300))
+    number = engine.number()
+    engine.send(messages.ExportKv(number, "s"), messages.CancelRun(number))
+    _, reply = engine.outcome(number)  # it may have been too late, or too soon
+    assert isinstance(reply, messages.KvExported | messages.Failed)
+    assert engine.tokens("s", [], NEW) == reference.greedy(FOLDER, prompt(300), NEW)
+
+
+def test_no_window_is_kept(engine: Engine) -> None:
+    engine.open("s")
+    engine.tokens("s", prompt(30), NEW)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        kv = engine.export("s")
+        os.close(engine._descriptors.pop())
+        with_tokens = filled(kv)
+        engine.import_("t", prompt(kv.length), with_tokens)
+        engine.send(messages.Close("t"))
+        with_tokens.close()
+        engine.report()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_host_without_memory_for_a_window(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine.open("s")
+    engine.tokens("s", prompt(30), NEW)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuses)
+        number = engine.number()
+        engine.send(messages.ExportKv(number, "s"))
+        _, reply = engine.outcome(number)
+    assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
+    assert engine.export("s").length == 38

@@ -1,0 +1,173 @@
+"""Sessions that are paused, and go on: to the host or to disk, whatever comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from djinnd import messages
+from tests.support import reference
+from tests.support.tiered import FOLDER, NEW, PROMPT, Tiered, expected
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Tiered]:
+    with Tiered(max_batch_tokens=256) as engine:
+        engine.load_with_tiers(tmp_path)
+        engine.open("s")
+        yield engine
+        engine.report()
+
+
+@pytest.fixture
+def untiered() -> Iterator[Tiered]:
+    with Tiered() as engine:
+        engine.loaded(FOLDER)
+        engine.open("s")
+        yield engine
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_session_that_was_paused_goes_on_as_if_nothing_had_been(engine: Tiered, tier: str) -> None:
+    tokens = engine.ran("s")
+    told = engine.paused("s", tier)
+    assert told.pages == 3 and told.seconds > 0
+    use = engine.use("s")
+    assert (use.state, use.pages, use.host_pages, use.disk_pages) == (
+        ("paused", 0, 3, 0) if tier == "host" else ("paused", 0, 0, 3)
+    )
+    engine.send(messages.Resume("s"))
+    more = engine.ran("s", [5])
+    assert more == expected([*PROMPT, *tokens, 5])
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_also_in_mid_generation_and_others_run_meanwhile(engine: Tiered, tier: str) -> None:
+    engine.open("other")
+    run, other = engine.run_message("s", PROMPT, 40), engine.run_message("other", [7, 8, 9], 60)
+    engine.send(run, other)
+    tokens: dict[int, list[int]] = {run.request: [], other.request: []}
+    asked: messages.Pause | None = engine.pause("s", tier)
+    replies: list[messages.FromEngine] = []
+    while len(replies) < 2:  # of the pause, and of the other one's end
+        message = engine.receive()
+        if not isinstance(message, messages.Stepped):
+            replies.append(message)
+            continue
+        for token in message.tokens:
+            tokens[token.request].append(token.token)
+        if message.tokens and len(tokens[run.request]) == 3 and asked is not None:
+            engine.send(asked)
+            asked = None
+    assert {type(reply) for reply in replies} == {messages.Paused, messages.Finished}
+    before = tokens[run.request]
+    assert 3 <= len(before) < 40 and engine.use("s").pages == 0
+    engine.send(messages.Resume("s"))
+    rest, reply = engine.outcome(run.request)
+    assert isinstance(reply, messages.Finished)
+    assert before + rest == reference.greedy(FOLDER, PROMPT, 40)
+
+
+def test_a_run_of_a_paused_session_waits_for_its_resume(engine: Tiered) -> None:
+    engine.send(messages.Open("p", "m", 0, "agent", PROMPT[:300], paused=True))
+    run = engine.run_message("p", PROMPT[300:], NEW)
+    engine.send(run)
+    assert engine.ran("s") == expected()
+    assert engine.use("p").state == "paused"
+    engine.send(messages.Resume("p"))
+    tokens, _ = engine.outcome(run.request)
+    assert tokens == expected()
+
+
+@pytest.mark.parametrize("ends", ["cancel", "close"])
+def test_a_run_of_a_paused_session_can_be_cancelled(engine: Tiered, ends: str) -> None:
+    engine.paused("s")
+    run = engine.run_message("s", PROMPT, NEW)
+    engine.send(run, messages.CancelRun(run.request) if ends == "cancel" else messages.Close("s"))
+    tokens, reply = engine.outcome(run.request)
+    assert isinstance(reply, messages.Finished) and (tokens, reply.reason) == ([], "cancelled")
+
+
+def test_a_fork_of_a_paused_session_is_not_paused(engine: Tiered) -> None:
+    tokens = engine.ran("s")
+    engine.paused("s")
+    engine.send(messages.Fork("t", "s", "agent"))
+    assert engine.ran("t", [5]) == expected([*PROMPT, *tokens, 5])
+    assert engine.use("s").state == "paused"
+
+
+@pytest.mark.parametrize("between", ["close", "resume", "unload", "truncate", "pause again", "wait"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_pause_is_answered_once_whatever_comes_in_between(engine: Tiered, tier: str, between: str) -> None:
+    engine.ran("s")
+    asked, again = engine.pause("s", tier), engine.pause("s", "host")
+    follow = {
+        "close": [messages.Close("s")],
+        "resume": [messages.Resume("s")],
+        "unload": [messages.Close("s"), messages.Unload(77, "m")],
+        "truncate": [messages.Truncate("s", 300)],
+        "pause again": [again],
+        "wait": [messages.Signal("s", waits=True)],
+    }[between]
+    engine.send(asked, *follow)
+    replies: list[messages.FromEngine] = []
+    wanted = {asked.request} | ({again.request} if between == "pause again" else set())
+    while wanted - {getattr(reply, "request", 0) for reply in replies}:
+        replies.append(engine.receive())
+    inquired = engine.number()
+    engine.send(messages.Inquire(inquired))
+    while not isinstance(last := engine.receive(), messages.Report):
+        replies.append(last)
+    answers = [reply for reply in replies if getattr(reply, "request", 0) in wanted]
+    assert len(answers) == len(wanted)
+    refused = [reply.code for reply in answers if isinstance(reply, messages.Failed)]
+    assert refused == {"close": ["session_not_found"], "unload": ["session_not_found"], "resume": ["retry"]}.get(
+        between, []
+    )
+
+
+def test_a_pause_for_which_nothing_moves_waits_for_no_other_turn(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.ran("s")
+    engine.paused("s", "disk")
+    pauses, turn, left = engine.engine._pauses, engine.engine._pauses.turn, []
+
+    def watched() -> None:
+        turn()
+        left.append(len(pauses._unanswered))
+
+    monkeypatch.setattr(pauses, "turn", watched)
+    assert engine.paused("s", "disk").pages == 3
+    assert not any(left)
+
+
+def test_a_pause_to_a_tier_that_is_not_there_is_refused_and_the_session_runs_on(untiered: Tiered) -> None:
+    assert untiered.ran("s") == expected()
+    for tier in ("host", "disk"):
+        reply = untiered.refused("s", tier)
+        assert reply.code == "out_of_memory" and reply.data["tier"] == tier
+    assert untiered.use("s").state == "idle"
+
+
+def test_to_disk_without_a_disk() -> None:
+    with Tiered() as engine:
+        engine.load_with_tiers()
+        engine.open("s")
+        assert engine.refused("s", "disk").data["tier"] == "disk"
+        engine.paused("s")
+
+
+def test_a_session_that_is_not_there_cannot_be_paused(engine: Tiered) -> None:
+    assert engine.refused("ghost").code == "session_not_found"
+    engine.send(messages.Resume("ghost"))
+    assert engine.ran("s") == expected()
+
+
+def test_while_the_host_tier_is_being_made_ready_a_pause_is_to_be_tried_again(untiered: Tiered) -> None:
+    untiered.engine._scheduler.residence("m").paging.is_coming = True
+    untiered.send(messages.Pause(77, "s", "host"))
+    refusal = untiered.until(messages.Failed)
+    assert (refusal.request, refusal.code) == (77, "retry") and "being made ready" in refusal.message

@@ -1,0 +1,155 @@
+"""The lower tiers of a model: how they come, what signals do with them, and what the next engine finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from djinnd import messages
+from djinnd.engine import tiers as tiers_module
+from djinnd.engine.loading import PagesResult
+from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Tiered]:
+    with Tiered(max_batch_tokens=256) as engine:
+        engine.load_with_tiers(tmp_path)
+        engine.open("s")
+        yield engine
+        engine.report()
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_has_the_tiers_that_were_asked_for(engine: Tiered) -> None:
+    (info,) = engine.report().models
+    assert info.host_pages * info.page_bytes <= TIER < (info.host_pages + 2) * info.page_bytes
+    assert info.disk_pages * info.page_bytes == TIER
+    assert (info.host_pages_used, info.disk_pages_used) == (0, 0)
+
+
+def test_pages_that_come_for_a_model_that_has_gone_are_given_back() -> None:
+    with Tiered() as engine:
+        engine.loaded(FOLDER, host_kv_bytes=TIER)
+        need = engine.until(messages.NeedArena)
+        engine.send(messages.Unload(77, "m"))
+        engine.until(messages.Unloaded)
+        engine.send(engine.grant(need))
+        engine.loaded(FOLDER)  # behind it in the queue
+        engine.report()
+
+
+def test_and_change_nothing_of_another_load_of_that_name(engine: Tiered) -> None:
+    paging = engine.engine._tiers._models["m"].paging
+    paging.is_expected = True  # of the load that serves
+    engine.engine._loads._pages.put(PagesResult(77, "m", None, "that one had no room"))
+    (info,) = engine.report().models
+    while not engine.engine._loads._pages.empty():
+        (info,) = engine.report().models
+    assert engine.report().models[0].notes == info.notes and not any("that one" in note for note in info.notes)
+    assert paging.is_expected
+    paging.is_expected = False
+
+
+def test_an_arena_that_has_no_room_is_a_note_and_sessions_run() -> None:
+    with Tiered() as engine:
+        engine.loaded(FOLDER, host_kv_bytes=TIER)
+        need = engine.until(messages.NeedArena)
+        engine.send(messages.ArenaRefused(need.request, "/dev/shm is full", {}))
+        while not any("/dev/shm is full" in note for note in engine.report().models[0].notes):
+            pass
+        engine.open("s")
+        assert engine.ran("s") == expected()
+        assert "/dev/shm is full" in engine.refused("s").message
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_leaves_and_comes_back_when_its_client_says_so(engine: Tiered) -> None:
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True))
+    assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
+    engine.send(messages.Signal("s", waits=False))
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
+def test_or_a_moment_before_it_is_expected(engine: Tiered) -> None:
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True, expected_s=0.3))
+    engine.use_when("s", "waiting", on_device=False)
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
+def test_a_wait_that_is_too_short_to_be_worth_it_does_nothing(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_module, "_WORTH", 1e9)
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True, expected_s=1.0))
+    use = engine.use("s")
+    assert (use.state, use.pages) == ("idle", 3)
+
+
+def test_but_who_has_left_is_expected_however_soon_it_is(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True))
+    engine.use_when("s", "waiting", on_device=False)
+    monkeypatch.setattr(tiers_module, "_WORTH", 1e9)
+    engine.send(messages.Signal("s", waits=True, expected_s=0.01))
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
+def test_who_has_left_is_fetched_as_much_earlier_as_its_pages_take(engine: Tiered) -> None:
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True))
+    engine.use_when("s", "waiting", on_device=False)
+    residence = engine.engine._scheduler.residence("m")
+    residence.costs.bus = 3 * residence.kv.page_bytes / 600  # copying takes ten minutes
+    engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
+    engine.report()
+    early = time.monotonic() + 1800 - engine.engine._scheduler.session("s").wakes_at
+    assert early > tiers_module._LEAD * 600
+
+
+def test_signals_of_a_session_that_is_not_there_do_nothing(engine: Tiered) -> None:
+    signals = [messages.Signal("ghost", waits=waits) for waits in (True, False)]
+    engine.send(*signals, messages.Signal("ghost", waits=True, expected_s=1.0))
+    assert engine.ran("s") == expected()
+
+
+def test_who_waits_and_asks_after_all_goes_on(engine: Tiered) -> None:
+    tokens = engine.ran("s")
+    run = engine.run_message("s", [5], NEW)
+    engine.send(messages.Signal("s", waits=True), run)
+    assert engine.outcome(run.request)[0] == expected([*PROMPT, *tokens, 5])
+
+
+# --- the next engine --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_found_by_the_next_engine() -> None:
+    with Tiered(max_batch_tokens=256) as first:
+        first.load_with_tiers()
+        first.open("s")
+        tokens = first.ran("s")
+        first.send(messages.Shutdown(keep_pages=True))
+        first.join()
+        pages = first._arenas[-1]
+        with Tiered(max_batch_tokens=256) as second:
+            second.loaded(FOLDER, host_kv_bytes=TIER)
+            need = second.until(messages.NeedArena)
+            ready = messages.ArenaReady(need.request, pages.name, offset=4096, complete=True)
+            second.send(ready)
+            while not second.report().models[0].host_pages:
+                pass
+            assert second.report().models[0].host_pages_used == 3
+            second.open("s", tokens=[*PROMPT, *tokens])
+            run = second.run_message("s", [5], NEW)
+            second.send(run)
+            more, reply = second.outcome(run.request)
+            assert isinstance(reply, messages.Finished) and more == expected([*PROMPT, *tokens, 5])
+            assert reply.computed <= 2, "its pages were there"

@@ -1,0 +1,351 @@
+"""Transfers on the CPU device: real bytes in a real pool, a real host tier and a real page file."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinnd.device import Lane, Mark
+from djinnd.device.cpu import CpuDevice, _CopyEvent
+from djinnd.engine import host_pages, transfers
+from djinnd.engine.host_pages import HostPages, object_bytes
+from djinnd.engine.transfers import Transfers
+from djinnd.kvcache.checksum import checksum
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.page_file import PageFile
+from djinnd.kvcache.paging import Found, Paging, Transfer
+from djinnd.kvcache.prefixes import root
+from tests.support.loaded import MEMORY
+
+PAGE, BYTES = 4, 8192  # of a page: tokens, bytes
+PAGES, HOST, DISK = 32, 24, 24
+TENANT = 1000
+
+
+class Device(CpuDevice):
+    """Remembers what was copied, and fails those copies whose names a test has put into `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__(MEMORY)
+        self.copied: list[str] = []
+        self.fails = ""
+        self.holds = False  # copies that are queued do not happen
+        self._held: list[_CopyEvent] = []
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Mark | None = None,
+        name: str = "copy",
+        lane: Lane = Lane.WEIGHTS,
+    ) -> _CopyEvent:
+        if name != "copy":
+            self.copied.append(name)
+        if self.fails and name.startswith(self.fails):
+            event = _CopyEvent()
+            event.finish(RuntimeError("the bus is on fire"))
+            return event
+        if self.holds:
+            self._held.append(_CopyEvent())
+            return self._held[-1]
+        return super().copy(target, source, after, name, lane)
+
+
+class Floor:
+    """Sessions whose pages hold random bytes. Another one over the same memory is the next process."""
+
+    def __init__(self, memory: Tensor, folder: Path, *, disk: bool = True) -> None:
+        self.device = Device()
+        self.kv = KvManager(PAGES + 1, PAGE, BYTES, max_context=128)
+        self.pool = torch.zeros(PAGES + 1, BYTES, dtype=torch.uint8)
+        self.paging = Paging(self.kv)
+        self.transfers = Transfers(self.device, self.paging, lambda: self.pool)
+        self.transfers.attach_host(HostPages(memory, BYTES, self.device))
+        if disk:
+            self.transfers.attach_disk(PageFile(str(folder), "m", BYTES, DISK, "f"))
+
+    def close(self) -> None:
+        self.transfers.settle()
+        self.transfers.close()
+        self.device.close()
+
+    def session(self, name: str, tokens: list[int]) -> Tensor:
+        """→ uint8 [pages, bytes of a page]: a copy of what its pages hold."""
+        self.kv.reserve(name, TENANT, len(tokens))
+        pages = self.kv.pages_of(name)
+        self.pool[pages] = torch.randint(0, 256, (len(pages), BYTES), dtype=torch.uint8)
+        self.kv.publish(name, TENANT, tokens, len(tokens))
+        return self.pool[pages].clone()
+
+    def keys(self, tokens: list[int]) -> list[bytes]:
+        return self.kv.keys_of("nobody", root(TENANT), tokens, len(tokens))
+
+    def leave(self, name: str, tokens: list[int]) -> Transfer:
+        keys = self.kv.keys_of(name, root(TENANT), tokens, len(tokens))
+        transfer = self.paging.save(name, keys, len(tokens))
+        self.settle()
+        self.kv.drop(name)
+        return transfer
+
+    def find(self, tokens: list[int]) -> Found:
+        return self.paging.find("back", root(TENANT), tokens, 0, len(tokens), (len(tokens),))
+
+    def come_back(self, tokens: list[int]) -> tuple[Transfer, Tensor]:
+        transfer = self.paging.load("back", TENANT, self.find(tokens))
+        self.pool[self.kv.pages_of("back")] = 0
+        assert transfer in self.settle()
+        return transfer, self.pool[self.kv.pages_of("back")]
+
+    def to_disk(self, tokens: list[int]) -> None:
+        keys = self.keys(tokens)
+        self.paging.write_out("a", keys)
+        self.settle()
+        self.paging.forget_on_host(keys)
+
+    def settle(self) -> list[Transfer]:
+        over = self.transfers.settle()
+        assert all(transfer.is_over for transfer in over)
+        self.paging.check_integrity()
+        return over
+
+
+@pytest.fixture
+def memory() -> Tensor:
+    return torch.frombuffer(mmap.mmap(-1, object_bytes(HOST, BYTES)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def floor(memory: Tensor, tmp_path: Path) -> Iterator[Floor]:
+    floor = Floor(memory, tmp_path)
+    yield floor
+    floor.device.fails, floor.device.holds = "", False
+    floor.close()
+
+
+TOKENS = list(range(26))  # seven pages, the last filled in part
+
+
+def test_pages_come_back_from_the_host_as_they_left(floor: Floor) -> None:
+    held = floor.session("a", TOKENS)
+    assert not floor.leave("a", TOKENS).failed
+    transfer, back = floor.come_back(TOKENS)
+    assert torch.equal(back, held) and (transfer.tokens, transfer.failed) == (26, False)
+
+
+def test_and_from_disk(floor: Floor) -> None:
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.to_disk(TOKENS)
+    assert floor.paging.count(floor.keys(TOKENS)) == (0, 7)
+    transfer, back = floor.come_back(TOKENS)
+    assert torch.equal(back, held) and not transfer.failed
+    assert floor.transfers.disk_rate > 0
+
+
+def test_nothing_is_waited_for_in_a_turn(floor: Floor) -> None:
+    floor.device.holds = True
+    floor.session("a", TOKENS)
+    transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
+    for _ in range(3):
+        assert floor.transfers.turn() == []
+    assert transfer.missing == 7
+    for event in floor.device._held:
+        event.finish()
+    assert floor.transfers.turn() == [transfer]
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_travel_as_one_copy(floor: Floor) -> None:
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.come_back(TOKENS)
+    assert floor.device.copied == ["demote 7", "promote 7"]
+
+
+def test_but_not_those_that_lie_apart_at_one_end(floor: Floor) -> None:
+    floor.session("x", [90] * 4)
+    floor.session("a", TOKENS[:8])
+    floor.session("y", [91] * 4)
+    floor.kv.drop("x")
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    assert sorted(floor.device.copied) == ["demote 2", "demote 5"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(host_pages, "PIECE"), (transfers, "PIECE_BYTES")])
+def test_nor_more_than_a_piece_at_once(
+    memory: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    """Neither of what is pinned, over whose end no copy may reach, nor of what a lane carries in one."""
+    monkeypatch.setattr(module, name, 3 * BYTES + 1)
+    floor = Floor(memory, tmp_path)
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    assert floor.device.copied == ["demote 3", "demote 3", "demote 1"]
+    assert torch.equal(floor.come_back(TOKENS)[1], held)
+    floor.close()
+
+
+@pytest.mark.parametrize("beside_ring", [False, True])
+def test_no_more_is_in_flight_than_the_bus_needs(
+    floor: Floor, monkeypatch: pytest.MonkeyPatch, beside_ring: bool
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(transfers, "IN_FLIGHT", 4 * BYTES)
+    monkeypatch.setattr(transfers, "IN_FLIGHT_BESIDE_RING", 2 * BYTES)
+    floor.transfers.beside_ring = beside_ring
+    floor.device.holds = True
+    most = 2 if beside_ring else 4
+    floor.session("a", TOKENS)
+    transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
+    landed = 0
+    while not transfer.is_over:
+        floor.transfers.turn()
+        under_way = floor.device._held[landed:]
+        assert len(under_way) == min(most, 7 - landed)
+        under_way[0].finish()
+        landed += 1
+        floor.transfers.turn()
+        assert transfer.missing == 7 - landed
+
+
+class EndsWhileLookedAt(Future[int]):
+    looked = 0
+
+    def done(self) -> bool:
+        self.looked += 1
+        return self.looked > 1
+
+
+def test_a_thread_that_ends_between_two_looks_has_ended_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def summed(slot: int) -> Future[int]:
+        future = EndsWhileLookedAt()
+        future.set_result(checksum(floor.transfers.host.slot(slot).numpy()))  # type: ignore[union-attr]
+        return future
+
+    monkeypatch.setattr(floor.transfers, "_sum", summed)
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    assert torch.equal(floor.come_back(TOKENS)[1], held)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_fails_loses_its_pages_and_no_more(floor: Floor) -> None:
+    held = floor.session("a", TOKENS)
+    floor.device.fails = "demote"
+    assert floor.leave("a", TOKENS).failed
+    assert floor.find(TOKENS).keys == () and floor.kv.pool.used == 0
+    floor.device.fails = ""
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.device.fails = "promote"
+    assert floor.come_back(TOKENS)[0].failed
+    floor.device.fails = ""
+    floor.kv.drop("back")
+    assert floor.find(TOKENS).keys == () and held.any(), "nobody asks for them again and again"
+
+
+def left_by_another_process(memory: Tensor, folder: Path) -> Tensor:
+    """Seven pages on the host, of which the first three are on disk too."""
+    floor = Floor(memory, folder)
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.paging.write_out("a", floor.keys(TOKENS)[:3])
+    floor.close()
+    return held
+
+
+def flip(memory: Tensor, page: Tensor) -> None:
+    """A bit of that page, wherever it lies."""
+    slots = memory[-HOST * BYTES :].view(HOST, BYTES)
+    (index,) = slots.eq(page).all(1).nonzero().flatten().tolist()
+    slots[index, 4321] ^= 8
+
+
+def test_another_process_finds_the_pages(memory: Tensor, tmp_path: Path) -> None:
+    held = left_by_another_process(memory, tmp_path)
+    floor = Floor(memory, tmp_path)
+    transfer, back = floor.come_back(TOKENS)
+    assert torch.equal(back, held) and not transfer.failed
+    floor.close()
+
+
+def test_a_flipped_bit_on_the_host_is_found_and_the_page_is_looked_for_no_more(memory: Tensor, tmp_path: Path) -> None:
+    held = left_by_another_process(memory, tmp_path)
+    flip(memory, held[4])
+    floor = Floor(memory, tmp_path)
+    assert floor.come_back(TOKENS)[0].failed
+    floor.kv.drop("back")
+    assert floor.find(TOKENS).tokens == 16
+    transfer, back = floor.come_back(TOKENS[:16])
+    assert torch.equal(back, held[:4]) and not transfer.failed
+    floor.close()
+
+
+def test_a_flipped_bit_on_the_host_does_not_come_to_disk(memory: Tensor, tmp_path: Path) -> None:
+    held = left_by_another_process(memory, tmp_path)
+    flip(memory, held[4])
+    floor = Floor(memory, tmp_path)
+    floor.paging.write_out("a", floor.keys(TOKENS))
+    (transfer,) = floor.settle()
+    assert transfer.failed and floor.paging.disk is not None and floor.paging.disk.used == 6
+    assert floor.find(TOKENS).tokens == 16
+    floor.close()
+
+
+def test_a_flipped_bit_on_disk_is_found_and_the_others_come(floor: Floor, tmp_path: Path) -> None:
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.to_disk(TOKENS)
+    (path,) = tmp_path.glob("*.pages")
+    data = bytearray(path.read_bytes())
+    at = data.index(held[2].numpy().tobytes())
+    data[at + 99] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    assert floor.come_back(TOKENS)[0].failed
+    floor.kv.drop("back")
+    assert floor.find(TOKENS).tokens == 8
+    transfer, back = floor.come_back(TOKENS[:8])
+    assert torch.equal(back, held[:2]) and not transfer.failed
+
+
+def test_a_full_disk_costs_nobody_a_page(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    held = floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    monkeypatch.setattr(os, "pwritev", full)
+    floor.paging.write_out("a", floor.keys(TOKENS))
+    (transfer,) = floor.settle()
+    assert transfer.failed and floor.paging.disk is not None and floor.paging.disk.used == 0
+    assert torch.equal(floor.come_back(TOKENS)[1], held)
+
+
+def test_a_disk_that_cannot_be_read_is_asked_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    floor.to_disk(TOKENS)
+    monkeypatch.setattr(os, "preadv", broken)
+    assert floor.come_back(TOKENS)[0].failed
+    floor.kv.drop("back")
+    assert floor.find(TOKENS).keys == () and floor.kv.pool.used == 0

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.page_pool import OutOfPages
+from djinnd.kvcache.paging import Found, Move, Paging, Transfer, Way
+from djinnd.kvcache.prefixes import Key, root
+from djinnd.kvcache.tier import Tier
+
+PAGE = 4  # tokens
+TENANT = 1000
+
+
+class Desk:
+    """A pool and its tiers, and somebody who copies at once."""
+
+    def __init__(self, pages: int = 16, host: int = 8, disk: int = 0) -> None:
+        self.kv = KvManager(pages + 1, PAGE, 1 << 20, max_context=64)
+        self.paging = Paging(self.kv)
+        if host:
+            self.paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
+        if disk:
+            self.paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
+
+    def session(self, name: str, tokens: int) -> list[int]:
+        """→ its tokens, whose KV it has."""
+        self.kv.reserve(name, TENANT, tokens)
+        self.kv.publish(name, TENANT, list(range(tokens)), tokens)
+        return list(range(tokens))
+
+    def keys(self, name: str, tokens: list[int]) -> list[Key]:
+        return self.kv.keys_of(name, root(TENANT), tokens, len(tokens))
+
+    def save(self, name: str, tokens: list[int], *, sealed: bool = False) -> Transfer:
+        return self.paging.save(name, self.keys(name, tokens), len(tokens), sealed=sealed)
+
+    def find(self, tokens: list[int], computed: int = 0, *, most: int = 64, ends: tuple[int, ...] = ()) -> Found:
+        return self.paging.find("back", root(TENANT), tokens, computed, min(most, len(tokens)), ends)
+
+    def take(self) -> list[Move]:
+        moves = []
+        while (move := self.paging.take()) is not None:
+            moves.append(move)
+        return moves
+
+    def copy_all(self) -> list[Transfer]:
+        """→ the transfers that this ended."""
+        over = []
+        while self.paging.is_busy:
+            for move in self.take():
+                over += self.paging.landed(move)
+                if move.way is not Way.PROMOTE:
+                    over += self.paging.sealed(move, move.key[0])
+        self.paging.check_integrity()
+        return over
+
+
+# --- pages leave ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_copied_once_and_stays_the_session_s() -> None:
+    desk = Desk()
+    tokens = desk.session("a", 10)
+    transfer = desk.save("a", tokens)
+    assert (transfer.missing, transfer.failed) == (3, False)
+    assert [(move.way, move.source) for move in desk.take()] == [(Way.DEMOTE, page) for page in desk.kv.pages_of("a")]
+    assert desk.kv.pages_held("a") == 3
+
+
+def test_it_is_over_when_all_has_landed_or_when_all_is_found_on_the_host() -> None:
+    desk = Desk()
+    tokens = desk.session("a", 4)
+    landing, sealing = desk.save("a", tokens), desk.save("a", tokens, sealed=True)
+    (move,) = desk.take()
+    assert desk.paging.landed(move) == [landing]
+    assert desk.find(tokens).on_the_way
+    assert desk.paging.sealed(move, 0) == [sealing]
+    assert not desk.find(tokens).on_the_way
+    assert desk.save("a", tokens).is_over
+
+
+def test_a_page_that_moves_is_given_to_nobody_before_it_has_landed() -> None:
+    desk = Desk(pages=2)
+    desk.save("a", desk.session("a", 8))
+    desk.kv.drop("a")
+    with pytest.raises(OutOfPages):
+        desk.kv.reserve("b", TENANT, 1)
+    assert desk.kv.stranded == 2
+    for move in desk.take():
+        desk.paging.landed(move)
+    desk.kv.reserve("b", TENANT, 8)
+
+
+def test_a_session_goes_on_behind_what_is_being_copied_and_gives_the_page_up_where_it_would_not() -> None:
+    desk = Desk()
+    desk.save("a", desk.session("a", 6))
+    assert desk.kv.trim("a", 6) == 6
+    assert desk.kv.trim("a", 5) == 4
+
+
+def test_where_the_host_is_busy_the_beginning_is_saved() -> None:
+    desk = Desk(host=2)
+    transfer = desk.save("a", desk.session("a", 12))
+    assert (transfer.missing, transfer.failed) == (2, True)
+
+
+def test_what_is_there_already_does_not_give_way_to_what_follows() -> None:
+    desk = Desk(host=2)
+    tokens = desk.session("a", 4)
+    desk.save("a", tokens)
+    desk.copy_all()
+    desk.kv.drop("a")
+    tokens = desk.session("a", 12)
+    assert desk.save("a", tokens).failed
+    desk.copy_all()
+    assert desk.find(tokens).tokens == 8
+
+
+def test_without_a_host_tier_nothing_is_saved() -> None:
+    desk = Desk(host=0)
+    transfer = desk.save("a", desk.session("a", 4))
+    assert transfer.is_over and transfer.failed and not desk.paging.is_busy
+
+
+# --- pages come back --------------------------------------------------------------------------------------------------
+
+
+def saved(tokens: int, host: int = 8, disk: int = 0) -> tuple[Desk, list[int]]:
+    """A session has left for the host."""
+    desk = Desk(host=host, disk=disk)
+    held = desk.session("a", tokens)
+    desk.save("a", held)
+    desk.copy_all()
+    desk.kv.drop("a")
+    return desk, held
+
+
+def test_a_session_s_pages_are_found_by_its_tokens_as_far_as_they_are_the_same() -> None:
+    desk, tokens = saved(10)
+    assert desk.find(tokens).tokens == 8
+    assert desk.find([*tokens[:5], 99, *tokens[6:]]).tokens == 4
+    assert desk.paging.find("back", root(TENANT + 1), tokens, 0, 10, ()).keys == ()
+
+
+@pytest.mark.parametrize("length", [10, 11, 12, 20])
+def test_a_page_filled_in_part_is_found_by_where_it_ended_however_far_the_session_has_come(length: int) -> None:
+    desk, tokens = saved(10)
+    longer = [*tokens, *range(50, 50 + length - 10)]
+    found = desk.find(longer, ends=(3, 10))
+    assert (found.start, found.tokens, len(found.keys)) == (0, 10, 3)
+
+
+def test_a_page_may_hold_more_than_is_of_use() -> None:
+    desk, tokens = saved(8)
+    found = desk.find(tokens, most=7)
+    assert (found.tokens, len(found.keys)) == (7, 2)
+
+
+def test_pages_arrive_in_pages_of_the_session() -> None:
+    desk, tokens = saved(10)
+    found = desk.find(tokens, ends=(10,))
+    transfer = desk.paging.load("back", TENANT, found)
+    assert transfer.missing == 3 and desk.kv.pages_held("back") == 3
+    assert desk.copy_all() == [transfer] and not transfer.failed
+    desk.kv.arrived("back", found.keys, transfer.tokens)
+    assert desk.kv.adopt("other", TENANT, tokens, 0, 10) == 8, "full pages are found on the device again"
+
+
+def test_where_pages_are_short_nothing_is_changed() -> None:
+    desk, tokens = saved(10)
+    desk.kv.reserve("hog", TENANT, 14 * PAGE)
+    with pytest.raises(OutOfPages):
+        desk.paging.load("back", TENANT, desk.find(tokens, ends=(10,)))
+    assert desk.kv.pages_held("back") == 0 and not desk.paging.is_busy
+
+
+def test_two_sessions_do_not_bring_the_same_page_at_once() -> None:
+    desk, tokens = saved(8)
+    desk.paging.load("back", TENANT, desk.find(tokens))
+    assert desk.find(tokens).on_the_way
+
+
+def test_who_could_not_be_filled_is_zeroed_before_anybody_reads_it() -> None:
+    desk, tokens = saved(4)
+    desk.kv.reserve("stranger", TENANT + 1, 16 * PAGE)
+    desk.kv.drop("stranger")
+    desk.kv.take_stale()
+    desk.paging.load("back", TENANT, desk.find(tokens))
+    (move,) = desk.take()
+    (transfer,) = desk.paging.failed(move, bad=True)
+    assert transfer.failed
+    desk.kv.drop("back")
+    assert desk.kv.take_stale() == [move.target]
+    assert desk.find(tokens).keys == (), "and what was bad is not asked for again"
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def on_disk(tokens: int, host: int = 8) -> tuple[Desk, list[int]]:
+    desk, held = saved(tokens, host, disk=8)
+    keys = desk.keys("a", held)
+    transfer = desk.paging.write_out("a", keys)
+    assert desk.copy_all() == [transfer]
+    desk.paging.forget_on_host(keys)
+    assert desk.paging.count(keys) == (0, len(keys))
+    return desk, held
+
+
+def test_what_is_on_disk_comes_by_way_of_the_host_and_stays_there() -> None:
+    desk, tokens = on_disk(8)
+    found = desk.find(tokens)
+    assert (found.tokens, found.on_disk) == (8, 2)
+    transfer = desk.paging.load("back", TENANT, found)
+    assert [move.way for move in desk.take() if not desk.paging.landed(move)] == [Way.FETCH] * 2
+    for move in list(desk.paging._unsealed):
+        assert desk.paging.sealed(move, 0) == []
+    assert desk.copy_all() == [transfer]
+    assert desk.paging.count(found.keys) == (2, 0)
+
+
+def test_a_host_with_one_slot_brings_a_page_at_a_time() -> None:
+    desk, tokens = Desk(host=1, disk=8), list(range(8))
+    assert desk.paging.disk is not None
+    for key in desk.keys("a", tokens):
+        slot = desk.paging.disk.prepare(key)
+        assert slot is not None
+        desk.paging.disk.complete(slot, 0)
+    for computed in (0, 4):
+        found = desk.find(tokens, computed)
+        assert found.tokens == 8
+        transfer = desk.paging.load("back", TENANT, found)
+        assert transfer.tokens == computed + 4
+        desk.copy_all()
+        desk.kv.arrived("back", found.keys[:1], transfer.tokens)
+
+
+def test_who_saves_what_another_one_is_fetching_waits_for_the_same_move() -> None:
+    desk, tokens = on_disk(4)
+    arriving = desk.paging.load("back", TENANT, desk.find(tokens))
+    desk.session("twin", 4)
+    leaving = desk.save("twin", tokens, sealed=True)
+    assert (arriving.missing, leaving.missing) == (1, 1)
+    assert desk.copy_all() == [leaving, arriving]
+
+
+def test_who_writes_out_what_is_spilled_already_waits_for_the_same_move() -> None:
+    desk, tokens = saved(8, host=2, disk=8)
+    assert desk.paging.spill(5) == 1  # the oldest tenth and one
+    transfer = desk.paging.write_out("a", desk.keys("a", tokens))
+    assert transfer.missing == 2 and len(desk.take()) == 2
+
+
+def test_the_oldest_that_are_not_on_disk_are_spilled_once_the_host_is_nearly_full() -> None:
+    desk = Desk(pages=40, host=40, disk=40)
+    for first, spilled in ((0, [0]), (100, [0]), (200, [3, 1, 0])):  # a tenth, no more
+        tokens = list(range(first, first + 52))
+        desk.kv.reserve("a", TENANT, 52)
+        desk.kv.publish("a", TENANT, tokens, 52)
+        desk.save("a", tokens)
+        desk.copy_all()
+        desk.kv.drop("a")
+        for count in spilled:
+            assert desk.paging.spill(3) == count
+            desk.copy_all()
+
+
+def test_a_page_that_two_moves_find_bad_is_forgotten_once() -> None:
+    desk, tokens = saved(4, disk=8)
+    desk.paging.load("back", TENANT, desk.find(tokens))
+    desk.paging.write_out("a", desk.keys("a", tokens))
+    for move in desk.take():
+        (transfer,) = desk.paging.failed(move, bad=True)
+        assert transfer.failed
+    desk.paging.check_integrity()
+    assert desk.find(tokens).keys == ()
+
+
+# --- another process --------------------------------------------------------------------------------------------------
+
+
+def test_what_another_process_has_left_is_checked_the_first_time() -> None:
+    desk, tokens = saved(4)
+    assert desk.paging.host is not None
+    kept = Tier(bytearray(Tier.table_bytes(8)), 8)
+    slot = kept.prepare(desk.keys("a", tokens)[0])
+    assert slot is not None
+    kept.complete(slot, 77)
+    later = Desk(host=0)
+    later.paging.use_host(kept)
+    for checksum in (77, None):
+        found = later.find(tokens)
+        later.paging.load("back", TENANT, found)
+        (move,) = later.take()
+        assert move.checksum == checksum
+        later.paging.landed(move)
+        later.kv.drop("back")

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Found, Paging, Way
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.residence import Costs, Residence
+
+PAGE = 4  # tokens
+
+
+class House:
+    """Who lives on the device. `copy_all`: the copies that are under way happen now."""
+
+    def __init__(self, pages: int = 8, host: int = 16) -> None:
+        self.kv = KvManager(pages + 1, PAGE, 1 << 20, max_context=64)
+        self.paging = Paging(self.kv)
+        if host:
+            self.paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
+        self.residence = Residence(self.paging)
+
+    def session(self, name: str, tokens: int, first: int = 0, *, computed: bool = True) -> Session:
+        session = Session(name, "m", 1000, "agent", list(range(first, first + tokens)))
+        if computed:
+            self.kv.reserve(name, 1000, tokens)
+            self.residence.advance(session, tokens)
+        return session
+
+    def ask(self, session: Session, prompt: int = 2) -> None:
+        """A request with a prompt of so many tokens."""
+        first = len(session.tokens)
+        session.tokens += [99] * prompt
+        session.request = Request(1, first, first + prompt, max_tokens=8)
+
+    def copy_all(self, *, failing: bool = False) -> None:
+        while (move := self.paging.take()) is not None:
+            if failing:
+                self.over(self.paging.failed(move, bad=True))
+                continue
+            self.over(self.paging.landed(move))
+            if move.way is not Way.PROMOTE:
+                self.over(self.paging.sealed(move, 0))
+
+    def over(self, transfers: Iterable) -> None:  # type: ignore[type-arg]
+        for transfer in transfers:
+            self.residence.over(transfer)
+        self.residence.check_integrity()
+
+
+def gone(house: House, name: str, tokens: int) -> Session:
+    session = house.session(name, tokens)
+    house.residence.leave(session)
+    house.copy_all()
+    house.kv.pool.resize(house.kv.pool.capacity + 1)  # the device remembers nothing
+    house.kv._prefixes.forget(range(1, house.kv.pool.capacity + 1))
+    return session
+
+
+def test_a_session_that_leaves_keeps_its_pages_until_they_have_been_copied() -> None:
+    house = House()
+    session = house.session("a", 10)
+    assert house.residence.leave(session) is not None
+    assert house.residence.is_leaving(session) and house.kv.pages_held("a") == 3
+    house.copy_all()
+    assert not house.residence.is_moving(session)
+    assert (house.kv.pages_held("a"), session.computed, session.left_at) == (0, 0, 10)
+
+
+def test_one_whose_pages_are_saved_already_is_gone_at_once() -> None:
+    house = House()
+    session, twin = house.session("a", 8), house.session("b", 8)
+    house.residence.leave(session)
+    house.copy_all()
+    assert house.residence.leave(twin) is None and house.kv.pages_held("b") == 0
+
+
+def test_one_that_is_needed_after_all_stays_with_all_its_pages() -> None:
+    house = House()
+    session = house.session("a", 10)
+    house.residence.leave(session)
+    house.residence.stay(session)
+    house.residence.leave(session)
+    house.residence.stay(session)
+    house.copy_all()
+    assert (house.kv.pages_held("a"), session.computed) == (3, 10)
+
+
+def test_without_tiers_nobody_leaves_but_who_must() -> None:
+    house = House(host=0)
+    session = house.session("a", 8)
+    assert house.residence.leave(session) is None and session.computed == 8
+    assert house.residence.leave(session, forced=True) is None and session.computed == 0
+
+
+def test_kv_that_cannot_be_computed_stays_where_it_could_not_be_saved() -> None:
+    house = House(host=1)
+    session = house.session("a", 8)
+    session.foreign_tokens = 8
+    house.residence.leave(session)
+    house.copy_all()
+    assert session.computed == 8
+    house.residence.leave(session, forced=True)
+    house.copy_all()
+    assert session.computed == 0
+
+
+def test_leaving_sealed_is_over_later_than_leaving() -> None:
+    house = House()
+    session = house.session("a", 4)
+    landing = house.residence.leave(session)
+    sealing = house.residence.leave(session, sealed=True)
+    (move,) = iter(house.paging.take, None)
+    house.over(house.paging.landed(move))
+    assert landing is not None and landing.is_over
+    assert sealing is not None and not sealing.is_over and house.residence.is_leaving(session)
+    house.over(house.paging.sealed(move, 0))
+    assert sealing.is_over and house.kv.pages_held("a") == 0
+
+
+def test_who_runs_again_waits_for_its_pages_only() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.ask(session)
+    assert not house.residence.secure(session, []) and house.residence.is_arriving(session)
+    house.copy_all()
+    assert session.computed == 10 and not house.residence.is_moving(session)
+    assert house.residence.secure(session, []) and house.kv.pages_held("a") == 3
+
+
+def test_what_did_not_come_is_computed_anew() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.ask(session)
+    house.residence.secure(session, [])
+    house.copy_all(failing=True)
+    assert session.computed == 0 and house.kv.pages_held("a") == 0
+    assert house.residence.secure(session, []) and not house.paging.is_busy
+
+
+def test_the_first_candidates_make_room_and_only_as_many_as_it_takes() -> None:
+    house = House(pages=6)
+    first, second, third = (house.session(name, 8, first) for name, first in (("a", 0), ("b", 20), ("c", 40)))
+    new = house.session("d", 0)
+    house.ask(new, prompt=9)
+    for _ in range(2):  # the second time, it knows who is on the way out
+        assert not house.residence.secure(new, [first, second, third])
+        assert [house.residence.is_leaving(s) for s in (first, second, third)] == [True, True, False]
+    house.copy_all()
+    assert house.residence.secure(new, [third]) and third.computed == 8
+
+
+def test_a_prefetch_brings_all_of_an_idle_session() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.residence.prefetch(session, [])
+    house.copy_all()
+    assert (session.computed, house.kv.pages_held("a")) == (10, 3)
+
+
+def test_who_is_sent_away_while_it_arrives_is_found_whole_again() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.residence.prefetch(session, [])
+    house.residence.leave(session)
+    assert house.kv.pages_held("a") == 0 and session.left_at == 10
+    house.copy_all()
+    house.residence.prefetch(session, [])
+    house.copy_all()
+    assert session.computed == 10
+
+
+def test_a_session_that_is_cut_while_it_arrives_has_what_was_there_before() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.residence.prefetch(session, [])
+    session.truncate(6)
+    house.residence.rewind(session, session.computed)
+    house.copy_all()
+    assert session.computed == 0 and house.kv.pool.used == 0
+
+
+def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
+    house = House()
+    session = house.session("a", 10)
+    before = house.residence.keys(session)
+    house.residence.leave(session)
+    house.copy_all()
+    session.tokens += [1, 2, 3]
+    assert house.residence.keys(session) == before
+    session.truncate(4)
+    house.residence.rewind(session, 0)
+    assert house.residence.keys(session) == before[:1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "on_disk", "copies"),
+    [
+        (Costs(), 0, True),
+        (Costs(bus=100.0, prefill=10.0), 0, True),  # 2 s against 3 s
+        (Costs(bus=100.0, prefill=100.0), 0, False),  # 2 s against 0.3 s
+        (Costs(bus=100.0, prefill=10.0), 1, True),  # nobody has seen the disk yet
+        (Costs(bus=100.0, disk=50.0, prefill=10.0), 1, False),  # 2 s and 2 s more
+        (Costs(bus=100.0, disk=200.0, prefill=10.0), 1, True),
+    ],
+)
+def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) -> None:
+    found = Found(start=0, tokens=30, keys=(b"a", b"b"), on_disk=on_disk)
+    assert costs.prefer_copy(found, computed=0, page_bytes=100) is copies

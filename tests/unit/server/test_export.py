@@ -1,0 +1,70 @@
+"""What the server makes sure of before an engine reads a client's window."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from djinn_client.errors import InvalidRequest
+from djinn_client.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
+from djinnd.server.export import open_window
+
+NBYTES = 3 * 4096 + 512
+
+
+@contextmanager
+def closed_after(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def refused(fd: int, words: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidRequest, match=words):
+        open_window(fd, NBYTES)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, FUTURE_WRITE])
+def test_a_sealed_window_is_opened_for_reading(seal: int) -> None:
+    with closed_after(new_window("kv", NBYTES)) as fd:
+        os.pwrite(fd, b"kv", NBYTES - 2)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+        with closed_after(open_window(fd, NBYTES)) as ours:
+            assert ours != fd and os.pread(ours, 9, NBYTES - 2) == b"kv"
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(ours, b"x")
+
+
+@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, FUTURE_WRITE])
+def test_every_seal_is_needed(missing: int) -> None:
+    with closed_after(os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+        os.posix_fallocate(fd, 0, NBYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, (SEALS | FUTURE_WRITE) & ~missing)
+        refused(fd, f"its seals are {(SEALS | FUTURE_WRITE) & ~missing:#x}")
+
+
+@pytest.mark.parametrize("nbytes", [1, NBYTES - 1, NBYTES + 1])
+def test_a_window_of_another_size(nbytes: int) -> None:
+    with closed_after(new_window("kv", nbytes)) as fd:
+        seal_for_writers(fd)
+        refused(fd, f"the window has {nbytes:,} bytes; the KV that was announced has {NBYTES:,}")
+
+
+def test_a_window_with_holes() -> None:
+    with closed_after(os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+        os.ftruncate(fd, NBYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | FUTURE_WRITE)
+        refused(fd, f"memory for 0 of {NBYTES:,} bytes")
+
+
+def test_what_cannot_be_sealed_is_no_window() -> None:
+    read, write = os.pipe()
+    with closed_after(read), closed_after(write):
+        refused(read, "this descriptor is none")
