@@ -1,20 +1,23 @@
-"""Figures of a streaming experiment, as PNG and SVG. Needs matplotlib, which the extra `bench` has.
+"""Figures of an experiment, as PNG and SVG. Needs matplotlib, which the extra `bench` has.
 
     python -m tools.bench.plot RESULT.json [--trace TRACE.json] [--out FOLDER]
 
 | figure | what | from |
 |---|---|---|
-| `bandwidth` | bytes a second over the bus in one session's decode, of each contender, below the ceiling | RESULT |
-| `memory` | the device's memory over the time of the experiment, and whose turn it was | RESULT |
+| `bandwidth` | bytes a second over the bus in one session's decode, of each contender, below the ceiling | stream |
+| `memory` | the device's memory over the time of the experiment, and whose turn it was | stream |
 | `timeline` | copies and compute of a step | TRACE, in Chrome's format, as `djinnctl trace -o` writes it |
+| `demand` | what sessions would take, and what of it is where, over time | oversubscribe |
+| `resume` | time until the next token of a session that was away, by its length | resume |
 
-RESULT is what `python -m tools.bench.stream --json` wrote.
+RESULT is what `python -m tools.bench.stream --json` wrote, or `oversubscribe`, or `resume`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +31,12 @@ from tools.bench.stream.outcome import Results, Status
 
 FORMATS = ("png", "svg")
 OURS, THEIRS, NEITHER = "#1f6f8b", "#9aa5ab", "#c44536"
+WAYS = {  # of going on with a session
+    "recompute": ("transformers, computed anew", NEITHER),
+    "manual": ("transformers, pinned memory by hand", THEIRS),
+    "djinnd": ("djinnd", OURS),
+    "expected": ("djinnd, expected", "#7ab8cc"),
+}
 LANES = {"copy": THEIRS, "compute": OURS}
 
 
@@ -87,6 +96,11 @@ def spans(trace: Any) -> list[Span]:
     return [Span(name, event["name"], (event["ts"] - start) / 1e3, event["dur"] / 1e3) for event, name in drawn]
 
 
+def curve(points: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """Of what a Usage has sampled: seconds, and 10^9 bytes."""
+    return [point["seconds"] for point in points], [point[name] / 1e9 for point in points]
+
+
 # --- how --------------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +117,14 @@ def figure(folder: Path, name: str, width: float, height: float) -> Iterator[Any
     for ending in FORMATS:
         drawn.savefig(folder / f"{name}.{ending}", dpi=200)
     pyplot.close(drawn)
+
+
+def draw_stream(report: Report, folder: Path) -> None:
+    results = msgspec.convert(report.results, Results, strict=False)
+    title = report.parameters["name"]
+    draw_bandwidth(results, title, folder)
+    if results.device_memory:
+        draw_memory(results, report.parameters["memory_bytes"], title, folder)
 
 
 def draw_bandwidth(results: Results, title: str, folder: Path) -> None:
@@ -143,6 +165,28 @@ def draw_timeline(drawn: list[Span], title: str, folder: Path) -> None:
         axes.invert_yaxis()
 
 
+def draw_demand(points: list[dict[str, float]], budget: float, title: str, folder: Path) -> None:
+    with figure(folder, "demand", 10, 4) as axes:
+        seconds, device = curve(points, "device")
+        host, disk = (curve(points, name)[1] for name in ("host", "disk"))
+        labels = ["device", "host: pages", "disk: pages"]
+        axes.stackplot(seconds, device, host, disk, labels=labels, colors=[OURS, "#7ab8cc", "#cfd8dc"], linewidth=0)
+        axes.plot(*curve(points, "logical"), color=NEITHER, label="demand: weights, and KV of all sessions")
+        axes.axhline(budget / 1e9, color="black", linestyle="--", linewidth=1, label=f"budget: {budget / 1e9:.3g}")
+        axes.set(title=title, xlabel="seconds", ylabel="GB", ylim=(0, None))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_resume(sessions: list[dict[str, Any]], title: str, folder: Path) -> None:
+    with figure(folder, "resume", 7, 4.5) as axes:
+        tokens = [session["tokens"] for session in sessions]
+        for way, (label, colour) in WAYS.items():
+            times = [statistics.median(session[way]) * 1e3 for session in sessions]
+            axes.plot(tokens, times, color=colour, marker="o", markersize=4, label=label)
+        axes.set(title=title, xlabel="tokens of the session", ylabel="ms until the next token", ylim=(0, None))
+        axes.legend(loc="upper left", frameon=False)
+
+
 @click.command(help=(__doc__ or "").split("\n\n", 1)[0])
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Draw its timeline too.")
@@ -151,12 +195,17 @@ def main(result: Path, trace: Path | None, out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("matplotlib is not installed: pip install 'djinnd[bench]'")
     report = msgspec.json.decode(result.read_bytes(), type=Report)
-    results = msgspec.convert(report.results, Results, strict=False)
-    title = report.parameters["name"]
-    draw_bandwidth(results, title, out)
-    if results.device_memory:
-        draw_memory(results, report.parameters["memory_bytes"], title, out)
+    match report.experiment:
+        case "oversubscribe":
+            points = next(iter(report.results["usage"].values()))
+            title = f"{report.parameters['model']}: {report.parameters['sessions']} sessions"
+            draw_demand(points, report.results["budget"], title, out)
+        case "resume":
+            draw_resume(report.results["sessions"], report.parameters["model"], out)
+        case _:
+            draw_stream(report, out)
     if trace is not None:
+        title = report.parameters.get("name") or report.parameters["model"]
         draw_timeline(spans(json.loads(trace.read_text())), title, out)
     click.echo(f"figures: {', '.join(sorted(file.name for file in out.iterdir()))} in {out}")
 

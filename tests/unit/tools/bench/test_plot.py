@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tools.bench.plot import Bar, Span, bars, spans
+from tools.bench.plot import Bar, Span, bars, curve, spans
 from tools.bench.stream.outcome import Found, Outcome, Results, Status
 
 
@@ -43,3 +43,7 @@ def test_spans_by_thread_name_or_by_id() -> None:
     ]
     assert spans(by_id) == expected
     assert spans([]) == []
+
+
+def test_a_curve_is_in_seconds_and_gigabytes() -> None:
+    assert curve([{"seconds": 0.5, "host": 2e9, "disk": 0.0}], "host") == ([0.5], [2.0])

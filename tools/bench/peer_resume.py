@@ -1,0 +1,106 @@
+"""What people do without djinnd to go on with a session: transformers computes its KV anew, or has it copied by hand.
+
+    python -m tools.bench.peer_resume CHECKPOINT --device cuda:0 --dtype bfloat16 --tokens 512,2048 --rounds 7
+
+prints JSON. KV that is copied by hand lies in pinned memory, as torch allocates it, a tensor for the keys and one for
+the values of each block, and comes back by one call each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tools.bench.prompts import prompt
+
+
+class Resuming(msgspec.Struct):
+    """Of one session; seconds until its next token is known, one figure a round."""
+
+    tokens: int
+    nbytes: int  # of its KV
+    recompute: list[float]
+    manual: list[float]
+    same_token: bool  # both ways, each time
+
+
+class _Peer:
+    def __init__(self, checkpoint: Path, device: str, dtype: str) -> None:
+        self._device = device
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        self._model = self._model.to(device)
+
+    @torch.inference_mode()
+    def resume(self, tokens: int, rounds: int) -> Resuming:
+        """The first round of each kind warms up and does not count."""
+        ids = torch.tensor([prompt(tokens, self._model.config.vocab_size, tokens)], device=self._device)
+        cache: Any = DynamicCache()
+        token = self._next(ids, cache)
+        kept = [(self._kept(layer.keys), self._kept(layer.values)) for layer in cache.layers]
+        last = torch.tensor([[token]], device=self._device)
+        whole = torch.cat([ids, last], dim=1)
+
+        def recompute() -> int:
+            return self._next(whole, DynamicCache())
+
+        def manual() -> int:
+            for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+                layer.keys = keys.to(self._device, non_blocking=True, copy=True)
+                layer.values = values.to(self._device, non_blocking=True, copy=True)
+            return self._next(last, cache)
+
+        computed, copied = (self._timed(way, rounds) for way in (recompute, manual))
+        return Resuming(
+            tokens,
+            sum(keys.nbytes + values.nbytes for keys, values in kept),
+            [seconds for seconds, _ in computed],
+            [seconds for seconds, _ in copied],
+            len({token for _, token in computed + copied}) == 1,
+        )
+
+    def _next(self, ids: Tensor, cache: Any) -> int:
+        logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax().item())
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """In host memory."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device != "cpu")
+        return host.copy_(tensor)
+
+    def _timed(self, way: Callable[[], int], rounds: int) -> list[tuple[float, int]]:
+        found = []
+        for _ in range(rounds + 1):
+            if self._device != "cpu":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            token = way()
+            found.append((time.perf_counter() - began, token))
+        return found[1:]
+
+
+def measure(checkpoint: Path, device: str, dtype: str, tokens: Sequence[int], rounds: int) -> list[Resuming]:
+    peer = _Peer(checkpoint, device, dtype)
+    return [peer.resume(length, rounds) for length in tokens]
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--device", required=True)
+@click.option("--dtype", required=True)
+@click.option("--tokens", required=True)
+@click.option("--rounds", type=int, required=True)
+def main(checkpoint: Path, device: str, dtype: str, tokens: str, rounds: int) -> None:
+    lengths = [int(length) for length in tokens.split(",")]
+    click.echo(msgspec.json.encode(measure(checkpoint, device, dtype, lengths, rounds)))
+
+
+if __name__ == "__main__":
+    main()
