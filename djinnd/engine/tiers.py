@@ -75,8 +75,10 @@ class Tiers:
         self._models.pop(name).transfers.close()
 
     def settle(self, name: str) -> None:
-        """Waits for all that is under way."""
-        self._scheduler.over(name, self._models[name].transfers.settle())
+        """Waits for all that is under way, and what that leads to."""
+        model = self._models[name]
+        while model.paging.is_busy:
+            self._scheduler.over(name, model.transfers.settle())
 
     def _adopt_pages(self, result: PagesResult) -> None:
         model = self._models.get(result.model)

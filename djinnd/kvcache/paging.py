@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from typing import NamedTuple
 
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.page_pool import OutOfPages
@@ -65,6 +66,13 @@ class Move:
     page: int = 0  # where a fetched page goes next
     on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
     on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
+
+
+class Left(NamedTuple):
+    """The pages of a session that has left the device, which held the KV of its first `tokens` tokens."""
+
+    keys: list[Key]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +174,11 @@ class Paging:
         computed: int,
         most: int,
         ends: Sequence[int],
-        left: Sequence[Key] = (),
+        left: Left | None = None,
     ) -> Found:
         """What tiers have of the KV of the session's first `most` tokens, beyond that of the `computed` ones. `origin`:
         see prefixes.py. `ends`: where a page that is filled in part may end. The last page may end behind `most`: it
-        holds the KV of what comes before, too. `left`: keys of the first of its pages, where they are known; the last
-        of them ends at the first of `ends`."""
+        holds the KV of what comes before, too. `left`: the first of its pages, where they are known."""
         size = self.kv.page_size
         start = at = computed // size * size
         found: list[Key] = []
@@ -181,9 +188,8 @@ class Paging:
         keys = public.last_keys(origin, last, tokens[:start], size)
         on_disk, on_the_way = 0, False
         while at < most:
-            index = at // size
-            if index < len(left) and self._has(left[index]):
-                key, end = left[index], at + size if index + 1 < len(left) else min(at + size, ends[0])
+            if left is not None and at < left.tokens and self._has(left.keys[at // size]):
+                key, end = left.keys[at // size], min(at + size, left.tokens)
                 keys = [key]
             else:
                 pages = self._page_ends(at, len(tokens), ends)

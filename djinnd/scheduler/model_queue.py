@@ -10,7 +10,7 @@ nobody. A request of a paused session is held, too. Where the pages are is resid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
@@ -49,6 +49,7 @@ class ModelQueue:
         self.sessions: dict[str, Session] = {}
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
+        self.awaited: dict[str, Session] = {}  # whose pages are to be fetched, and cannot be yet
 
     @property
     def limit(self) -> int:
@@ -63,6 +64,7 @@ class ModelQueue:
     def vacate(self, pages: int, settle: Callable[[], None] = lambda: None) -> None:
         """Leaves no more than so many pages held: sessions give theirs up in the order of eviction. `settle`: waits for
         what is being copied; nothing is when this returns."""
+        self.awaited.clear()
         settle()
         for victim in list(self._evictable(None)):
             if self.kv.pool.used <= pages:
@@ -123,7 +125,7 @@ class ModelQueue:
         """Its request has ended: takes the pages that hold no KV from it."""
         (self.held if session.id in self.held else self.active).pop(session.id)
         self.rewind(session, session.computed)
-        if session.paused:
+        if session.paused or session.waits:
             self.residence.leave(session)
 
     def rewind(self, session: Session, computed: int) -> None:
@@ -139,9 +141,9 @@ class ModelQueue:
     # --- what clients say -------------------------------------------------------------------------------------------
 
     def wait(self, session: Session) -> None:
-        """Its client waits for something else. While a request runs on it, it does not."""
+        """Its client waits for something else, once the request has ended that runs on it."""
+        session.waits = True
         if session.request is None:
-            session.waits = True
             self.residence.leave(session)
 
     def wake(self, session: Session) -> None:
@@ -149,9 +151,25 @@ class ModelQueue:
         session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
         if session.request is None and not session.paused:
             self.residence.stay(session)
-            if not self.residence.is_moving(session):
-                waiting = [other for other in self._evictable(None) if other.waits]
-                self.residence.prefetch(session, waiting)
+            self._fetch(session)
+
+    def _fetch(self, session: Session) -> None:
+        """Its pages come back, at the cost of those who wait."""
+        if self.residence.is_moving(session):
+            return
+        waiting = [other for other in self._evictable(None) if other.waits]
+        if not self.residence.prefetch(session, waiting):
+            self.awaited[session.id] = session
+
+    def over(self, transfers: Iterable[Transfer]) -> None:
+        """These have ended, and others have gone on."""
+        for transfer in transfers:
+            self.residence.over(transfer)
+        awaited, self.awaited = self.awaited, {}
+        for session in awaited.values():
+            is_idle = self.sessions.get(session.id) is session and session.request is None
+            if is_idle and not session.paused and not session.waits:
+                self._fetch(session)
 
     def pause(self, session: Session) -> Transfer | None:
         """No row until `resume`; its pages leave. → what is to be waited for until they are found on the host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from djinn_client.protocol import CLASSES
 from djinnd.core.session import Session
 
 
@@ -27,10 +28,10 @@ def eviction_order(
     idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session | None
 ) -> Iterator[Session]:
     """Whose pages make room for `served`, first to last: the idle, those first whose client waits for something else,
-    then those whose client reads too slowly or who are paused, each least recently touched first; then of the serving
-    `order` the last, but nobody who stands before `served`. So the first of the order can have every page there is, and
-    always goes on. None: room for nobody in particular."""
-    yield from sorted(idle, key=_waits_or_touched)
+    then the lowest class, least recently touched first; then those whose client reads too slowly or who are paused,
+    least recently touched first; then of the serving `order` the last, but nobody who stands before `served`. So the
+    first of the order can have every page there is, and always goes on. None: room for nobody in particular."""
+    yield from sorted(idle, key=_worth)
     yield from sorted(held, key=_touched)
     for session in reversed(order):
         if session is served:
@@ -38,9 +39,10 @@ def eviction_order(
         yield session
 
 
-def _waits_or_touched(session: Session) -> tuple[bool, bool, int]:
+def _worth(session: Session) -> tuple[bool, bool, int, int]:
     """KV that a client gave goes last: it cannot be computed."""
-    return bool(session.foreign_tokens), not session.waits, session.touched
+    rank = -CLASSES.index(session.klass)  # the lowest class is the last of them
+    return bool(session.foreign_tokens), not session.waits, rank, session.touched
 
 
 def _touched(session: Session) -> int:

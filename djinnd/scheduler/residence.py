@@ -18,7 +18,7 @@ from itertools import chain
 
 from djinnd.core.session import Session
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Paging, Transfer
+from djinnd.kvcache.paging import Found, Left, Paging, Transfer
 from djinnd.kvcache.prefixes import Key, root
 
 
@@ -66,7 +66,7 @@ class Residence:
         self.costs = Costs()
         self._leaving: dict[str, _Departure] = {}
         self._arriving: dict[str, _Arrival] = {}
-        self._left: dict[str, list[Key]] = {}  # the pages of sessions that have left, where they are known
+        self._left: dict[str, Left] = {}  # the pages of sessions that have left, where they are known
 
     def is_leaving(self, session: Session) -> bool:
         return session.id in self._leaving
@@ -104,16 +104,17 @@ class Residence:
         self.rewind(session, min(computed, session.computed))
         return False
 
-    def prefetch(self, session: Session, candidates: Iterable[Session]) -> None:
-        """Of an idle session that will run soon: brings back what is somewhere, if there is or will be room."""
+    def prefetch(self, session: Session, candidates: Iterable[Session]) -> bool:
+        """Of an idle session that will run soon: brings back what is somewhere, at the cost of `candidates`. False: it
+        is to be asked again when something has been copied; what it needs is on its way elsewhere, or room is made."""
         self._adopt(session)
         for _ in range(2):
             try:
-                self._brought(session)
-                return
+                return not self._brought(session) or self.is_arriving(session)
             except OutOfPages as shortage:
                 if not self._make_room(shortage, candidates):
-                    return
+                    return True
+        return False
 
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
         """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
@@ -162,7 +163,7 @@ class Residence:
         if (session.remaining <= 1 and session.request is not None) or not self._holds_kv_only(session):
             return None
         computed = session.computed
-        left = self._left.get(session.id, ())
+        left = self._left.get(session.id)
         found = self.paging.find(
             session.id, _origin(session), session.tokens, computed, _of_use(session), _ends(session), left
         )
@@ -226,7 +227,8 @@ class Residence:
             return
         self._left.pop(session.id, None)
         if session.computed and session.computed == departure.reach:
-            self._left[session.id] = self.keys(session)  # the pages keep them, whatever becomes public meanwhile
+            # The pages keep them, whatever becomes public meanwhile.
+            self._left[session.id] = Left(self.keys(session), session.computed)
         if departure.reach:
             session.left_at = departure.reach
         self.kv.drop(session.id)
@@ -240,13 +242,15 @@ class Residence:
         if session.id not in self._left:
             tokens, origin = session.tokens, _origin(session)
             if session.left_at:
-                keys = self.kv.keys_of(session.id, origin, tokens, min(session.left_at, len(tokens)))
+                reach = min(session.left_at, len(tokens))
+                left = Left(self.kv.keys_of(session.id, origin, tokens, reach), reach)
             elif self.paging.host is None:
                 return []
             else:
-                keys = list(self.paging.find(session.id, origin, tokens, 0, len(tokens), _ends(session)).keys)
-            self._left[session.id] = keys
-        return self._left[session.id]
+                found = self.paging.find(session.id, origin, tokens, 0, len(tokens), _ends(session))
+                left = Left(list(found.keys), found.tokens)
+            self._left[session.id] = left
+        return self._left[session.id].keys
 
     def over(self, transfer: Transfer) -> None:
         """It has ended. Whoever it was made for may have gone another way meanwhile."""

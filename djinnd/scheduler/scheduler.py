@@ -191,13 +191,13 @@ class Scheduler:
     # --- where pages are --------------------------------------------------------------------------------------------
 
     def wait(self, session_id: str, until: float = 0.0) -> None:
-        """The session's client waits for something else, as it believes until then (0: nobody knows). One that is gone
-        or has a request stays as it is."""
+        """The session's client waits for something else, as it believes until then (0: nobody knows); with a request,
+        from its end on. One that is gone stays as it is."""
         session = self._sessions.get(session_id)
-        if session is not None and session.request is None:
+        if session is not None:
             session.wakes_at = until
             self._queues[session.model].wait(session)
-            if until:
+            if until and session.request is None:
                 self.next_wake = min(self.next_wake, until)
 
     def wake(self, session_id: str) -> None:
@@ -222,13 +222,11 @@ class Scheduler:
         """A few times a second; `now` in seconds."""
         for queue in self._queues.values():
             queue.tend(now)
-        expected = (s.wakes_at for s in self._sessions.values() if s.waits and s.wakes_at and not s.paused)
-        self.next_wake = min(expected, default=math.inf)
+        self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
 
     def over(self, model: str, transfers: Iterable[Transfer]) -> None:
-        """These have ended."""
-        for transfer in transfers:
-            self._queues[model].residence.over(transfer)
+        """These have ended, and others have gone on."""
+        self._queues[model].over(transfers)
 
     def residence(self, model: str) -> Residence:
         return self._queues[model].residence
@@ -298,6 +296,10 @@ class Scheduler:
         assert busy == self._in_progress, f"requests {sorted(busy)} are in progress, not {sorted(self._in_progress)}"
         for queue in self._queues.values():
             queue.check_integrity()
+
+
+def _is_expected(session: Session) -> bool:
+    return session.waits and session.wakes_at > 0 and session.request is None and not session.paused
 
 
 def _advance(session: Session, request: Request, token: int | None, limit: int) -> FinishReason | None:

@@ -7,6 +7,8 @@ from djinnd.core.batch import Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 
 PAGE = 4  # tokens
@@ -297,3 +299,41 @@ def test_nobody_is_evicted_where_all_together_free_too_little() -> None:
     add(queue, "new", 8)
     assert compose(queue) == [("first", 12, 1)]
     assert child.computed == 12
+
+
+# --- who is expected ------------------------------------------------------------------------------------------------
+
+
+def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are() -> None:
+    kv = KvManager(9, PAGE, 5 << 19, 64)
+    paging = Paging(kv)
+    paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
+    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
+    queue.wait(session)
+    moves = []
+    while (move := paging.take()) is not None:
+        moves.append(move)
+        queue.over(paging.landed(move))
+    assert session.computed == 0
+    queue.wake(session)
+    assert queue.awaited and not queue.residence.is_arriving(session)
+    for move in moves:
+        queue.over(paging.sealed(move, 0))
+    assert not queue.awaited and queue.residence.is_arriving(session)
+    while (move := paging.take()) is not None:
+        queue.over(paging.landed(move))
+    assert session.computed == PAGE + 1
+    queue.check_integrity()
+
+
+def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_request_s_end() -> None:
+    kv = KvManager(9, PAGE, 5 << 19, 64)
+    paging = Paging(kv)
+    paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
+    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    session = add(queue, "s", PAGE + 1, computed=PAGE)
+    queue.wait(session)
+    assert not paging.is_busy
+    queue.leave(session)
+    assert paging.is_busy and queue.residence.is_leaving(session)

@@ -211,3 +211,15 @@ def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
 def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) -> None:
     found = Found(start=0, tokens=30, keys=(b"a", b"b"), on_disk=on_disk)
     assert costs.prefer_copy(found, computed=0, page_bytes=100) is copies
+
+
+def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_hinder_it() -> None:
+    house = House()
+    session = gone(house, "s", 9)
+    session.left_at = 0  # this engine does not know where it ended
+    house.residence.forget(session)
+    assert len(house.residence.keys(session)) == 3
+    house.ask(session)
+    assert not house.residence.secure(session, ()) and house.residence.is_arriving(session)
+    house.copy_all()
+    assert session.computed == 9
