@@ -14,6 +14,18 @@ import pytest
 from tests.support.daemon import Daemon
 
 MODEL = "djinn-tiny"
+TESTS = Path(__file__).parent
+# What starts daemons, or looks at what they have in /dev/shm: never two of these at once.
+WITH_DAEMONS = ("conformance", "fault", "integration", "unit/djinnctl", "unit/server", "unit/test_packaging.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two workers share the tests, one has those with daemons, and a file is never torn apart."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        file = item.path.relative_to(TESTS).as_posix()
+        item.add_marker(pytest.mark.xdist_group("daemons" if file.startswith(WITH_DAEMONS) else file))
 
 
 @pytest.fixture(scope="session")
