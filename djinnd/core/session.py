@@ -34,6 +34,10 @@ class Session:
         """Tokens that the model has still to run before it can give the next one."""
         return len(self.tokens) - self.computed
 
+    def run_last_again(self) -> None:
+        """The last token's KV will be the model's own."""
+        self.foreign_tokens = min(self.foreign_tokens, len(self.tokens) - 1)
+
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]

@@ -221,10 +221,7 @@ class Engine:
             logits_from=first if message.logits else None,
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
-        computed = session.computed
         self._scheduler.submit(session.id, request, message.tokens)
-        if session.computed < computed:  # the last token's KV becomes the model's own
-            session.foreign_tokens = min(session.foreign_tokens, computed - 1)
         if message.logits:
             try:
                 self._runners[session.model].open_window(request)

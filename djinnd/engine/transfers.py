@@ -2,7 +2,7 @@
 
     demote    pool ──lane DOWN──► host slot ─ landed ─ checksum (a thread) ─ sealed
     promote   host slot ─(checksum, where another process has filled it)──lane UP──► pool ─ landed
-    spill     host slot ──PageFile──► file ─ landed, sealed
+    write out host slot ──PageFile──► file ─ landed, sealed
     fetch     file ──PageFile, checked──► host slot ─ landed, sealed; then it is promoted
 
 Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
@@ -49,7 +49,6 @@ class _Copy(NamedTuple):
 class _Job(NamedTuple):
     future: Future[int] | Future[None]  # of a checksum, but for what is read from a file
     move: Move
-    began: float
 
 
 class Transfers:
@@ -71,6 +70,7 @@ class Transfers:
         self._proving: list[_Job] = []  # before they are promoted
         self._sealing: list[_Job] = []
         self._filing: list[_Job] = []
+        self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-pages")
         self._failed_at = 0.0  # when a file was last complained about
 
@@ -114,10 +114,10 @@ class Transfers:
         return over
 
     def _begin(self, move: Move) -> None:
-        if move.way in (Way.SPILL, Way.FETCH):
+        if move.way in (Way.WRITE_OUT, Way.FETCH):
             self._file(move)
         elif move.checksum is not None:
-            self._proving.append(_Job(self._sum(move.source), move, time.monotonic()))
+            self._proving.append(_Job(self._sum(move.source), move))
         else:
             self._queued[move.way].append(move)
 
@@ -170,7 +170,7 @@ class Transfers:
                         continue
                     over += self._paging.landed(move)
                     if way is Way.DEMOTE:
-                        self._sealing.append(_Job(self._sum(move.target), move, 0.0))
+                        self._sealing.append(_Job(self._sum(move.target), move))
 
     def _outcome(self, event: Event) -> str | None:
         """What went wrong with a copy, "" if nothing did; None while it is under way."""
@@ -189,12 +189,14 @@ class Transfers:
     def _file(self, move: Move) -> None:
         assert self.host is not None and self.disk is not None
         future: Future[int] | Future[None]
-        if move.way is Way.SPILL:
+        if move.way is Way.WRITE_OUT:
             future = self.disk.write(move.target, self.host.extent(move.source))
         else:
             assert move.checksum is not None
             future = self.disk.read(move.source, self.host.extent(move.target), move.checksum)
-        self._filing.append(_Job(future, move, time.monotonic()))
+        if not self._filing:
+            self._fetching_since, self._fetched = time.monotonic(), 0
+        self._filing.append(_Job(future, move))
 
     def _end_jobs(self, over: list[Transfer]) -> None:
         self._proving, proven = _split(self._proving)
@@ -220,11 +222,12 @@ class Transfers:
             return self._lose(move, "its bytes on disk are not what was written there", bad=True)
         except OSError as error:
             return self._lose(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
-        if move.way is Way.SPILL and summed != move.checksum:
+        if move.way is Way.WRITE_OUT and summed != move.checksum:
             return self._lose(move, "its bytes on the host are not what was written there", bad=True)
         assert self.disk is not None
         if move.way is Way.FETCH:
-            self.disk_rate = self.disk.page_bytes * self.disk.in_flight / (time.monotonic() - job.began)
+            self._fetched += self.disk.page_bytes
+            self.disk_rate = self._fetched / (time.monotonic() - self._fetching_since)
             summed = move.checksum
         assert summed is not None
         return self._paging.landed(move) + self._paging.sealed(move, summed)

@@ -79,7 +79,6 @@ class PageFile:
         assert len(fingerprint.encode()) <= 64, f"a fingerprint of {len(fingerprint.encode())} bytes"
         self.page_bytes = page_bytes
         self.slots = slots
-        self.in_flight = in_flight
         self.extent = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         os.makedirs(folder, mode=0o700, exist_ok=True)
         self._paths = [Path(folder, f"{name}.table"), Path(folder, f"{name}.pages")]

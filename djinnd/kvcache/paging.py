@@ -1,6 +1,6 @@
 """Pages between the tiers: which move, and what holds them while they do. Decides; whoever owns the bytes copies.
 
-                 demote                    spill
+                 demote                  write out
     device page ────────► host slot ─────────────► disk slot        prepare ─► (copy) ─► landed ─► sealed
                 ◄────────           ◄─────────────                  both ends are protected until it has landed
                  promote                   fetch
@@ -29,13 +29,13 @@ from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
 
-SPILL_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
+WRITE_OUT_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
 
 
 class Way(Enum):
     DEMOTE = "demote"
     PROMOTE = "promote"
-    SPILL = "spill"
+    WRITE_OUT = "write out"
     FETCH = "fetch"
 
 
@@ -101,7 +101,7 @@ class Paging:
         self._unsealed: set[Move] = set()  # landed
         self._arriving: dict[Key, Move] = {}  # what is on its way to the device
         self._filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
-        self._spilling: dict[Key, Move] = {}  # the same, to disk
+        self._writing_out: dict[Key, Move] = {}  # the same, to disk
 
     def use_host(self, tier: Tier) -> None:
         """The host tier is there, with what an earlier process has left in it."""
@@ -274,7 +274,7 @@ class Paging:
         where the disk does not take all of them."""
         transfer = Transfer(session, 0)
         for key in keys:
-            move = self._spilling.get(key) or self._spill(key)
+            move = self._writing_out.get(key) or self._write_out(key)
             if move is not None:
                 move.on_sealing.append(transfer)
                 transfer.missing += 1
@@ -282,16 +282,16 @@ class Paging:
                 transfer.failed = True
         return transfer
 
-    def spill(self, most: int) -> int:
+    def write_out_oldest(self, most: int) -> int:
         """Copies up to so many of the host's oldest pages to disk, where the host is nearly full: they will give way to
         others. → how many."""
-        if self.host is None or self.disk is None or self.host.used < SPILL_ABOVE * self.host.capacity:
+        if self.host is None or self.disk is None or self.host.used < WRITE_OUT_ABOVE * self.host.capacity:
             return 0
-        near = self.host.oldest(int((1 - SPILL_ABOVE) * self.host.capacity) + 1)
-        begun = (move for slot in near if (move := self._spill(self.host.key(slot))) is not None)
+        near = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
+        begun = (move for slot in near if (move := self._write_out(self.host.key(slot))) is not None)
         return len(list(islice(begun, most)))
 
-    def _spill(self, key: Key) -> Move | None:
+    def _write_out(self, key: Key) -> Move | None:
         """None where it is on disk already, or on its way, or has no room there, or is not on the host."""
         assert self.host is not None and self.disk is not None
         source = self.host.peek(key)
@@ -301,7 +301,7 @@ class Paging:
         if slot is None:
             return None
         self.host.pin(source)
-        move = self._spilling[key] = Move(Way.SPILL, key, source, slot, self.host.checksum(source))
+        move = self._writing_out[key] = Move(Way.WRITE_OUT, key, source, slot, self.host.checksum(source))
         self._waiting.append(move)
         return move
 
@@ -356,11 +356,11 @@ class Paging:
         """The checksum of what has landed in a slot: it is found there now. → transfers that are over with this."""
         self._unsealed.remove(move)
         assert self.host is not None and move.way is not Way.PROMOTE
-        if move.way is Way.SPILL:
+        if move.way is Way.WRITE_OUT:
             assert self.disk is not None
             self.disk.complete(move.target, checksum)
             self.host.unpin(move.source)
-            del self._spilling[move.key]
+            del self._writing_out[move.key]
             return _over(move.on_sealing)
         self.host.complete(move.target, checksum)
         del self._filling[move.key]
@@ -386,10 +386,10 @@ class Paging:
                 self.kv.unprotect(move.target)
                 del self._arriving[move.key]
                 _leave(self.host, move, bad=bad)
-            case Way.SPILL:
+            case Way.WRITE_OUT:
                 assert self.disk is not None
                 self.disk.abandon(move.target)
-                del self._spilling[move.key]
+                del self._writing_out[move.key]
                 _leave(self.host, move, bad=bad)
             case Way.FETCH:
                 assert self.disk is not None

@@ -22,7 +22,7 @@ from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.scheduler.policy import Budget, eviction_order, has_gone_quiet, serving_order
 from djinnd.scheduler.residence import Residence
 
-SPILLS_AT_ONCE = 16  # pages, each time that somebody tends
+WRITTEN_AT_ONCE = 16  # pages, each time that somebody tends
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class ModelQueue:
                     session.quiet_since = now
                 elif has_gone_quiet(now - session.quiet_since, self.kv.pool.free / self.kv.pool.capacity):
                     self.residence.leave(session)
-        self.residence.paging.spill(SPILLS_AT_ONCE)
+        self.residence.paging.write_out_oldest(WRITTEN_AT_ONCE)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Residence:
 
     def is_moving(self, session: Session) -> bool:
         """It can have no row now."""
-        return session.id in self._leaving or session.id in self._arriving
+        return self.is_leaving(session) or self.is_arriving(session)
 
     @property
     def anybody_moves(self) -> bool:
@@ -271,7 +271,7 @@ class Residence:
         session.computed = transfer.tokens
         if session.request is not None and session.remaining == 0:
             self.rewind(session, session.computed - 1)
-            session.foreign_tokens = min(session.foreign_tokens, session.computed)
+            session.run_last_again()
 
     # --- along with the session -------------------------------------------------------------------------------------
 

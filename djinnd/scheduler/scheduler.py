@@ -144,6 +144,7 @@ class Scheduler:
         session.tokens.extend(new_tokens)
         if session.remaining == 0:
             queue.rewind(session, session.computed - 1)  # the last token's logits choose the next one
+            session.run_last_again()
         session.request = request
         self._in_progress[request.id] = (session, request)
         queue.join(session)

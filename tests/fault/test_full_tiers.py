@@ -63,7 +63,7 @@ def test_a_disk_that_is_full(start_daemon: DaemonStarter) -> None:
         assert states[first.id] != "paused"
         for session in others:
             session.signal("IO_WAIT")
-        wait_for(lambda: "spill: [Errno" in lives.log)
+        wait_for(lambda: "write out: [Errno" in lives.log)
         for session, wanted in zip(sessions, following, strict=True):
             go_on(session, wanted)
     assert first.pause("disk").pages == 3

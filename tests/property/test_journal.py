@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis import settings
@@ -15,18 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import NAME, JournalFile
-
-
-@dataclass
-class Session:
-    id: str
-    tokens: list[int] = field(default_factory=list)
-    user: int = 1000
-    model: str = "m"
-    shared: bool = False
-    priority: str = "agent"
-    created: float = field(default_factory=time.monotonic)
-    journalled: int = 0
+from tests.support.journalled import Session
 
 
 class JournalMachine(RuleBasedStateMachine):

@@ -280,8 +280,8 @@ class PagingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.slots["disk"] and self.paging.host.used)
     @rule(most=st.integers(1, 4))
-    def spill(self, most: int) -> None:
-        assert self.paging.spill(most) <= most
+    def write_out_oldest(self, most: int) -> None:
+        assert self.paging.write_out_oldest(most) <= most
 
     @precondition(lambda self: self.slots["disk"])
     @rule(pick=PICKS)
@@ -315,7 +315,7 @@ class PagingMachine(RuleBasedStateMachine):
             case Way.DEMOTE:
                 bytes_ = list(self.page(source))
                 assert self.holds(bytes_, move.key), "a page was written, or given away, while it was copied"
-            case Way.PROMOTE | Way.SPILL:
+            case Way.PROMOTE | Way.WRITE_OUT:
                 bytes_ = list(self.memory["host"][source])
             case Way.FETCH:
                 bytes_ = list(self.memory["disk"][source])
@@ -328,7 +328,7 @@ class PagingMachine(RuleBasedStateMachine):
         match move.way:
             case Way.PROMOTE:
                 self.device[target] = bytes_
-            case Way.SPILL:
+            case Way.WRITE_OUT:
                 self.write("disk", target, bytes_)
             case Way.DEMOTE | Way.FETCH:
                 self.write("host", target, bytes_)
@@ -346,7 +346,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.seal_move(self.landed.pop(pick % len(self.landed)))
 
     def seal_move(self, move: Move) -> None:
-        memory = self.memory["disk" if move.way is Way.SPILL else "host"]
+        memory = self.memory["disk" if move.way is Way.WRITE_OUT else "host"]
         self.end_all(self.paging.sealed(move, summed(memory[move.target])))
 
     @precondition(lambda self: self.taken)
@@ -357,7 +357,7 @@ class PagingMachine(RuleBasedStateMachine):
     def fail_move(self, move: Move, bad: bool) -> None:
         """A slot that it was to be copied to holds anything now, a page of the device what it did."""
         if move.way is not Way.PROMOTE:
-            self.write("disk" if move.way is Way.SPILL else "host", move.target, [None] * self.size)
+            self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
         self.end_all(self.paging.failed(move, bad=bad))
 
     @precondition(lambda self: self.taken or self.paging.is_busy)
@@ -414,7 +414,7 @@ class PagingMachine(RuleBasedStateMachine):
         """In mid-copy. The next process has the tables, the tokens of the sessions, and what lies in the slots."""
         for move in self.taken:
             if move.way is not Way.PROMOTE:
-                self.write("disk" if move.way is Way.SPILL else "host", move.target, [None] * self.size)
+                self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
         self.tables = {name: bytearray(table) for name, table in self.tables.items()}
         for shadow in self.shadows.values():
             shadow.computed, shadow.arrival = 0, None
@@ -449,7 +449,7 @@ class PagingMachine(RuleBasedStateMachine):
             lambda: self.write_out(pick()) if self.paging.disk else None,
             lambda: self.forget_on_host(pick()) if self.paging.disk else None,
             lambda: self.decay_on_disk(pick()) if self.paging.disk else None,
-            lambda: self.spill(3),
+            lambda: self.write_out_oldest(3),
             lambda: self.die(pick(), decays=True) if choice.random() < 0.2 else None,
             lambda: self.fail(pick(), choice.random() < 0.5) if self.taken else None,
         ]

@@ -67,7 +67,7 @@ class Copier:
                     self.device.pop(slot, None)
                     if written is not None:
                         self.device[slot] = written
-            case Way.SPILL:
+            case Way.WRITE_OUT:
                 self.memory["disk"][move.target] = self.memory["host"][move.source]
             case Way.FETCH:
                 self.memory["host"][move.target] = self.memory["disk"][move.source]

@@ -14,7 +14,6 @@ from djinn_client.protocol import Span
 from tools.bench.paged_model import PagedModel
 
 STEPS = 32  # of a session that decodes alone
-POLL_S = 0.001
 TRACE_S = 0.5  # beside what copying is expected to take
 
 

@@ -245,24 +245,24 @@ def test_who_saves_what_another_one_is_fetching_waits_for_the_same_move() -> Non
     assert desk.copy_all() == [leaving, arriving]
 
 
-def test_who_writes_out_what_is_spilled_already_waits_for_the_same_move() -> None:
+def test_who_writes_out_what_is_being_written_waits_for_the_same_move() -> None:
     desk, tokens = saved(8, host=2, disk=8)
-    assert desk.paging.spill(5) == 1  # the oldest tenth and one
+    assert desk.paging.write_out_oldest(5) == 1  # the oldest tenth and one
     transfer = desk.paging.write_out("a", desk.keys("a", tokens))
     assert transfer.missing == 2 and len(desk.take()) == 2
 
 
-def test_the_oldest_that_are_not_on_disk_are_spilled_once_the_host_is_nearly_full() -> None:
+def test_the_oldest_that_are_not_on_disk_are_written_out_once_the_host_is_nearly_full() -> None:
     desk = Desk(pages=40, host=40, disk=40)
-    for first, spilled in ((0, [0]), (100, [0]), (200, [3, 1, 0])):  # a tenth, no more
+    for first, written in ((0, [0]), (100, [0]), (200, [3, 1, 0])):  # a tenth, no more
         tokens = list(range(first, first + 52))
         desk.kv.reserve("a", TENANT, 52)
         desk.kv.publish("a", TENANT, tokens, 52)
         desk.save("a", tokens)
         desk.copy_all()
         desk.kv.drop("a")
-        for count in spilled:
-            assert desk.paging.spill(3) == count
+        for count in written:
+            assert desk.paging.write_out_oldest(3) == count
             desk.copy_all()
 
 

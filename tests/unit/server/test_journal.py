@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,18 +14,7 @@ from djinn_client.errors import JournalUnavailable
 from djinnd.server import journal
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import JournalFile
-
-
-@dataclass
-class Session:
-    id: str
-    tokens: list[int] = field(default_factory=list)
-    user: int = 1000
-    model: str = "m"
-    shared: bool = False
-    priority: str = "agent"
-    created: float = field(default_factory=time.monotonic)
-    journalled: int = 0
+from tests.support.journalled import Session
 
 
 class Disk:

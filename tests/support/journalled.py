@@ -1,0 +1,18 @@
+"""A session as the journal knows one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Session:
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    user: int = 1000
+    model: str = "m"
+    shared: bool = False
+    priority: str = "agent"
+    created: float = field(default_factory=time.monotonic)
+    journalled: int = 0
