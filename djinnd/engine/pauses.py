@@ -1,8 +1,8 @@
 """Pauses that clients have asked for: each has one answer, given when the session's pages are where it said.
 
-ask ─► no more rows ─► on the host, sealed ─┬─────────────────────────────────► Paused
-                                            └─► to disk: written out, too ────► Paused
-Failed: no such tier · closed or resumed meanwhile · the disk is full, and the session is then as it was before
+ask ─► no more rows ─► the tier is there ─► on the host, sealed ─┬─────────────────────────────► Paused
+                                                                 └─► to disk: written out, too ► Paused
+Failed: no such tier · closed or resumed meanwhile · the disk is full. The session is then as it was before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class _Pause:
     session: Session
     was_paused: bool
     began: float
-    leaving: Transfer | None  # to the host; None: nothing is to be waited for
+    is_leaving: bool = False  # from when on the tier is known to be there
+    leaving: Transfer | None = None  # to the host; None: nothing is to be waited for
     writing: Transfer | None = None  # to disk, once it has begun
 
 
@@ -49,19 +50,19 @@ class Pauses:
     def ask(self, message: messages.Pause) -> None:
         try:
             session = self._scheduler.session(message.session)
-            self._expect_tier(session.model, message.tier)
+            pause = _Pause(message, session, session.paused, time.monotonic())
+            if self._scheduler.residence(session.model).paging.is_coming:
+                self._scheduler.pause(session.id)
+            else:
+                self._leave(pause)
         except DjinnError as error:
             self._refuse(message, error)
-            return
-        was_paused, began = session.paused, time.monotonic()
-        leaving = self._scheduler.pause(session.id)
-        self._unanswered.append(_Pause(message, session, was_paused, began, leaving))
+        else:
+            self._unanswered.append(pause)
 
     def _expect_tier(self, model: str, tier: Tier) -> None:
-        """Raises OutOfMemory, or Retry while it is being made ready."""
+        """Raises OutOfMemory."""
         paging, notes = self._scheduler.residence(model).paging, self._runners[model].weights.notes
-        if paging.is_coming:
-            raise Retry(f"the memory for pages of {model} on the host is being made ready: try again in a moment")
         if paging.host is None or (tier == "disk" and paging.disk is None):
             why = next((note for note in notes if note.startswith(NO_PAGES)), "it is configured with none")
             raise OutOfMemory(f"{model} has no pages on the {tier} tier to pause a session to: {why}", tier=tier)
@@ -88,9 +89,13 @@ class Pauses:
             raise SessionNotFound(f"session {session.id} was closed", session=session.id)
         if not session.paused:
             raise Retry(f"session {session.id} was resumed before it had paused")
+        residence = self._scheduler.residence(session.model)
+        if not pause.is_leaving:
+            if residence.paging.is_coming:
+                return None
+            self._leave(pause)
         if pause.leaving is not None and not pause.leaving.is_over:
             return None
-        residence = self._scheduler.residence(session.model)
         keys = residence.keys(session)
         if residence.paging.are_on_their_way(keys):  # for others with the same prefix, too
             return None
@@ -99,6 +104,21 @@ class Pauses:
         host, disk = residence.paging.count(keys)
         pages = disk if asked.tier == "disk" else host
         return messages.Paused(asked.request, pages, pages * residence.kv.page_bytes, time.monotonic() - pause.began)
+
+    def _leave(self, pause: _Pause) -> None:
+        """Raises OutOfMemory where there is no such tier."""
+        session = pause.session
+        try:
+            self._expect_tier(session.model, pause.asked.tier)
+        except OutOfMemory:
+            self._undo(pause)
+            raise
+        pause.is_leaving = True
+        pause.leaving = self._scheduler.pause(session.id)
+
+    def _undo(self, pause: _Pause) -> None:
+        if not pause.was_paused:
+            self._scheduler.resume(pause.session.id)
 
     def _is_on_disk(self, pause: _Pause, paging: Paging, keys: list[Key]) -> bool:
         """What the disk lacks is written out, and the host then forgets it. Raises OutOfMemory where the disk does not
@@ -112,8 +132,7 @@ class Pauses:
         lacking = paging.lacking_on_disk(keys)
         if not (lacking and pause.writing.failed):
             return True
-        if not pause.was_paused:
-            self._scheduler.resume(session.id)
+        self._undo(pause)
         folder = self._runners[session.model].load.disk_folder
         raise OutOfMemory(
             f"{lacking:,} pages of the session found no room on disk, {folder}: make some, or pause it to the host",

@@ -49,12 +49,14 @@ def kv(target: Daemon) -> Iterator[djinn.KV]:
 
 
 def hand_over(daemon: Daemon, given: djinn.KV, fd: int, **changes: Any) -> str:
-    """The error's code; "" where there is none."""
+    """The error's code; "" where there is none, and the session is closed again."""
     fields: dict[str, Any] = {"token_ids": given.tokens, "kv": given.layout, "kv_tokens": given.length} | changes
     connection = run(connect(daemon.address))
     try:
         request = build(ImportSession, model=MODEL, **fields)
-        run(connection.call(request, SessionOpened, fds=[fd] if fd >= 0 else []))
+        opened = run(connection.call(request, SessionOpened, fds=[fd] if fd >= 0 else []))
+        with daemon.client() as client:
+            client.close_session(opened.message.session.id)
     except djinn.DjinnError as error:
         return error.code
     finally:

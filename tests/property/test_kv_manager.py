@@ -130,4 +130,4 @@ class KvManagerMachine(RuleBasedStateMachine):
 
 
 TestKvManager = KvManagerMachine.TestCase
-TestKvManager.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKvManager.settings = settings(max_examples=100, stateful_step_count=40)

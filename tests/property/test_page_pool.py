@@ -110,4 +110,4 @@ class PagePoolMachine(RuleBasedStateMachine):
 
 
 TestPagePool = PagePoolMachine.TestCase
-TestPagePool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPagePool.settings = settings(max_examples=100, stateful_step_count=40)

@@ -504,4 +504,4 @@ class PagingMachine(RuleBasedStateMachine):
 
 
 TestPaging = PagingMachine.TestCase
-TestPaging.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPaging.settings = settings(max_examples=200, stateful_step_count=40)

@@ -90,4 +90,4 @@ class PublicPrefixesMachine(RuleBasedStateMachine):
 
 
 TestPublicPrefixes = PublicPrefixesMachine.TestCase
-TestPublicPrefixes.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPublicPrefixes.settings = settings(max_examples=100, stateful_step_count=40)

@@ -76,4 +76,4 @@ def folder() -> Path:
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=20, stateful_step_count=8, deadline=None)
+TestResidency.settings = settings(max_examples=20, stateful_step_count=8)

@@ -100,7 +100,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestRing.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 @given(SIZES, st.integers(0, 40))

@@ -37,7 +37,7 @@ def logits_of(rows: int, seed: int, tied: bool) -> Tensor:
     return logits.round() if tied else logits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches, st.integers(0, 1 << 30), st.booleans(), st.randoms(use_true_random=False))
 def test_only_the_session_matters(batch: list[Session], seed: int, tied: bool, random: Random) -> None:
     logits = logits_of(len(batch), seed, tied)
@@ -51,14 +51,14 @@ def test_only_the_session_matters(batch: list[Session], seed: int, tied: bool, r
         assert alone.logprobs[0] == some.logprobs[place] == whole.logprobs[row]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sessions, st.integers(0, 1 << 30))
 def test_the_token_is_that_of_plain_python(session: Session, seed: int) -> None:
     logits = logits_of(1, seed, tied=False)
     assert Sampler(VOCAB, CPU).sample(logits, [session]).tokens == [reference(logits[0].tolist(), session)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(samplings, min_size=1, max_size=5), st.integers(0, 1 << 30))
 def test_generation_in_one_go_and_with_a_fresh_sampler_each_step(kinds: list[Sampling], seed: int) -> None:
     one = [wanting(sampling) for sampling in kinds]

@@ -421,4 +421,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50)

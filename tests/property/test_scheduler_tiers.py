@@ -320,4 +320,4 @@ class TiersMachine(SchedulerMachine):
 
 
 TestSchedulerWithTiers = TiersMachine.TestCase
-TestSchedulerWithTiers.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestSchedulerWithTiers.settings = settings(max_examples=100, stateful_step_count=50)

@@ -34,7 +34,7 @@ from djinn_client.protocol import (
 )
 from tests.support.served import Wire, encode_payload, wait_for
 
-RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 ids = st.integers(-(1 << 63), (1 << 64) - 1)
 small = st.integers(0, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from djinnd.server.detokenizer import BROKEN, Detokenizer
@@ -15,7 +15,6 @@ families = pytest.mark.parametrize("family", toy_tokenizers.ALL)
 
 
 @families
-@settings(deadline=None)
 @given(texts)
 @example(BROKEN * 70)
 @example("   the  ▁ end ")
@@ -30,7 +29,6 @@ def test_the_pieces_are_the_text(family: str, text: str) -> None:
 
 
 @families
-@settings(deadline=None)
 @given(texts, st.data())
 def test_the_pieces_of_two_requests_are_the_text(family: str, text: str, data: st.DataObject) -> None:
     """Cut between characters, at any token."""
@@ -45,7 +43,6 @@ def test_the_pieces_of_two_requests_are_the_text(family: str, text: str, data: s
 
 
 @families
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 600), max_size=80), st.lists(st.integers(0, 600), max_size=12))
 def test_any_tokens_give_some_text(family: str, tokens: list[int], context: list[int]) -> None:
     """Models owe nobody valid UTF-8."""
@@ -67,7 +64,6 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4),
     st.lists(st.text(alphabet="abc", max_size=4), max_size=15),

@@ -144,4 +144,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTier.settings = settings(max_examples=100, stateful_step_count=40)

@@ -9,7 +9,7 @@ import pytest
 
 from djinnd import messages
 from tests.support import reference
-from tests.support.tiered import FOLDER, NEW, PROMPT, Tiered, expected
+from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
 
 
 @pytest.fixture
@@ -166,8 +166,34 @@ def test_a_session_that_is_not_there_cannot_be_paused(engine: Tiered) -> None:
     assert engine.ran("s") == expected()
 
 
-def test_while_the_host_tier_is_being_made_ready_a_pause_is_to_be_tried_again(untiered: Tiered) -> None:
-    untiered.engine._scheduler.residence("m").paging.is_coming = True
-    untiered.send(messages.Pause(77, "s", "host"))
-    refusal = untiered.until(messages.Failed)
-    assert (refusal.request, refusal.code) == (77, "retry") and "being made ready" in refusal.message
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_pause_waits_while_the_host_tier_is_being_made_ready(tmp_path: Path, tier: str) -> None:
+    with Tiered() as engine:
+        engine.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=str(tmp_path))
+        wanted = engine.until(messages.NeedArena)
+        engine.open("s")
+        tokens = engine.ran("s")
+        asked = engine.pause("s", tier)
+        engine.send(asked)
+        assert engine.use("s").state == "paused"
+        engine.send(engine.grant(wanted))
+        told = engine.until(messages.Paused)
+        assert (told.request, told.pages, engine.use("s").pages) == (asked.request, 3, 0)
+        engine.send(messages.Resume("s"))
+        assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_pause_that_waited_for_a_tier_that_never_came(was_paused: bool) -> None:
+    with Tiered() as engine:
+        engine.loaded(FOLDER, host_kv_bytes=TIER)
+        wanted = engine.until(messages.NeedArena)
+        engine.send(messages.Open("s", "m", 0, "agent", PROMPT, paused=was_paused))
+        asked = engine.pause("s")
+        engine.send(asked)
+        assert engine.use("s").state == "paused"
+        engine.send(messages.ArenaRefused(wanted.request, "the host is full"))
+        refusal = engine.until(messages.Failed)
+        assert (refusal.request, refusal.code) == (asked.request, "out_of_memory")
+        assert "the host is full" in refusal.message
+        assert engine.use("s").state == ("paused" if was_paused else "idle")
