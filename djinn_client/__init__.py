@@ -23,14 +23,18 @@ from djinn_client.control import (
     models,
     pause,
     plan,
+    quotas,
     resume,
     sessions,
     set_budget,
+    set_priority,
     status,
     trace,
     unload,
+    why,
 )
 from djinn_client.errors import (
+    Busy,
     Cancelled,
     ConnectionLost,
     DjinnError,
@@ -48,6 +52,7 @@ from djinn_client.errors import (
     OutOfMemory,
     PromptTooLong,
     ProtocolError,
+    QuotaExceeded,
     Retry,
     SessionBusy,
     SessionLost,
@@ -77,6 +82,7 @@ from djinn_client.protocol import (
     TraceReply,
     Usage,
 )
+from djinn_client.scheduling import Latency, QuotaUse, Spread, Why
 from djinn_client.version import __version__
 
 if TYPE_CHECKING:
@@ -89,6 +95,7 @@ __all__ = [
     "AsyncSession",
     "AsyncStream",
     "BudgetReply",
+    "Busy",
     "Cancelled",
     "Client",
     "ConnectionLost",
@@ -103,6 +110,7 @@ __all__ = [
     "JournalUnavailable",
     "KvLayout",
     "KvWindow",
+    "Latency",
     "Logprobs",
     "ModelHandle",
     "ModelInfo",
@@ -121,6 +129,8 @@ __all__ = [
     "Progress",
     "PromptTooLong",
     "ProtocolError",
+    "QuotaExceeded",
+    "QuotaUse",
     "Retry",
     "Session",
     "SessionBusy",
@@ -129,6 +139,7 @@ __all__ = [
     "SessionNotFound",
     "ShuttingDown",
     "Span",
+    "Spread",
     "StatusReply",
     "Stream",
     "Timings",
@@ -136,6 +147,7 @@ __all__ = [
     "TraceReply",
     "Usage",
     "VersionMismatch",
+    "Why",
     "__version__",
     "as_torch",
     "attach",
@@ -148,13 +160,16 @@ __all__ = [
     "models",
     "pause",
     "plan",
+    "quotas",
     "resume",
     "sessions",
     "set_budget",
+    "set_priority",
     "share_model",
     "status",
     "trace",
     "unload",
+    "why",
 ]
 
 _LATER = {

@@ -16,6 +16,7 @@ from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
+from djinn_client.scheduling import Why
 from djinn_client.session import SessionSteps, StreamSteps
 from djinn_client.steps import PAUSE_S, Steps, Wait
 
@@ -164,14 +165,14 @@ class AsyncSession:
         await run(steps.import_(handed.request, handed.fds, on_progress))
         return cls._over(steps, steps.info.id)
 
-    async def signal(self, kind: SignalKind, *, expected_s: float = 0.0) -> None:
+    async def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
         """See Session.signal."""
-        await run(self._steps.signal(kind, expected_s))
+        await run(self._steps.signal(kind, expected_s, tool))
 
     @asynccontextmanager
-    async def io_wait(self, expected_s: float = 0.0) -> AsyncIterator[None]:
-        """`async with s.io_wait(expected_s=8): await tool()`. See Session.io_wait."""
-        await self.signal("IO_WAIT", expected_s=expected_s)
+    async def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> AsyncIterator[None]:
+        """`async with s.io_wait(tool="search"): await search()`. See Session.io_wait."""
+        await self.signal("IO_WAIT", expected_s=expected_s, tool=tool)
         try:
             yield
         except BaseException:
@@ -187,6 +188,14 @@ class AsyncSession:
     async def resume(self) -> None:
         """See Session.resume."""
         await run(self._steps.resume())
+
+    async def set_priority(self, priority: Class) -> None:
+        """See Session.set_priority."""
+        await run(self._steps.set_priority(priority))
+
+    async def why(self) -> Why:
+        """See Session.why."""
+        return await run(self._steps.why())
 
     async def close(self) -> None:
         """See Session.close."""

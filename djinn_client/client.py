@@ -14,6 +14,7 @@ from djinn_client.hand_over import import_of_file, import_of_kv, save
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
+from djinn_client.scheduling import Why
 from djinn_client.session import SessionSteps, StreamSteps
 from djinn_client.steps import run
 
@@ -134,20 +135,24 @@ class Session:
         run(steps.import_(handed.request, handed.fds, on_progress))
         return cls._over(steps)
 
-    def signal(self, kind: SignalKind, *, expected_s: float = 0.0) -> None:
+    def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
         """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
 
-        "IO_WAIT": nothing, for `expected_s` seconds (at most a day; 0: not known), so the session's pages may leave the
-        device, and are back in time where the time is known. "COMPUTE": a call, in a moment.
+        "IO_WAIT": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
+        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
+        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
+        "COMPUTE": a call, in a moment.
+        "PREFILL", "DECODE": likewise; and from now on what counts for this session is how much is done in all, or, as
+        for every session at first, the time between its tokens.
 
         Raises InvalidRequest; SessionBusy while a call runs.
         """
-        run(self._steps.signal(kind, expected_s))
+        run(self._steps.signal(kind, expected_s, tool))
 
     @contextmanager
-    def io_wait(self, expected_s: float = 0.0) -> Iterator[None]:
-        """`with s.io_wait(expected_s=8): tool()`: IO_WAIT before it and COMPUTE after it, also where it raises."""
-        self.signal("IO_WAIT", expected_s=expected_s)
+    def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> Iterator[None]:
+        """`with s.io_wait(tool="search"): search()`: IO_WAIT before it and COMPUTE after it, also where it raises."""
+        self.signal("IO_WAIT", expected_s=expected_s, tool=tool)
         try:
             yield
         except BaseException:
@@ -171,6 +176,16 @@ class Session:
         """Lets a paused session go on from where it stopped; one that is not paused stays as it is. May be called while
         a call runs."""
         run(self._steps.resume())
+
+    def set_priority(self, priority: Class) -> None:
+        """The session has this class from now on. May be called while a call runs, which goes on in it.
+
+        Raises InvalidRequest, QuotaExceeded for a higher class than the user may have, Retry."""
+        run(self._steps.set_priority(priority))
+
+    def why(self) -> Why:
+        """Why the session is running, or not: for people, see Why. May be called while a call runs."""
+        return run(self._steps.why())
 
     def close(self) -> None:
         """Closes the session in the daemon; again does nothing."""

@@ -127,7 +127,11 @@ class Connection:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             while rest:
                 try:
-                    rest = rest[self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL) :]
+                    if rights:
+                        count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
+                    else:
+                        count = self._socket.send(rest, socket.MSG_NOSIGNAL)  # a microsecond less
+                    rest = rest[count:]
                     rights = []  # they went with the first byte
                 except BlockingIOError:
                     yield Wait("write", self._socket.fileno())

@@ -10,8 +10,11 @@ from djinn_client.options import PlacingOptions, build, placing_fields
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
     BudgetReply,
+    Class,
     CloseSession,
     Done,
+    ExplainSession,
+    GetQuotas,
     GetStatus,
     GetTrace,
     ListModels,
@@ -31,6 +34,7 @@ from djinn_client.protocol import (
     PrefixPublished,
     PrefixWithdrawn,
     PublishPrefix,
+    Quotas,
     Reply,
     Request,
     Restart,
@@ -38,14 +42,17 @@ from djinn_client.protocol import (
     SessionInfo,
     Sessions,
     SetBudget,
+    SetPriority,
     StatusReply,
     Tier,
     TraceReply,
     UnloadModel,
     Welcome,
+    WhyReply,
     WithdrawPrefix,
 )
 from djinn_client.saved_session import is_saved_session
+from djinn_client.scheduling import QuotaUse, Why
 from djinn_client.steps import Steps, run
 
 if TYPE_CHECKING:
@@ -85,6 +92,10 @@ class Client:
         """The caller's sessions; every user's for an administrator."""
         return self._call(build(ListSessions), Sessions).sessions
 
+    def quotas(self, *, all: bool = False) -> list[QuotaUse]:
+        """What the caller may have, and has; with `all`, for administrators, every user that has a session."""
+        return self._call(build(GetQuotas, all=all), Quotas).quotas
+
     def load(
         self,
         model: str,
@@ -92,14 +103,20 @@ class Client:
         kv_bytes: int = 0,
         host_kv_bytes: int | None = None,
         disk_kv_bytes: int | None = None,
+        keep_alive_s: float | None = None,
         on_progress: OnProgress | None = None,
         **placing: Unpack[PlacingOptions],
     ) -> ModelInfo:
         """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon; so does None of
         host memory and disk for pages that have left the device, and 0 gives them none. `placing`: see PlacingOptions;
-        a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory."""
+        a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory.
+
+        `keep_alive_s`: after so long without a call the model goes to sleep: it gives its device memory back until the
+        next call, and its sessions stay. 0: never; None: as configured. It may be changed of a model that is loaded,
+        too; where others have sessions of that, only by an administrator (NotPermitted)."""
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
-        request = build(LoadModel, model=model, placing=placing_fields(placing), **sizes)
+        fields = placing_fields(placing)
+        request = build(LoadModel, model=model, placing=fields, keep_alive_s=keep_alive_s, **sizes)
         return self._call(request, ModelReply, on_progress).model
 
     def plan(
@@ -139,6 +156,15 @@ class Client:
     def resume_session(self, session: str) -> None:
         """See Session.resume. Raises SessionNotFound."""
         self._call(build(ResumeSession, session=session), Done)
+
+    def set_priority(self, session: str, priority: Class) -> None:
+        """One of the caller's sessions, or anybody's for an administrator. See Session.set_priority. Raises
+        SessionNotFound, too."""
+        self._call(build(SetPriority, session=session, priority=priority), Done)
+
+    def why(self, session: str) -> Why:
+        """Likewise. See Session.why."""
+        return self._call(build(ExplainSession, session=session), WhyReply).why
 
     def publish_prefix(self, session: str, tokens: int | None = None) -> PrefixInfo:
         """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
@@ -201,6 +227,12 @@ def sessions(*, address: str | None = None) -> list[SessionInfo]:
         return client.sessions()
 
 
+def quotas(*, all: bool = False, address: str | None = None) -> list[QuotaUse]:
+    """See Client.quotas."""
+    with Client(address) as client:
+        return client.quotas(all=all)
+
+
 @overload
 def load(
     model: str,
@@ -208,6 +240,7 @@ def load(
     kv_bytes: int = 0,
     host_kv_bytes: int | None = None,
     disk_kv_bytes: int | None = None,
+    keep_alive_s: float | None = None,
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
@@ -224,6 +257,7 @@ def load(
     kv_bytes: int = 0,
     host_kv_bytes: int | None = None,
     disk_kv_bytes: int | None = None,
+    keep_alive_s: float | None = None,
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
@@ -240,6 +274,7 @@ def load(
             kv_bytes=kv_bytes,
             host_kv_bytes=host_kv_bytes,
             disk_kv_bytes=disk_kv_bytes,
+            keep_alive_s=keep_alive_s,
             on_progress=on_progress,
             **placing,
         )
@@ -292,3 +327,15 @@ def resume(session: str, *, address: str | None = None) -> None:
     """See Client.resume_session."""
     with Client(address) as client:
         client.resume_session(session)
+
+
+def set_priority(session: str, priority: Class, *, address: str | None = None) -> None:
+    """See Client.set_priority."""
+    with Client(address) as client:
+        client.set_priority(session, priority)
+
+
+def why(session: str, *, address: str | None = None) -> Why:
+    """See Client.why."""
+    with Client(address) as client:
+        return client.why(session)

@@ -15,6 +15,7 @@ DjinnError
 │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
 │   └── ModelNotFound
 ├── NotPermitted            the caller may not do this
+│   └── QuotaExceeded       it would be more than the caller's quota: the message names it
 ├── SessionBusy             one call at a time on a session
 ├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
 ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
@@ -22,6 +23,7 @@ DjinnError
 ├── Cancelled               somebody ended the request before it had a result
 └── Retry                   not the caller's fault: the same call may work in a moment
     ├── EngineLost          the engine died; a new one is being started
+    ├── Busy                more wait already than may: `retry_s` says when to try again
     ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
     └── ShuttingDown
 """
@@ -98,6 +100,10 @@ class NotPermitted(DjinnError):
     code = "not_permitted"
 
 
+class QuotaExceeded(NotPermitted):
+    code = "quota_exceeded"
+
+
 class SessionBusy(DjinnError):
     code = "session_busy"
 
@@ -124,6 +130,10 @@ class Retry(DjinnError):
 
 class EngineLost(Retry):
     code = "engine_lost"
+
+
+class Busy(Retry):
+    code = "busy"
 
 
 class ShuttingDown(Retry):

@@ -34,6 +34,9 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids       tokens that end the output
     ignore_eos           go on after the model's own end token
     logprobs             None (the default) is off; n: natural-log probability of each chosen token and the n likeliest
+    expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
+    deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
+                         Of one user's calls in one class, those that are likely to be late go first
     """
 
     max_tokens: int
@@ -48,6 +51,8 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Iterable[int]
     ignore_eos: bool
     logprobs: int | None
+    expected_tokens: int
+    deadline_s: float
 
 
 class PlacingOptions(TypedDict, total=False):
@@ -125,9 +130,9 @@ def token_ids(tokens: Iterable[Any]) -> list[int]:
     return ids
 
 
-def signal_message(session: str, kind: str, expected_s: float) -> Signal:
+def signal_message(session: str, kind: str, expected_s: float | None, tool: str = "") -> Signal:
     """Raises InvalidRequest."""
-    signal = build(Signal, session=session, kind=kind, expected_s=expected_s)
+    signal = build(Signal, session=session, kind=kind, expected_s=0.0 if expected_s is None else expected_s, tool=tool)
     signal.validate()
     return signal
 

@@ -18,6 +18,7 @@ from djinn_client.protocol import (
     Class,
     CloseSession,
     Done,
+    ExplainSession,
     ExportSession,
     ForkSession,
     Forward,
@@ -37,10 +38,13 @@ from djinn_client.protocol import (
     SessionExported,
     SessionInfo,
     SessionOpened,
+    SetPriority,
     Tier,
     TokenIds,
     Truncate,
+    WhyReply,
 )
+from djinn_client.scheduling import Why
 from djinn_client.steps import Steps
 from djinn_client.tensors import logits_array
 
@@ -110,9 +114,9 @@ class SessionSteps:
     def truncate(self, length: int) -> Steps[None]:
         yield from self._call(build(Truncate, session=self.info.id, length=length), Done)
 
-    def signal(self, kind: str, expected_s: float) -> Steps[None]:
+    def signal(self, kind: str, expected_s: float | None, tool: str) -> Steps[None]:
         """Also between two pieces of a stream: it has no reply that could be taken for one of the stream's."""
-        message = signal_message(self.info.id, kind, expected_s)
+        message = signal_message(self.info.id, kind, expected_s, tool)
         self._expect_not_at_work()
         with self._turn:
             connection = yield from self._connected()
@@ -123,6 +127,12 @@ class SessionSteps:
 
     def resume(self) -> Steps[None]:
         yield from self._beside(build(ResumeSession, session=self.info.id), Done)
+
+    def set_priority(self, priority: Class) -> Steps[None]:
+        yield from self._beside(build(SetPriority, session=self.info.id, priority=priority), Done)
+
+    def why(self) -> Steps[Why]:
+        return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why
 
     def token_ids(self) -> Steps[list[int]]:
         return (yield from self._call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import resource
+from functools import partial
 from pathlib import Path
 
 import click
@@ -37,8 +38,9 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
     """
     given: dict[Key, str | None] = {(key,): text for key, text in flags.items()}
     given |= {("log", "level"): log_level, ("log", "format"): log_format}
+    read = partial(load, config, os.environ.copy(), given)
     try:
-        effective = load(config, os.environ, given)
+        effective = read()
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     if check_config:
@@ -57,7 +59,7 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            handed_over = runner.run(run(effective.config))
+            handed_over = runner.run(run(effective.config, lambda: read().config))
     except StartError as error:
         raise click.ClickException(str(error)) from error
     if handed_over:

@@ -117,8 +117,13 @@ class Trace(msgspec.Struct, tag="trace"):
 
 
 class Unload(msgspec.Struct, tag="unload"):
+    """`keep_pages`: the model only goes to sleep. Its sessions, which are idle, are closed in the engine, and it is
+    answered when their pages are on the host, as far as that has room, for the next Load of the model to find; else the
+    server has closed them before."""
+
     request: int
     model: str
+    keep_pages: bool = False
 
 
 class Open(msgspec.Struct, tag="open"):
@@ -158,6 +163,8 @@ class Run(msgspec.Struct, tag="run"):
     stop_tokens: list[int] = []
     logprobs: int | None = None
     logits: bool = False
+    expected_tokens: int = 0  # 0: nobody knows
+    deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
 
 
 class CancelRun(msgspec.Struct, tag="cancel"):
@@ -215,11 +222,14 @@ class ImportKv(msgspec.Struct, tag="import_kv"):
 
 class Signal(msgspec.Struct, tag="signal"):
     """One-way: what the session's client does next. `waits`: for something else, `expected_s` long if it is known
-    (0: not), so that its pages may leave the device as soon as nothing runs on it; else it will compute in a moment."""
+    (0: not), so that its pages may leave the device as soon as nothing runs on it; else it will compute in a moment,
+    and `bulk` says whether the time between its tokens matters no more than anybody's."""
 
     session: str
     waits: bool
     expected_s: float = 0.0
+    tool: str = ""  # that it waits for
+    bulk: bool | None = None  # None: as it was
 
 
 class Pause(msgspec.Struct, tag="pause"):
@@ -234,6 +244,45 @@ class Pause(msgspec.Struct, tag="pause"):
 class Resume(msgspec.Struct, tag="resume"):
     """One-way. A session that is not paused stays as it is."""
 
+    session: str
+
+
+class SetClass(msgspec.Struct, tag="set_class"):
+    """One-way: the session has this class from now on, and the request that runs on it, too."""
+
+    session: str
+    priority: Class
+
+
+class TenantLimits(msgspec.Struct, frozen=True):
+    """`weight`: of the tenant's share of device time. Bytes of pages in each tier; None: no limit."""
+
+    tenant: int
+    weight: float = 1.0
+    device_kv: int | None = None
+    host_kv: int | None = None
+    disk_kv: int | None = None
+
+
+class SetTenants(msgspec.Struct, tag="set_tenants"):
+    """One-way: these tenants have these limits from now on; who is not named keeps what it had, and at first has
+    none."""
+
+    tenants: list[TenantLimits]
+
+
+class SetPolicy(msgspec.Struct, tag="set_policy"):
+    """One-way: see config.Scheduling. Seconds."""
+
+    slowdown: float
+    between_tokens: float
+    ageing: float
+
+
+class Explain(msgspec.Struct, tag="explain"):
+    """Answered by Explained, or by Failed(session_not_found)."""
+
+    request: int
     session: str
 
 
@@ -279,6 +328,10 @@ ToEngine = (
     | Signal
     | Pause
     | Resume
+    | SetClass
+    | SetTenants
+    | SetPolicy
+    | Explain
     | PublicPrefix
     | Inquire
     | Shutdown
@@ -367,6 +420,25 @@ class Paused(msgspec.Struct, tag="paused"):
     seconds: float
 
 
+class Explained(msgspec.Struct, tag="explained"):
+    """`ahead`: sessions of the model that are served before this one, the first of them first."""
+
+    request: int
+    state: str
+    reason: str
+    figures: dict[str, int | float | str]
+    ahead: list[str]
+
+
+class TenantUse(msgspec.Struct, array_like=True):
+    """Bytes of pages that the tenant has in each tier, of all models."""
+
+    tenant: int
+    device_kv: int
+    host_kv: int
+    disk_kv: int
+
+
 class Token(msgspec.Struct, array_like=True):
     request: int
     token: int
@@ -378,6 +450,7 @@ class Started(msgspec.Struct, array_like=True):
 
     request: int
     at: float  # CLOCK_MONOTONIC, the same in every process
+    woken: bool = False  # the session's KV had left the device since it last had a row
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
@@ -446,6 +519,7 @@ class Report(msgspec.Struct, tag="report"):
     queued: int
     models: list[ModelInfo]
     sessions: list[SessionUse]
+    tenants: list[TenantUse] = []
     findings: list[str] = []
 
 
@@ -468,6 +542,7 @@ FromEngine = (
     | Traced
     | Unloaded
     | Paused
+    | Explained
     | Stepped
     | Finished
     | LogitsReady

@@ -1,6 +1,6 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags. Parsed once; frozen after that."""
 
-from djinnd.config.schema import Config, Limits, Log, Model
+from djinnd.config.schema import Config, Limits, Log, Model, Quota, Scheduling
 from djinnd.config.show import show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
@@ -12,6 +12,8 @@ __all__ = [
     "Limits",
     "Log",
     "Model",
+    "Quota",
+    "Scheduling",
     "load",
     "show",
 ]

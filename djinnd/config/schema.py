@@ -8,9 +8,24 @@ from msgspec import Meta, Struct
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.placing import MAX_SLOTS, Placing, ring_bytes
-from djinnd.config.units import AutoSize, Device, Gigabytes, Packing, Resident, Seconds, Size, User
+from djinn_client.scheduling import Class
+from djinnd.config.units import (
+    AutoSize,
+    Device,
+    Gigabytes,
+    Group,
+    LimitCount,
+    LimitRate,
+    LimitSize,
+    Packing,
+    Resident,
+    Seconds,
+    Size,
+    User,
+)
 
 Count = Annotated[int, Meta(ge=1)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Log(Struct, frozen=True):
@@ -27,6 +42,7 @@ class Limits(Struct, frozen=True):
     public_prefixes_per_model: Count = 256
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
+    queue: Count = 1024  # requests that wait for their first row; more are told to come back
     request_bytes: Size = 16 << 20  # of one frame from a client
     output_bytes: Size = 64 << 20  # that wait for a slow client before its connection is closed
     handshake: Seconds = 10  # from connecting to Hello
@@ -53,6 +69,7 @@ class Model(Struct, frozen=True):
     keep_host: bool = True
     prefetch: bool = True
     piece: Size = 0  # of one copy over the bus; 0: the engine decides
+    keep_alive: Seconds = 0  # without a call, after which it gives its device memory back; 0: never
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that do not go together, or go nowhere."""
@@ -74,6 +91,29 @@ class Model(Struct, frozen=True):
         )
 
 
+class Quota(Struct, frozen=True):
+    """What each user that it matches may have; of several that match, the first. Without users and groups it matches
+    everybody."""
+
+    users: tuple[User, ...] = ()
+    groups: tuple[Group, ...] = ()
+    weight: Weight = 1.0  # of the share of device time
+    highest_class: Class = "interactive"
+    sessions: LimitCount = None  # None: no limit but `limits.sessions_per_user`
+    device_kv: LimitSize = None  # of pages in each tier
+    host_kv: LimitSize = None
+    disk_kv: LimitSize = None
+    tokens_per_s: LimitRate = None  # prompt and output
+
+
+class Scheduling(Struct, frozen=True):
+    """See docs/scheduling.md."""
+
+    slowdown: Annotated[float, Meta(ge=1)] = 1.4  # of a step with sessions that decode, by what joins them
+    between_tokens: Seconds = 0  # up to which a step may become longer in any case
+    ageing: Seconds = 10  # after which a session that had no row comes first, one at a time
+
+
 class Config(Struct, frozen=True):
     device: Device = "auto"
     memory: Size = 0  # hard budget of device memory; 0: the engine decides
@@ -82,4 +122,7 @@ class Config(Struct, frozen=True):
     log: Log = Log()
     limits: Limits = Limits()
     models: dict[str, Model] = {}
+    scheduling: Scheduling = Scheduling()
+    quotas: dict[str, Quota] = {}  # by name of the rule; read again at SIGHUP
+    metrics: str = ""  # path of a socket that answers with Prometheus text; "": none
     admins: tuple[User, ...] = ()  # beside root and the daemon's own user

@@ -185,9 +185,10 @@ def _convert(setting: Setting, type_: Any) -> Any:
 
 
 def _build(type_: Any, key: Key, values: Mapping[Key, Any], sections: Mapping[Key, str]) -> Any:
-    """The struct (or mapping of structs) at `key`, from the values below it; the rest are defaults. Raises ConfigError
-    for values that are right alone and not together."""
-    names = dict.fromkeys(k[len(key)] for k in values if k[: len(key)] == key)
+    """The struct (or mapping of structs) at `key`, from the values below it; the rest are defaults. A mapping has what
+    the file has, in its order. Raises ConfigError for values that are right alone and not together."""
+    below = (k for k in (*sections, *values) if len(k) > len(key) and k[: len(key)] == key)
+    names = dict.fromkeys(k[len(key)] for k in below)
     inner = {name: (*key, name) for name in names}
     parts = {n: values[k] if k in values else _build(_type_of(k), k, values, sections) for n, k in inner.items()}
     try:

@@ -6,6 +6,7 @@ wrong with it, and writes a value so that it reads it back. What is kept is a pl
 
 from __future__ import annotations
 
+import grp
 import pwd
 import re
 from collections.abc import Callable
@@ -64,6 +65,18 @@ def write_seconds(seconds: float) -> str:
     return f"{seconds:.15g}s"
 
 
+def read_count(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(f"{value!r} is no count: write a whole number as in 8")
+
+
+def read_rate(value: Any) -> float:
+    if type(value) in (int, float) and 0.0 < value <= 1e12:
+        return float(value)
+    raise ValueError(f"{value!r} is no rate: write how many there may be in a second, as in 500")
+
+
 def read_user(value: Any) -> int:
     """A uid, written as the number or as a name that this machine knows."""
     if type(value) is int and value >= 0:
@@ -72,6 +85,16 @@ def read_user(value: Any) -> int:
         return pwd.getpwnam(value).pw_uid
     except (KeyError, TypeError):
         raise ValueError(f"there is no user {value!r} on this machine") from None
+
+
+def read_group(value: Any) -> int:
+    """A gid, written as the number or as a name that this machine knows."""
+    if type(value) is int and value >= 0:
+        return value
+    try:
+        return grp.getgrnam(value).gr_gid
+    except (KeyError, TypeError):
+        raise ValueError(f"there is no group {value!r} on this machine") from None
 
 
 def read_device(value: Any) -> str:
@@ -114,12 +137,24 @@ def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
     return float(number) if "." in number else int(number), match[2]
 
 
+def _limit(read: Callable[[Any], Any], write: Callable[[Any], Any] = lambda value: value) -> Unit:
+    """Of a value that may be `none`, which is kept as None."""
+    return Unit(
+        lambda value: None if value == "none" else read(value),
+        lambda value: "none" if value is None else write(value),
+    )
+
+
 Size = Annotated[int, Meta(extra={"unit": Unit(read_size, write_size)})]
 AutoSize = Annotated[
     int | None, Meta(extra={"unit": Unit(read_auto_size, lambda size: "auto" if size is None else write_size(size))})
 ]
+LimitSize = Annotated[int | None, Meta(extra={"unit": _limit(read_size, write_size)})]
+LimitCount = Annotated[int | None, Meta(extra={"unit": _limit(read_count)})]
+LimitRate = Annotated[float | None, Meta(extra={"unit": _limit(read_rate)})]
 Seconds = Annotated[float, Meta(extra={"unit": Unit(read_seconds, write_seconds)})]
 User = Annotated[int, Meta(extra={"unit": Unit(read_user)})]
+Group = Annotated[int, Meta(extra={"unit": Unit(read_group)})]
 Device = Annotated[str, Meta(extra={"unit": Unit(read_device)})]
 Resident = Annotated[
     int | float | None, Meta(extra={"unit": Unit(read_resident, lambda value: "auto" if value is None else value)})

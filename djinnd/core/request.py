@@ -11,6 +11,7 @@ That is its life; nothing else moves it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,6 +50,8 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     logits_from: int | None = None
+    expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
+    deadline: float = math.inf  # by which the last token is wanted, on the engine's clock
     state: RequestState = RequestState.QUEUED
     computed: int = 0  # tokens that the model ran for the prompt
     finish_reason: FinishReason | None = None

@@ -27,6 +27,10 @@ class Session:
     wakes_at: float = 0.0  # when that is expected to be over; 0: nobody knows
     quiet_since: float | None = None  # when it was first seen to be idle since its last request
     paused: bool = False  # it gets no row
+    bulk: bool = False  # the time between its tokens matters no more than anybody's
+    row_at: float = 0.0  # when it last had a row, or was lined up
+    passed_over: str = ""  # why it has no row in the last step, of those that were asked
+    woken: bool = False  # its pages have left the device since its last row
     left_at: int = 0  # what `computed` was when its pages last left the device
 
     @property

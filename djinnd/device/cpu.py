@@ -125,7 +125,7 @@ class CpuDevice(Device):
         event, trace, stamps = _CopyEvent(), self.trace, None
         if trace is not None:
             stamps = (_Stamp(), _Stamp())
-            trace.add("copy", name, *stamps, bytes=source.nbytes)
+            trace.add(lane.value, name, *stamps, bytes=source.nbytes)
         self._queue.put(_Copy(target, source, event, stamps))
         return event
 

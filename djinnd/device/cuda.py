@@ -22,9 +22,6 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _PIN_THREADS = 16  # registering 16 GiB in pieces side by side takes 0.6 s, in one call 5.4 s
 
-
-_TRACKS = {Lane.WEIGHTS: "copy", Lane.UP: "pages up", Lane.DOWN: "pages down"}  # of a trace
-
 _libc = ctypes.CDLL(None)
 
 
@@ -142,7 +139,7 @@ class CudaDevice(Device):
                 target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
             event.record(stream)
         if trace is not None and began is not None:
-            trace.add(_TRACKS[lane], name, began, _Stamp(event), bytes=source.nbytes)
+            trace.add(lane.value, name, began, _Stamp(event), bytes=source.nbytes)
         return _CopyEvent(event, self.compute_stream)
 
     def mark(self) -> torch.cuda.Event:

@@ -31,11 +31,11 @@ class Event(Protocol):
 
 
 class Lane(Enum):
-    """Copies of one lane happen in the order queued; those of others meanwhile."""
+    """Copies of one lane happen in the order queued; those of others meanwhile. By the track of their spans."""
 
-    WEIGHTS = "weights"
-    UP = "up"  # pages, to the device
-    DOWN = "down"  # pages, to the host: both ways at once, the bus carries nearly twice as much
+    WEIGHTS = "copy"
+    UP = "pages up"  # to the device
+    DOWN = "pages down"  # to the host: both ways at once, the bus carries nearly twice as much
 
 
 class Mark(Protocol):

@@ -1,8 +1,10 @@
 """What a device did when: spans on named tracks, each between two stamps.
 
-    step     │ step                                        │ step
-    compute  │ prologue │ block 0 │   │ block 1 │ epilogue │
-    copy     │ block 2 │ block 2 │ block 1 │ block 1 │ …          a span a piece
+    step        │ step                                        │ step
+    compute     │ prologue │ block 0 │   │ block 1 │ epilogue │
+    copy        │ block 2 │ block 2 │ block 1 │ block 1 │ …          a span a piece
+    pages up         │ promote 16 │                                  a span a copy of neighbouring pages
+    pages down                 │ demote 8 │ demote 3 │
 
 A stamp is queued like work and has its time when its stream has passed it: recording makes nobody wait. Times are read
 when the trace has ended and all its stamps have been passed. On a track one span follows another.

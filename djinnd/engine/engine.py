@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost
-from djinn_client.protocol import ModelInfo
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
@@ -21,6 +23,7 @@ from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.export import Passages
+from djinnd.engine.figures import Figures
 from djinnd.engine.loading import LoadQueue, LoadResult
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.pauses import Pauses
@@ -28,6 +31,7 @@ from djinnd.engine.serving import make_runner
 from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("djinnd.engine")
@@ -56,8 +60,9 @@ class Engine:
         self._passages = Passages(device, self._scheduler, self._runners, channel, self._compute_kv)
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
-        self._steps = 0
-        self._generated = 0
+        self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._under_way)
+        self._unwaited_s = 0.0  # of steps that nobody has waited for
+        self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._alive_at = 0.0
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -82,8 +87,12 @@ class Engine:
             messages.Signal: self._tiers.signal,
             messages.Pause: self._pauses.ask,
             messages.Resume: lambda m: self._scheduler.resume(m.session),
+            messages.SetClass: lambda m: self._scheduler.set_class(m.session, m.priority),
+            messages.SetTenants: self._set_tenants,
+            messages.SetPolicy: self._set_policy,
+            messages.Explain: self._explain,
             messages.PublicPrefix: self._mark_public,
-            messages.Inquire: self._report,
+            messages.Inquire: lambda m: channel.send(self._figures.report(m)),
             messages.Shutdown: self._shutdown,
         }
 
@@ -95,6 +104,7 @@ class Engine:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
                 received = self._channel.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
+                self._scheduler.tick(time.monotonic())
                 quiet = not received and (quiet or not busy)
                 for message in received:
                     self._handlers[type(message)](message)
@@ -104,7 +114,7 @@ class Engine:
                 busy = self._passages.turn() or busy
                 if moving and not busy:
                     self._tiers.wait()
-                busy = busy or moving
+                busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
                 self._tracer.answer()
                 self._beat()
         except ServerGone:
@@ -129,18 +139,29 @@ class Engine:
         except Exception as error:
             self._fail_batch(batch, error)
             return True
-        self._steps += 1
-        if batch.tokens - len(batch.rows) >= PREFILL_TOKENS and sampled.tokens:
-            self._tiers.note_prefill(batch.model, batch.tokens, time.monotonic() - began)
+        self._figures.steps += 1
+        self._unwaited_s += time.monotonic() - began
+        self._unwaited[batch.model] += batch.tokens
         requests = [row.request for row in batch.rows if row.samples]
         self._tell(requests, sampled, started)
         for index in sampled.unsound:
             told = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
             self._fail(requests[index], told)
-        for request in self._scheduler.complete(batch, sampled.tokens):
+        waits = bool(sampled.tokens) or any(row.request.logits_from is not None for row in batch.rows)
+        seconds = self._waited_for(batch) if waits else 0.0
+        for request in self._scheduler.complete(batch, sampled.tokens, seconds):
             self._finish(request)
         self._runners[batch.model].settle()
         return True
+
+    def _waited_for(self, batch: Batch) -> float:
+        """The seconds of this step, and of those before it that nobody has waited for."""
+        seconds, self._unwaited_s = self._unwaited_s, 0.0
+        tokens = self._unwaited.pop(batch.model)
+        if tokens - len(batch.rows) >= PREFILL_TOKENS and not self._unwaited:
+            self._tiers.note_prefill(batch.model, tokens, seconds)
+        self._unwaited.clear()
+        return seconds
 
     def _prepare(self) -> bool:
         """In an idle moment: does for one model what its later steps would have to do. Whoever speaks meanwhile waits
@@ -150,9 +171,13 @@ class Engine:
     def _note_started(self, batch: Batch) -> list[messages.Started]:
         if not self._waiting:
             return []
-        first = [row.request.id for row in batch.rows if row.request.id in self._waiting]
-        self._waiting.difference_update(first)
-        return [messages.Started(request, time.monotonic()) for request in first]
+        now = time.monotonic()
+        rows = [row for row in batch.rows if row.request.id in self._waiting]
+        started = [messages.Started(row.request.id, now, row.session.woken) for row in rows]
+        for row in rows:
+            self._waiting.remove(row.request.id)
+            row.session.woken = False
+        return started
 
     def _tell(self, requests: Sequence[Request], sampled: Sampled, started: list[messages.Started]) -> None:
         """What the step gave each request; those that are unsound get no token."""
@@ -163,7 +188,7 @@ class Engine:
             for index, (request, token, logprobs) in enumerate(given)
             if index not in unsound
         ]
-        self._generated += len(tokens)
+        self._figures.generated += len(tokens)
         if tokens or started:
             self._channel.send(messages.Stepped(tokens, started))
 
@@ -219,9 +244,12 @@ class Engine:
             stop_tokens=frozenset(message.stop_tokens),
             logprobs=message.logprobs,
             logits_from=first if message.logits else None,
+            expected_tokens=message.expected_tokens,
+            deadline=message.deadline or math.inf,
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
         self._scheduler.submit(session.id, request, message.tokens)
+        self._tiers.called(session.id)
         if message.logits:
             try:
                 self._runners[session.model].open_window(request)
@@ -277,6 +305,25 @@ class Engine:
         self._waiting.discard(request.id)
         return self._under_way.pop(request.id)
 
+    def _set_policy(self, message: messages.SetPolicy) -> None:
+        policy = Policy(message.slowdown, message.between_tokens, message.ageing)
+        if policy != self._scheduler.policy:
+            self._scheduler.set_policy(policy)
+            log.info("policy_set slowdown=%g between_tokens=%g ageing=%g", *astuple(policy))
+
+    def _set_tenants(self, message: messages.SetTenants) -> None:
+        for limits in message.tenants:
+            self._scheduler.set_tenant(limits.tenant, limits.weight, limits.device_kv)
+        self._tiers.set_tenants(message.tenants)
+
+    def _explain(self, message: messages.Explain) -> None:
+        try:
+            told = self._scheduler.why(message.session)
+        except DjinnError as error:
+            self._refuse(message.request, error)
+            return
+        self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
+
     # --- models -----------------------------------------------------------------------------------------------------
 
     def _adopt_loaded(self) -> None:
@@ -315,7 +362,7 @@ class Engine:
         self._runners[load.model] = runner
         paging = self._tiers.add(runner)
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
-        self._channel.send(messages.Loaded(load.request, self._info(runner)))
+        self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
 
     def _release_host(self, runner: ModelRunner) -> None:
         """Gives back the model's copy on the host, where that is wished and nothing needs it."""
@@ -338,65 +385,35 @@ class Engine:
         except DjinnError as error:
             self._refuse(message.request, error)
             return
-        budget, models = self._device.budget, [self._info(runner) for runner in self._runners.values()]
+        budget, models = self._device.budget, [self._figures.info(runner) for runner in self._runners.values()]
         log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
         self._channel.send(
             messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)
         )
 
     def _unload(self, message: messages.Unload) -> None:
-        """The server has closed the model's sessions before."""
-        self._tiers.remove(message.model)
-        self._scheduler.remove_model(message.model)
-        self._runners.pop(message.model).release()
-        self._channel.send(messages.Unloaded(message.request))
+        def unload() -> None:
+            self._tiers.remove(message.model)
+            self._scheduler.remove_model(message.model)
+            self._runners.pop(message.model).release()
+            self._channel.send(messages.Unloaded(message.request))
+
+        if message.keep_pages:
+            self._tiers.retire(message.model, unload)
+        else:
+            unload()
 
     def _mark_public(self, message: messages.PublicPrefix) -> None:
         kv = self._runners[message.model].kv
         kv.public.mark(message.tokens, kv.page_size)
 
-    # --- the engine's own state -------------------------------------------------------------------------------------
-
-    def _report(self, message: messages.Inquire) -> None:
-        load, now = self._scheduler.load(), time.monotonic()
-        budget = self._device.budget
-        self._channel.send(
-            messages.Report(
-                request=message.request,
-                budget_bytes=budget.total,
-                used_bytes=budget.used,
-                steps=self._steps,
-                generated_tokens=self._generated,
-                running=load.running + load.held,
-                queued=load.queued,
-                models=[self._info(runner) for runner in self._runners.values()],
-                sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
-                findings=self._audit() if message.check else [],
-            )
-        )
-
-    def _info(self, runner: ModelRunner) -> ModelInfo:
-        info = runner.info()
-        self._tiers.fill(info)
-        return info
-
-    def _audit(self) -> list[str]:
-        findings = []
-        for name, audited in (("scheduler", self._scheduler), ("budget", self._device.budget)):
-            try:
-                audited.check_integrity()
-            except AssertionError as error:
-                findings.append(f"{name}: {error}")
-        windows = {request for runner in self._runners.values() for request in runner.windows}
-        if stray := windows - self._under_way.keys():
-            findings.append(f"engine: windows of ended requests {sorted(stray)}")
-        return findings
+    # --- the engine itself ------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._alive_at >= ALIVE_EVERY:
             self._alive_at = now
-            self._channel.send(messages.Alive(self._steps))
+            self._channel.send(messages.Alive(self._figures.steps))
 
     def _shutdown(self, message: messages.Shutdown) -> None:
         if message.keep_pages:

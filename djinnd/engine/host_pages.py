@@ -30,7 +30,7 @@ log = logging.getLogger("djinnd.engine")
 
 PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
 _PAUSE = 0.001  # seconds between two pieces, for whoever waits for the driver
-_LAYOUT = 1  # of a page's bytes; another one when pages that were kept are of use no more
+_LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
 
 
 class HostPages:

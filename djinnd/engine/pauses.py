@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinn_client.errors import DjinnError, OutOfMemory, Retry, SessionNotFound
+from djinn_client.errors import DjinnError, OutOfMemory, QuotaExceeded, Retry, SessionNotFound
 from djinn_client.protocol import Tier
 from djinnd import messages
 from djinnd.core.session import Session
@@ -19,6 +19,7 @@ from djinnd.engine.channel import Channel
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.kvcache.prefixes import Key
+from djinnd.kvcache.tier import Tier as Cache
 from djinnd.scheduler.scheduler import Scheduler
 
 NO_PAGES = "no pages on"  # so begins a model's note that says why it lacks a tier
@@ -122,7 +123,7 @@ class Pauses:
 
     def _is_on_disk(self, pause: _Pause, paging: Paging, keys: list[Key]) -> bool:
         """What the disk lacks is written out, and the host then forgets it. Raises OutOfMemory where the disk does not
-        take all pages: they stay on the host."""
+        take all pages, QuotaExceeded where it may not: they stay on the host."""
         session = pause.session
         if pause.writing is None:
             pause.writing = paging.write_out(session.id, keys)
@@ -133,6 +134,7 @@ class Pauses:
         if not (lacking and pause.writing.failed):
             return True
         self._undo(pause)
+        _expect_quota(session.tenant, lacking, paging.disk)
         folder = self._runners[session.model].load.disk_folder
         raise OutOfMemory(
             f"{lacking:,} pages of the session found no room on disk, {folder}: make some, or pause it to the host",
@@ -142,3 +144,17 @@ class Pauses:
 
     def _refuse(self, asked: messages.Pause, error: DjinnError) -> None:
         self._channel.send(messages.Failed(asked.request, error.code, error.message, error.data))
+
+
+def _expect_quota(tenant: int, pages: int, disk: Cache | None) -> None:
+    """Raises QuotaExceeded where the tenant may not have so many pages more on disk."""
+    assert disk is not None
+    limit, used = disk.tenancy.limit_of(tenant), disk.tenancy.used_by(tenant)
+    if limit is not None and used + pages * disk.page_bytes > limit:
+        raise QuotaExceeded(
+            f"{pages:,} pages of the session, {pages * disk.page_bytes:,} bytes, exceed the quota disk_kv "
+            f"({used:,} of {limit:,} bytes are in use): pause it to the host, or have the quota raised",
+            quota="disk_kv",
+            limit=limit,
+            used=used,
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +23,13 @@ from djinnd.engine.pauses import NO_PAGES, Pauses
 from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
 log = logging.getLogger("djinnd.engine")
 
 TEND_EVERY = 0.25  # seconds
-_LEAD = 1.5  # times what copying takes, so much before it is expected, a session comes back; and a little more:
-_LEAD_S = 0.05
-_WORTH = 4  # times what copying takes: a shorter wait is not worth leaving for
 
 
 @dataclass(slots=True)
@@ -49,7 +50,10 @@ class Tiers:
         self._loads = loads
         self._pauses = pauses
         self._models: dict[str, _Model] = {}
+        self._on_host, self._on_disk = Tenancy(), Tenancy()
+        self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
         self._tended_at = 0.0
+        self._waits = Waits()
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -74,6 +78,16 @@ class Tiers:
         self.settle(name)
         self._models.pop(name).transfers.close()
 
+    def retire(self, name: str, then: Callable[[], None]) -> None:
+        """Closes all sessions of the model, which are idle, and brings their pages to the host, beside the steps of
+        other models. `then` is called between two steps, when nothing of it is under way any more."""
+        residence = self._scheduler.residence(name)
+        for session in [session for session in self._scheduler.sessions() if session.model == name]:
+            residence.leave(session, sealed=True)
+            ended = self._scheduler.close(session.id)  # what moves is protected, and goes on
+            assert ended is None, f"{name} retires while request {ended.id} runs"
+        self._retiring[name] = then
+
     def settle(self, name: str) -> None:
         """Waits for all that is under way, and what that leads to."""
         model = self._models[name]
@@ -90,7 +104,7 @@ class Tiers:
         if result.pages is None:
             model.runner.weights.notes.append(f"{NO_PAGES} the host: {result.why}")
         else:
-            model.transfers.attach_host(result.pages)
+            model.transfers.attach_host(result.pages, self._on_host)
             self._scheduler.residence(result.model).costs.bus = self._device.rates().bus
             if model.disk_slots:
                 self._open_file(model)
@@ -105,7 +119,7 @@ class Tiers:
             log.warning("page_file_refused model=%s error=%s", load.model, error)
             model.runner.weights.notes.append(f"{NO_PAGES} disk, in {Path(load.disk_folder)}: {error}")
         else:
-            model.transfers.attach_disk(file)
+            model.transfers.attach_disk(file, self._on_disk)
 
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
@@ -123,6 +137,13 @@ class Tiers:
                 self._scheduler.over(name, model.transfers.turn())
                 self._scheduler.residence(name).costs.disk = model.transfers.disk_rate
         self._pauses.turn()
+        for name in [name for name in self._retiring if not self._models[name].paging.is_busy]:
+            self._retiring.pop(name)()
+        return self.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is under way, or about to be."""
         return any(model.paging.is_busy for model in self._models.values())
 
     def wait(self) -> None:
@@ -155,15 +176,25 @@ class Tiers:
             session = self._scheduler.session(message.session)
         except SessionNotFound:  # closed meanwhile
             return
-        if not message.waits:
+        if message.bulk is not None:
+            session.bulk = message.bulk
+        if message.waits:
+            self._begin_wait(session, message)
+        else:
+            self._waits.end(session.id, time.monotonic())
             self._scheduler.wake(session.id)
-            return
+
+    def called(self, session_id: str) -> None:
+        """A call begins to run on the session: what it has waited for is over."""
+        self._waits.end(session_id, time.monotonic())
+
+    def _begin_wait(self, session: Session, message: messages.Signal) -> None:
+        now = time.monotonic()
+        self._waits.begin(session.id, session.tenant, message.tool, now)
+        expected = message.expected_s or self._waits.expected(session.tenant, message.tool)
         copying, is_here = self._seconds_to_copy(session), self._pages_held(session) > 0
-        if is_here and not session.waits and 0 < message.expected_s < _WORTH * copying:
-            return
-        lead = _LEAD * copying + _LEAD_S
-        until = time.monotonic() + max(message.expected_s - lead, 0.0) if message.expected_s else 0.0
-        self._scheduler.wait(session.id, until)
+        if session.waits or not is_here or is_worth_leaving(expected, copying):
+            self._scheduler.wait(session.id, back_at(now, expected, copying))
 
     def _pages_held(self, session: Session) -> int:
         return self._scheduler.residence(session.model).kv.pages_held(session.id)
@@ -174,6 +205,24 @@ class Tiers:
         kv, bus = residence.kv, residence.costs.bus
         pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
         return pages * kv.page_bytes / bus if bus else 0.0
+
+    # --- tenants ----------------------------------------------------------------------------------------------------
+
+    def set_tenants(self, tenants: Sequence[messages.TenantLimits]) -> None:
+        """What they may have on host and disk from now on, over all models. The device's pages are the scheduler's."""
+        for limits in tenants:
+            self._on_host.limit(limits.tenant, limits.host_kv)
+            self._on_disk.limit(limits.tenant, limits.disk_kv)
+
+    def uses_of_tenants(self) -> list[messages.TenantUse]:
+        """Of every tenant that has a page somewhere, in rising order; without public pages, which are nobody's."""
+        device: Counter[int] = Counter()
+        for model in self._models.values():
+            kv = model.runner.kv
+            device.update({tenant: pages * kv.page_bytes for tenant, pages in kv.pool.uses().items()})
+        host, disk = self._on_host.uses(), self._on_disk.uses()
+        tenants = sorted({*device, *host, *disk} - {ANYBODY})
+        return [messages.TenantUse(tenant, device[tenant], host[tenant], disk[tenant]) for tenant in tenants]
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

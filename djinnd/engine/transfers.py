@@ -27,6 +27,7 @@ from djinnd.engine.host_pages import HostPages
 from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Move, Paging, Transfer, Way
+from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
@@ -74,13 +75,14 @@ class Transfers:
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-pages")
         self._failed_at = 0.0  # when a file was last complained about
 
-    def attach_host(self, pages: HostPages) -> None:
+    def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
+        """`tenancy`: see Tier."""
         self.host = pages
-        self._paging.use_host(Tier(pages.table, pages.capacity))
+        self._paging.use_host(Tier(pages.table, pages.capacity, tenancy, pages.page_bytes))
 
-    def attach_disk(self, file: PageFile) -> None:
+    def attach_disk(self, file: PageFile, tenancy: Tenancy | None = None) -> None:
         self.disk = file
-        self._paging.use_disk(Tier(file.table, file.slots))
+        self._paging.use_disk(Tier(file.table, file.slots, tenancy, file.page_bytes))
 
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
@@ -245,6 +247,7 @@ class Transfers:
         """Nothing is under way."""
         assert not self._paging.is_busy
         self._threads.shutdown()
+        self._paging.close()
         if self.disk is not None:
             self.disk.close()
         if self.host is not None:

@@ -61,6 +61,7 @@ class KvManager:
         self._prefixes = Prefixes()
         self._protected: Counter[int] = Counter()  # references to pages that tables do not have: they are moving
         self._read: dict[int, int] = {}  # of those, how many first tokens nobody may write
+        self._stranded: set[int] = set()  # of those, the ones that no session holds
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
 
     @property
@@ -83,6 +84,11 @@ class KvManager:
     def pages_held(self, session_id: str) -> int:
         row = self._row.get(session_id)
         return 0 if row is None else self._held[row]
+
+    def fits(self, session_id: str, tokens: int) -> bool:
+        """Whether the session holds pages for so many tokens."""
+        row = self._row.get(session_id)
+        return row is not None and self._held[row] * self.page_size >= tokens
 
     def pages_of(self, session_id: str) -> list[int]:
         """In the order of the tokens; empty for a session that holds none."""
@@ -129,6 +135,7 @@ class KvManager:
         self._protected[page] -= 1
         if not self._protected[page]:
             del self._protected[page], self._read[page]
+            self._stranded.discard(page)
         self.pool.release([page], self._prefixes)
 
     def unfilled(self, page: int) -> None:
@@ -142,7 +149,15 @@ class KvManager:
     @property
     def stranded(self) -> int:
         """Pages that no session holds any more, and that are free as soon as they have moved."""
-        return sum(self.holders(page) == 0 for page in list(self._protected))
+        return len(self._stranded)
+
+    def own_pages(self, session_id: str, tenant: int) -> int:
+        """Of the pages that the session holds, those that count as its tenant's: all but public ones. O(pages)."""
+        return sum([self.pool.tenant(page) == tenant for page in self.pages_of(session_id)])
+
+    def leaving_pages(self, tenant: int) -> int:
+        """Of the stranded, those that count as the tenant's."""
+        return sum([self.pool.tenant(page) == tenant for page in self._stranded])
 
     @property
     def protected(self) -> list[int]:
@@ -188,6 +203,7 @@ class KvManager:
             return computed
         self.trim(session_id, own * size)
         self.pool.share(found, tenant)
+        self._stranded.difference_update(found)
         self._append(session_id, found)
         self._keys[session_id] = keys
         return len(keys) * size
@@ -196,17 +212,19 @@ class KvManager:
         start = len(keys) * self.page_size
         return self.public.next_key(origin, keys[-1] if keys else None, tokens[start : start + self.page_size])
 
-    def fork(self, parent: str, child: str, tenant: int, tokens: int) -> tuple[int, PageCopy | None]:
+    def fork(
+        self, parent: str, child: str, tenant: int, tokens: int, *, may_copy: bool = True
+    ) -> tuple[int, PageCopy | None]:
         """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
         fills a page in part, the child gets one of its own, to be copied. The parent holds pages for just these tokens.
-        → tokens that the child has KV of; fewer than `tokens` where no page is free for the copy."""
+        → tokens that the child has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
         assert child not in self._row
         pages = self.pages_of(parent)
         assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
         full = tokens // self.page_size
         own, copy = pages[:full], None
         self.pool.share(own, tenant)
-        if full < len(pages) and self.pool.free:
+        if full < len(pages) and may_copy and self.pool.free:
             copy = PageCopy(pages[full], *self.pool.allocate(1, tenant, overwritten=True))
             self._prefixes.forget([copy.target])
             own.append(copy.target)
@@ -250,7 +268,9 @@ class KvManager:
 
     def _cut(self, session_id: str, row: int, kept: int) -> None:
         held = self._held[row]
-        self.pool.release(self._pages(row)[kept:].tolist(), self._prefixes)
+        pages = self._pages(row)[kept:].tolist()
+        self.pool.release(pages, self._prefixes)
+        self._stranded.update(page for page in self._protected.keys() & pages if self.holders(page) == 0)
         self._table[row, kept:held] = SCRATCH
         self._held[row] = kept
         if kept == 0:
@@ -311,6 +331,8 @@ class KvManager:
         in_tables = np.bincount(self._table.ravel(), minlength=self.pool.capacity + 1)
         moving = self._protected
         assert moving.keys() == self._read.keys(), "pages that move and pages that are read differ"
+        stranded = {page for page in moving if self.holders(page) == 0}
+        assert stranded == self._stranded, f"pages {sorted(stranded ^ self._stranded)}: stranded or not?"
         assert entries == self._table.size - in_tables[SCRATCH], "a row has pages past those that it counts"
         for page in range(1, self.pool.capacity + 1):
             holders, references = in_tables[page] + moving[page], self.pool.references(page)

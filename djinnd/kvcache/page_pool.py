@@ -8,15 +8,20 @@ and of those the one that was freed first.
 
 A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out to
 be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made.
+
+It also counts: a page that is held is used by that tenant, once, however many of its sessions hold it, and until it has
+been copied where it is to go. A public page is used by nobody (ANYBODY): who has computed it may have gone long ago.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Sequence
 
+from djinnd.kvcache.tenancy import ANYBODY
+
 SCRATCH = 0
-ANYBODY = -1  # a tenant that all are
+_NOBODY = -2  # a tenant that nobody is: it had the pages that no tenant has had
 
 
 class OutOfPages(Exception):
@@ -35,8 +40,9 @@ class PagePool:
         self.capacity = num_pages - 1
         self._free = OrderedDict.fromkeys(range(1, num_pages))  # the first is given first
         self._references = [0] * num_pages
-        self._last_tenant: list[int | None] = [None] * num_pages
+        self._last_tenant = [_NOBODY] * num_pages
         self._stale: set[int] = set()
+        self._used_by = {ANYBODY: 0}  # held pages, by tenant
 
     @property
     def free(self) -> int:
@@ -45,6 +51,19 @@ class PagePool:
     @property
     def used(self) -> int:
         return self.capacity - len(self._free)
+
+    def used_by(self, tenant: int) -> int:
+        """Pages that the tenant's sessions hold, or that are still being copied for them; each once."""
+        return self._used_by.get(tenant, 0)
+
+    def uses(self) -> dict[int, int]:
+        """The same of every tenant that holds some; of public pages under ANYBODY."""
+        return {tenant: pages for tenant, pages in self._used_by.items() if pages}
+
+    def tenant(self, page: int) -> int:
+        """Of a page that is held; ANYBODY's are public ones."""
+        assert self._references[page] > 0, f"page {page} is held by nobody"
+        return self._last_tenant[page]
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -56,10 +75,11 @@ class PagePool:
             raise OutOfPages(count, len(self._free))
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
-            if self._last_tenant[page] not in (None, tenant):
+            if self._last_tenant[page] not in (_NOBODY, tenant):
                 self._stale.add(page)
             self._last_tenant[page] = tenant
             self._references[page] = 1
+        self._used_by[tenant] = self.used_by(tenant) + count
         if overwritten:
             self._stale.difference_update(pages)
         return pages
@@ -71,14 +91,18 @@ class PagePool:
     def share(self, pages: Sequence[int], tenant: int) -> None:
         """Adds a reference to each, which must be the tenant's or, if free, have been; it is not free any more."""
         for page in pages:
-            assert self._last_tenant[page] in (tenant, ANYBODY), f"page {page} is not tenant {tenant}'s"
-            if self._references[page] == 0:
+            last_tenant, count = self._last_tenant[page], self._references[page]
+            assert last_tenant in (tenant, ANYBODY), f"page {page} is not tenant {tenant}'s"
+            if count == 0:
                 del self._free[page]
-            self._references[page] += 1
+                self._used_by[last_tenant] += 1
+            self._references[page] = count + 1
 
     def make_public(self, page: int) -> None:
-        """What it holds may be shared by all tenants, for as long as it holds that."""
+        """What the page, which somebody holds, holds may be shared by all tenants, for as long as it holds that."""
+        self._used_by[self.tenant(page)] -= 1
         self._last_tenant[page] = ANYBODY
+        self._used_by[ANYBODY] += 1
 
     def is_public(self, page: int) -> bool:
         return self._last_tenant[page] == ANYBODY
@@ -92,10 +116,12 @@ class PagePool:
         """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix
         before its beginning."""
         for page in reversed(pages):
-            assert self._references[page] > 0, f"page {page} is released but nobody holds it"
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            count = self._references[page]
+            assert count > 0, f"page {page} is released but nobody holds it"
+            self._references[page] = count - 1
+            if count == 1:
                 self._free[page] = None
+                self._used_by[self._last_tenant[page]] -= 1
                 if page not in of_use:
                     self._free.move_to_end(page, last=False)
 
@@ -110,7 +136,7 @@ class PagePool:
         references, last_tenant, stale = self._references, self._last_tenant, self._stale
         self.capacity = num_pages - 1
         self._references = [0] * num_pages
-        self._last_tenant = [None] * num_pages
+        self._last_tenant = [_NOBODY] * num_pages
         for old, new in places.items():
             self._references[new], self._last_tenant[new] = references[old], last_tenant[old]
         self._stale = {places[page] for page in stale if page in places}
@@ -135,4 +161,6 @@ class PagePool:
             assert (count == 0) == (page in free), f"page {page} has {count} references, free: {page in free}"
         held = sum(1 for count in self._references if count)
         assert held == self.used, f"{held} pages are held, the pool counts {self.used}"
+        used = Counter(tenant for tenant, count in zip(self._last_tenant, self._references, strict=True) if count)
+        assert self.uses() == used, f"tenants use {dict(used)} pages, the pool counts {dict(self.uses())}"
         assert all(SCRATCH < page <= self.capacity for page in self._stale), "a stale page is not one of this pool"

@@ -6,8 +6,9 @@
                  promote                   fetch
 
 KV follows from tokens, so a tier is a cache (tier.py): a page that is nowhere is computed anew, and a page that is
-there already need not be copied again. Whatever moves belongs to transfers, each of one session: its pages leave the
-device, or arrive there, and it is the scheduler's to say what becomes of the session when the last of them has landed.
+there already need not be copied again. It is the same tenant's in every tier. Whatever moves belongs to transfers,
+each of one session: its pages leave the device, or arrive there, and it is the scheduler's to say what becomes of the
+session when the last of them has landed.
 
 A page that moves has one more reference than page tables give it, so nobody is given it and nobody writes into it; a
 session that goes on meanwhile only writes behind what is being copied. A slot that fills is nobody's to find; one that
@@ -102,6 +103,7 @@ class Paging:
         self._arriving: dict[Key, Move] = {}  # what is on its way to the device
         self._filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
         self._writing_out: dict[Key, Move] = {}  # the same, to disk
+        self._written_out: set[Key] = set()  # of the host's oldest pages, those that have been since they are
 
     def use_host(self, tier: Tier) -> None:
         """The host tier is there, with what an earlier process has left in it."""
@@ -113,6 +115,12 @@ class Paging:
         assert self.disk is None
         self.disk = tier
         self._unproven[tier] = tier.keys()
+
+    def close(self) -> None:
+        """Nothing is under way. The tiers stay as they are, for who comes next, and count for no tenant any more."""
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.close()
 
     # --- pages leave the device -------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class Paging:
 
     def _demote(self, key: Key, page: int, tokens: int) -> Move | None:
         assert self.host is not None
-        slot = self.host.prepare(key)
+        slot = self.host.prepare(key, self.kv.pool.tenant(page))
         if slot is None:
             return None
         self.kv.protect(page, tokens)
@@ -212,8 +220,16 @@ class Paging:
         return sorted({end for end in (full, *ends) if start < end <= min(full, length)}, reverse=True)
 
     def _has(self, key: Key) -> bool:
+        """Or on disk, from where it can be had: not by who may have nothing on the host, through which it comes."""
         assert self.host is not None
-        return key in self.host or (self.disk is not None and self.disk.peek(key) is not None)
+        if key in self.host:
+            return True
+        source = self.disk.peek(key) if self.disk is not None else None
+        return source is not None and self.host.may_have(self._tenant_on_disk(source))
+
+    def _tenant_on_disk(self, slot: int) -> int:
+        assert self.disk is not None
+        return self.disk.tenants[slot]
 
     def load(self, session: str, tenant: int, found: Found) -> Transfer:
         """Gives the session, which holds pages for its first `found.start` tokens, those for what was found, and brings
@@ -248,7 +264,8 @@ class Paging:
     def _can_fetch(self, key: Key) -> bool:
         """Not, too, where it was on the host only, and has given way to one before it."""
         assert self.host is not None
-        return self.host.has_room and self.disk is not None and self.disk.peek(key) is not None
+        source = self.disk.peek(key) if self.disk is not None else None
+        return source is not None and self.host.has_room(self._tenant_on_disk(source))
 
     def _promote(self, key: Key, slot: int, page: int, transfer: Transfer) -> None:
         assert self.host is not None
@@ -260,8 +277,10 @@ class Paging:
     def _fetch(self, key: Key, page: int, transfer: Transfer) -> None:
         """By way of the host."""
         assert self.host is not None and self.disk is not None
-        source, slot = self.disk.find(key), self.host.prepare(key)
-        assert source is not None and slot is not None
+        source = self.disk.find(key)
+        assert source is not None
+        slot = self.host.prepare(key, self.disk.tenants[source])
+        assert slot is not None
         self.disk.pin(source)
         move = Move(Way.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])
         self._filling[key] = self._arriving[key] = move
@@ -284,12 +303,17 @@ class Paging:
 
     def write_out_oldest(self, most: int) -> int:
         """Copies up to so many of the host's oldest pages to disk, where the host is nearly full: they will give way to
-        others. → how many."""
+        others. Each once, while it is one of the oldest: a disk that is smaller than they are, or where a tenant may
+        have fewer, would else be written without end. → how many."""
         if self.host is None or self.disk is None or self.host.used < WRITE_OUT_ABOVE * self.host.capacity:
             return 0
-        near = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
-        begun = (move for slot in near if (move := self._write_out(self.host.key(slot))) is not None)
-        return len(list(islice(begun, most)))
+        oldest = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
+        near = [self.host.key(slot) for slot in oldest]
+        self._written_out.intersection_update(near)
+        lacking = (key for key in near if key not in self._written_out and self._write_out(key) is not None)
+        begun = list(islice(lacking, most))
+        self._written_out.update(begun)
+        return len(begun)
 
     def _write_out(self, key: Key) -> Move | None:
         """None where it is on disk already, or on its way, or has no room there, or is not on the host."""
@@ -297,7 +321,7 @@ class Paging:
         source = self.host.peek(key)
         if source is None or key in self.disk:
             return None
-        slot = self.disk.prepare(key)
+        slot = self.disk.prepare(key, self.host.tenants[source])
         if slot is None:
             return None
         self.host.pin(source)
@@ -390,6 +414,7 @@ class Paging:
                 assert self.disk is not None
                 self.disk.abandon(move.target)
                 del self._writing_out[move.key]
+                self._written_out.discard(move.key)
                 _leave(self.host, move, bad=bad)
             case Way.FETCH:
                 assert self.disk is not None

@@ -7,10 +7,10 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
     table    ┌──────────┬──────────┬─ … ─┬────────────────┬─────────┐
              │ record 0 │ record 1 │     │ record slots-1 │ padding │  64 bytes each, up to a multiple of 4096
              └──────────┴──────────┴─ … ─┴────────────────┴─────────┘
-    record   0       8     24         32        40         64
-             ┌───────┬─────┬──────────┬─────────┬──────────┐
-             │ state │ key │ checksum │ touched │  zeros   │             numbers are little-endian; zeros: a free slot
-             └───────┴─────┴──────────┴─────────┴──────────┘
+    record   0       8     24         32        40      48         64
+             ┌───────┬─────┬──────────┬─────────┬───────┬──────────┐
+             │ state │ key │ checksum │ touched │ owner │  zeros   │     numbers are little-endian; zeros: a free slot
+             └───────┴─────┴──────────┴─────────┴───────┴──────────┘
 
     free ──prepare──► filling ──complete──► complete ──prepare for another key──► filling
       ▲                  │                     │
@@ -19,25 +19,29 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
 A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
 it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
 next process. `touched` rises with every use; complete slots by it are the order in which they give way, which the next
-process goes on with. (A machine that loses power may keep an old record beside new bytes: that is for the checksum.)
+process goes on with. `owner` is the tenant and one, or zero where the page is public, and so nobody's: a tenant's slots
+are counted, and may be limited, together with those in other models' tiers (tenancy.py). (A machine that loses power
+may keep an old record beside new bytes: that is for the checksum.)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.prefixes import KEY_BYTES, Key
+from djinnd.kvcache.tenancy import ANYBODY, Place, Tenancy
 
 FREE, FILLING, COMPLETE = 0, 1, 2
 RECORD = np.dtype(
     {
-        "names": ["state", "key", "checksum", "touched"],
-        "formats": ["<u8", f"V{KEY_BYTES}", "<u8", "<u8"],
-        "offsets": [0, 8, 24, 32],
+        "names": ["state", "key", "checksum", "touched", "owner"],
+        "formats": ["<u8", f"V{KEY_BYTES}", "<u8", "<u8", "<u8"],
+        "offsets": [0, 8, 24, 32, 40],
         "itemsize": 64,
     }
 )
@@ -47,29 +51,34 @@ Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 class Tier:
-    """Of one model, in one thread. No call looks through the slots, but for `prepare` and `oldest`, which pass over
-    those that are pinned: as many as are being read."""
+    """Of one model, in one thread, which is that of all tiers of its tenancy. No call looks through the slots, but for
+    `prepare` and `oldest`, which pass over those that are pinned: as many as are being read."""
 
     @staticmethod
     def table_bytes(slots: int) -> int:
         """A multiple of 4096."""
         return -(-slots * RECORD.itemsize // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
-    def __init__(self, table: Table, slots: int) -> None:
+    def __init__(self, table: Table, slots: int, tenancy: Tenancy | None = None, page_bytes: int = 1) -> None:
         """`table`: `table_bytes(slots)` writable bytes, zeros or what an earlier Tier of as many slots has left. Its
-        complete slots are had again. Nobody else writes there for as long as this Tier lives."""
-        assert slots > 0, "a tier without slots holds nothing"
+        complete slots are had again. Nobody else writes there for as long as this Tier lives. `tenancy`: who may have
+        how many bytes here, and in other tiers that have it too; None: one of its own."""
+        assert slots > 0 and page_bytes > 0, "a tier without slots holds nothing"
         self.capacity = slots
+        self.page_bytes = page_bytes
+        self.tenancy = Tenancy() if tenancy is None else tenancy
         records = np.frombuffer(table, RECORD, slots)
         self._state, self._key_of = records["state"], records["key"]
-        self._checksum, self._touched = records["checksum"], records["touched"]
+        self._checksum, self._touched, self._owner = records["checksum"], records["touched"], records["owner"]
         self._slot: dict[Key, int] = {}  # of what is filling or complete
         self._order: OrderedDict[int, None] = OrderedDict()  # the complete ones, least recently used first
+        self._tenant: dict[int, int] = {}  # of all slots that are not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
         self._adopt()
         self._free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
         self._clock = len(self._order) + 1
+        self.tenancy.join(self)
 
     def _adopt(self) -> None:
         """Of two slots with one key, which only a loss of power leaves, the one used last is had."""
@@ -79,6 +88,7 @@ class Tier:
             if self._slot.setdefault(self.key(slot), slot) == slot:
                 self._order[slot] = None
                 self._order.move_to_end(slot, last=False)
+                self._tenant[slot] = int(self._owner[slot]) - 1
         lost = np.ones(self.capacity, bool)
         lost[list(self._order)] = False
         self._state[lost] = FREE
@@ -109,29 +119,56 @@ class Tier:
         """Of all pages that are complete. O(slots)."""
         return {self.key(slot) for slot in self._order}
 
-    def prepare(self, key: Key) -> int | None:
-        """A slot for a page that is not here, to be filled and then completed or abandoned. If none is free, the least
-        recently used page that nobody has pinned gives way; None if there is no such."""
-        assert key not in self._slot, "the page is in the tier or on its way there"
-        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-        if self._free:
-            slot = self._free.pop()
-        else:
-            oldest = self.oldest(1)
-            if not oldest:
-                return None
-            slot = oldest[0]
-            del self._order[slot], self._slot[self.key(slot)]
-        self._state[slot] = FILLING
-        self._key_of[slot] = key
-        self._slot[key] = slot
-        self._filling.add(slot)
-        return slot
+    @property
+    def complete_slots(self) -> list[int]:
+        """Least recently used first. O(slots)."""
+        return list(self._order)
 
     @property
-    def has_room(self) -> bool:
+    def tenants(self) -> Mapping[int, int]:
+        """Of every slot that is not free; of a public page's ANYBODY."""
+        return self._tenant
+
+    def close(self) -> None:
+        """What lies here counts for no tenant any more. The table stays as it is, for the next Tier."""
+        self.tenancy.leave(self)
+
+    def prepare(self, key: Key, tenant: int = ANYBODY) -> int | None:
+        """A slot for a page of the tenant that is not here, to be filled and then completed or abandoned. Pages that
+        nobody has pinned give way to it, the least recently used first: of the tenant's, if it has as much as it may;
+        of all, if no slot is free. None if there is no such."""
+        assert key not in self._slot, "the page is in the tier or on its way there"
+        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
+        going = self._making_room(tenant)
+        if going is None:
+            return None
+        for tier, gone in going:
+            tier.abandon(gone)
+        slot = self._free.pop()
+        self._state[slot] = FILLING
+        self._key_of[slot] = key
+        self._owner[slot] = tenant + 1
+        self._slot[key] = slot
+        self._filling.add(slot)
+        self._tenant[slot] = tenant
+        self.tenancy.taken(tenant, self.page_bytes)
+        return slot
+
+    def _making_room(self, tenant: int) -> list[Place] | None:
+        """The pages that give way when `prepare` gives the tenant a slot; None: it gives none."""
+        going = self.tenancy.making_room(tenant, self.page_bytes)
+        if going is None or self._free or any(tier is self for tier, _ in going):
+            return going
+        oldest = self.oldest(1)
+        return [*going, (self, oldest[0])] if oldest else None
+
+    def has_room(self, tenant: int = ANYBODY) -> bool:
         """Whether `prepare` has a slot to give."""
-        return bool(self._free or self.oldest(1))
+        return self._making_room(tenant) is not None
+
+    def may_have(self, tenant: int) -> bool:
+        """Whether it ever may, by the tenant's limit."""
+        return self.tenancy.may_have(tenant, self.page_bytes)
 
     def complete(self, slot: int, checksum: int) -> None:
         """The page's bytes are in the slot."""
@@ -149,9 +186,15 @@ class Tier:
         self._state[slot] = FREE
         del self._slot[self.key(slot)]
         self._filling.discard(slot)
-        self._order.pop(slot, None)
+        if slot in self._order:
+            del self._order[slot]
+            self.tenancy.lost(self._tenant[slot], (self, slot))
         if slot not in self._pins:
-            self._free.append(slot)
+            self._vacate(slot)
+
+    def _vacate(self, slot: int) -> None:
+        self._free.append(slot)
+        self.tenancy.freed(self._tenant.pop(slot), self.page_bytes)
 
     def pin(self, slot: int) -> None:
         """The page is being read and does not give way, until as many `unpin`. Neither is a use."""
@@ -164,7 +207,7 @@ class Tier:
         if self._pins[slot] == 0:
             del self._pins[slot]
             if slot not in self._order:
-                self._free.append(slot)
+                self._vacate(slot)
 
     def is_pinned(self, slot: int) -> bool:
         return slot in self._pins
@@ -186,6 +229,7 @@ class Tier:
         self._order.move_to_end(slot)
         self._touched[slot] = self._clock
         self._clock += 1
+        self.tenancy.used(self._tenant[slot], (self, slot))
 
     def check_integrity(self) -> None:
         """Asserts that the table says what this object does, and every slot is in one state. O(slots)."""
@@ -201,5 +245,9 @@ class Tier:
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         assert sorted([*self._free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
         assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
+        owners = {slot: int(self._owner[slot]) - 1 for slot in held}
+        assert self._tenant.keys() == held | dropped, "slots that are somebody's and slots that are not free differ"
+        assert all(self._tenant[slot] == tenant for slot, tenant in owners.items()), "the table names another tenant"
+        self.tenancy.check_integrity()
         touched = [*self._touched[list(self._order)].tolist(), self._clock]
         assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"

@@ -4,8 +4,8 @@
      ▲              │  ▲              │
      └────leave─────┘  └───release────┘
 
-`active` is in order of arrival. A release arrives anew: a client that reads too slowly loses its place and delays
-nobody. A request of a paused session is held, too. Where the pages are is residence.py's.
+A release arrives anew in the line: a client that reads too slowly loses its place and delays nobody. A request of a
+paused session is held, too. Who of the active has a row is composer.py's, where the pages are is residence.py's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from djinn_client.errors import OutOfMemory, PromptTooLong
-from djinnd.core.batch import Row
-from djinnd.core.request import RequestState
+from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
+from djinn_client.protocol import Class
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging, Transfer
-from djinnd.scheduler.policy import Budget, eviction_order, has_gone_quiet, serving_order
+from djinnd.scheduler.composer import Composer
+from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
+from djinnd.scheduler.policy import DEFAULT, Policy, eviction_order, has_gone_quiet
 from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.shares import Shares
+from djinnd.scheduler.why import Explanation, explain
 
+ROW_S = 1e-3  # device seconds of a row, while nobody knows
 WRITTEN_AT_ONCE = 16  # pages, each time that somebody tends
 
 
@@ -37,9 +41,17 @@ class ModelQueue:
     """A session with a request is in exactly one of `active` and `held`; one without has only pages that hold KV."""
 
     def __init__(
-        self, name: str, kv: KvManager, max_context: int, num_blocks: int, paging: Paging | None = None
+        self,
+        name: str,
+        kv: KvManager,
+        max_context: int,
+        num_blocks: int,
+        paging: Paging | None = None,
+        shares: Shares | None = None,
+        quotas: DeviceQuotas | None = None,
+        policy: Policy = DEFAULT,
     ) -> None:
-        """`paging`: where there are lower tiers, or will be."""
+        """`paging`: where there are lower tiers, or will be. `shares`, `quotas`: the device's, of all its models."""
         assert max_context <= kv.max_context
         self.name = name
         self.kv = kv
@@ -47,6 +59,8 @@ class ModelQueue:
         self.max_context = max_context
         self.num_blocks = num_blocks
         self.sessions: dict[str, Session] = {}
+        self._quotas = quotas or DeviceQuotas()
+        self.composer = Composer(self.residence, num_blocks, shares or Shares(), self._quotas, policy, self._evictable)
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
         self.awaited: dict[str, Session] = {}  # whose pages are to be fetched, and cannot be yet
@@ -66,7 +80,7 @@ class ModelQueue:
         what is being copied; nothing is when this returns."""
         self.awaited.clear()
         settle()
-        for victim in list(self._evictable(None)):
+        for victim in list(self._evictable()):
             if self.kv.pool.used <= pages:
                 return
             self.residence.leave(victim, forced=True)
@@ -74,16 +88,45 @@ class ModelQueue:
 
     def secure(self, session: Session) -> bool:
         """Pages for all tokens of a session without a request, whose KV is about to come from elsewhere; at the cost of
-        others. False: not yet."""
-        return self.residence.secure(session, self._evictable(None))
+        others. False: not yet. Raises what `check_fits` does."""
+        self.check_fits(session.tenant, len(session.tokens))
+        if not self._quotas.make_way(session, self.residence, self._evictable):
+            return False
+        return self.residence.secure(session, self._evictable())
 
-    def _evictable(self, served: Session | None) -> Iterator[Session]:
-        """Whose pages make room for `served`, or for nobody in particular, first to last."""
+    # --- for the sake of a tenant's sessions on other models: see device_quotas.py ----------------------------------
+
+    @property
+    def pages_move(self) -> bool:
+        return self.residence.anything_moves
+
+    def claim(self, tenant: int) -> Claim | None:
+        return self.composer.claim(tenant)
+
+    def leaves(self, tenant: int) -> bool:
+        return self.residence.leaves(tenant)
+
+    def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
+        residence, kv = self.residence, self.kv
+        given = 0
+        for session in self._evictable():
+            pages = kv.own_pages(session.id, tenant) if session.tenant == tenant else 0
+            if not pages or residence.is_arriving(session) or (session.id in self.active and not active):
+                continue
+            residence.leave(session, forced=True)
+            given += pages * kv.page_bytes
+            if given >= nbytes:
+                break
+        return given > 0
+
+    def _evictable(self, now: float = 0.0) -> Iterator[Session]:
+        """Whose pages make room, first to last; lazily, as most need none."""
         idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
-        return eviction_order(idle, self.held.values(), serving_order(self.active.values()), served)
+        yield from eviction_order(idle, self.held.values(), list(self.composer.in_order(now)))
 
-    def check_fits(self, length: int) -> None:
-        """Raises PromptTooLong or OutOfMemory for a session of so many tokens that it can never run to its end."""
+    def check_fits(self, tenant: int, length: int) -> None:
+        """Raises PromptTooLong, OutOfMemory or QuotaExceeded for a session of so many tokens that never gets its next
+        one."""
         if length > self.max_context:
             raise PromptTooLong(
                 f"the session would have {length:,} tokens, {self.name} takes {self.max_context:,}: "
@@ -101,29 +144,56 @@ class ModelQueue:
                 page_bytes=page_bytes,
             )
 
-    def join(self, session: Session) -> None:
+        most, needed = self._quotas.most(tenant, self.kv), self.kv.pages_for(length)
+        if most is not None and needed > most:
+            limit, used = most * self.kv.page_bytes, needed * self.kv.page_bytes
+            raise QuotaExceeded(
+                f"the session needs {used:,} bytes of pages on the device for {length:,} tokens, and the quota "
+                f"device_kv lets its user have {limit:,}: send a shorter prompt, or truncate the session",
+                quota="device_kv",
+                limit=limit,
+                used=used,
+            )
+
+    def limit_of(self, tenant: int) -> int:
+        """Tokens that a session of the tenant can reach."""
+        most = self._quotas.most(tenant, self.kv)
+        return self.limit if most is None else min(self.limit, most * self.kv.page_size)
+
+    def join(self, session: Session, now: float = 0.0) -> None:
         session.waits, session.quiet_since = False, None
         if session.paused:
             self.held[session.id] = session
             self.residence.leave(session)
         else:
-            self.active[session.id] = session
-            self.residence.stay(session)
+            self._line_up(session, now)
+
+    def _line_up(self, session: Session, now: float) -> None:
+        self.active[session.id] = session
+        self.composer.join(session, now)
+        self.residence.stay(session)
 
     def hold(self, session: Session) -> None:
         if session.id in self.active:
             self.held[session.id] = self.active.pop(session.id)
+            self.composer.leave(session)
 
-    def release(self, session: Session) -> None:
+    def release(self, session: Session, now: float = 0.0) -> None:
         """Held by nobody any more, unless it is paused."""
         request = session.request
         if not session.paused and request is not None and request.runnable:
-            self.active[session.id] = self.held.pop(session.id)
-            self.residence.stay(session)
+            self._line_up(self.held.pop(session.id), now)
+
+    def set_class(self, session: Session, klass: Class) -> None:
+        if session.id in self.active:
+            self.composer.set_class(session, klass)
+        else:
+            session.klass = klass
 
     def leave(self, session: Session) -> None:
         """Its request has ended: takes the pages that hold no KV from it."""
         (self.held if session.id in self.held else self.active).pop(session.id)
+        self.composer.leave(session)
         self.rewind(session, session.computed)
         if session.paused or session.waits:
             self.residence.leave(session)
@@ -157,7 +227,15 @@ class ModelQueue:
         """Its pages come back, at the cost of those who wait."""
         if self.residence.is_moving(session):
             return
-        waiting = [other for other in self._evictable(None) if other.waits]
+        waiting = (other for other in self._evictable() if other.waits)  # lazily: most find room
+        pages = self.kv.pages_for(min(session.left_at, len(session.tokens)))
+        excess = self._quotas.excess(session, self.kv, pages)
+        if excess > 0:
+            if not self.residence.give_way(excess, session.tenant, waiting):
+                return
+            if self._quotas.excess(session, self.kv, pages) > 0:  # until they have been copied
+                self.awaited[session.id] = session
+                return
         if not self.residence.prefetch(session, waiting):
             self.awaited[session.id] = session
 
@@ -177,70 +255,34 @@ class ModelQueue:
         self.hold(session)
         return self.residence.leave(session, sealed=True)
 
-    def resume(self, session: Session) -> None:
+    def resume(self, session: Session, now: float = 0.0) -> None:
         session.paused = False
         if session.request is not None:
-            self.release(session)
+            self.release(session, now)
         else:
             self.wake(session)
 
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; whose client is
         expected comes back."""
+        due = []
         for session in self.sessions.values():
             if session.request is not None or session.paused:
                 continue
             if session.waits:
                 if session.wakes_at and now >= session.wakes_at:
-                    self.wake(session)
+                    due.append(session)
             elif session.id in self.kv.sessions and not self.residence.is_moving(session):
                 if session.quiet_since is None:
                     session.quiet_since = now
                 elif has_gone_quiet(now - session.quiet_since, self.kv.pool.free / self.kv.pool.capacity):
                     self.residence.leave(session)
+        for session in sorted(due, key=lambda session: session.wakes_at):
+            self.wake(session)
         self.residence.paging.write_out_oldest(WRITTEN_AT_ONCE)
 
-    # --- the step ---------------------------------------------------------------------------------------------------
-
-    def compose(self, step: int, max_tokens: int, max_rows: int) -> tuple[Row, ...]:
-        """Serves the active sessions in their order while pages and budget last. Rows of one token come first. Nobody,
-        where all wait for pages that are being copied.
-
-        Once pages are short, nobody who holds none starts: those further back must not live on what the first in
-        line waits for.
-        """
-        residence = self.residence
-        order = [session for session in serving_order(self.active.values()) if not residence.is_moving(session)]
-        if not order:
-            return ()
-        budget = Budget(order, max_tokens, max_rows)
-        rows = []
-        short = False
-        for session in order:
-            remaining = session.remaining
-            count = budget.share(remaining)
-            if count == 0 or residence.is_moving(session) or (short and not self.kv.pages_held(session.id)):
-                continue
-            if not residence.secure(session, self._evictable(session)):
-                short = short or not residence.is_arriving(session)
-            else:
-                count = min(count, session.remaining)
-                budget.take(remaining, count)
-                rows.append(self._row(session, count, step))
-        assert rows or residence.anybody_moves, (
-            f"step {step}: nobody of {len(order)} active sessions of {self.name} goes on"
-        )
-        rows.sort(key=_is_chunk)
-        return tuple(rows)
-
-    def _row(self, session: Session, count: int, step: int) -> Row:
-        request = session.request
-        assert request is not None
-        if request.state is RequestState.QUEUED:
-            request.move("start")
-        session.touched = step
-        samples = request.max_tokens > 0 and count == session.remaining
-        return Row(session, request, session.computed, count, 0, self.num_blocks, samples)
+    def why(self, session: Session, now: float) -> Explanation:
+        return explain(session, self.residence, self.composer.in_order(now), self.composer.served, now)
 
     def load(self) -> ModelLoad:
         kv_tokens = sum(session.computed for session in self.sessions.values())
@@ -256,6 +298,7 @@ class ModelQueue:
         assert self.active.keys() == active, f"{sorted(active ^ self.active.keys())} of {self.name}: active or not?"
         held = busy.keys() - active
         assert self.held.keys() == held, f"{sorted(held ^ self.held.keys())} of {self.name}: held or not?"
+        self.composer.check_integrity(self.active)
         tenants: dict[int, int] = {}  # by page
         for session in self.sessions.values():
             self._check_session(session)
@@ -285,7 +328,3 @@ class ModelQueue:
 def _reach(session: Session) -> int:
     request = session.request
     return len(session.tokens) if request is None else max(len(session.tokens), request.prompt_end + request.max_tokens)
-
-
-def _is_chunk(row: Row) -> bool:
-    return row.count > 1

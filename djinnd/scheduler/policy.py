@@ -1,21 +1,32 @@
-"""Who goes first and who gives way: small pure functions of what the scheduler holds. First come, first served."""
+"""What a step has room for, who gives way, and when an idle session leaves: small pure functions and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from djinn_client.protocol import CLASSES
+from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-
-
-def serving_order(active: Iterable[Session]) -> list[Session]:
-    """`active` comes in order of arrival, and is served so."""
-    return list(active)
-
+from djinnd.scheduler.step_times import StepTimes
 
 QUIET_S = 10.0  # after which a session whose client says nothing leaves the device
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
+NO_LIMIT = 1 << 31
+LEAST_CHUNK = 64  # tokens of prefill that a step takes in any case beside those that decode in the same class
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`slowdown`: so much longer a step may become by what joins sessions that decode; `between_tokens`: seconds that
+    it may take in any case; `ageing`: seconds, see ageing.py."""
+
+    slowdown: float = 1.4
+    between_tokens: float = 0.0
+    ageing: float = 10.0
+
+
+DEFAULT = Policy()
 
 
 def has_gone_quiet(seconds: float, free: float) -> bool:
@@ -24,19 +35,13 @@ def has_gone_quiet(seconds: float, free: float) -> bool:
     return seconds >= (CROWDED_QUIET_S if free < SCARCE else QUIET_S)
 
 
-def eviction_order(
-    idle: Iterable[Session], held: Iterable[Session], order: list[Session], served: Session | None
-) -> Iterator[Session]:
-    """Whose pages make room for `served`, first to last: the idle, those first whose client waits for something else,
-    then the lowest class, least recently touched first; then those whose client reads too slowly or who are paused,
-    least recently touched first; then of the serving `order` the last, but nobody who stands before `served`. So the
-    first of the order can have every page there is, and always goes on. None: room for nobody in particular."""
+def eviction_order(idle: Iterable[Session], held: Iterable[Session], order: list[Session]) -> Iterator[Session]:
+    """Whose pages make room, first to last: the idle, those first whose client waits for something else, then the
+    lowest class, least recently touched first; then those whose client reads too slowly or who are paused, least
+    recently touched first; then of the serving `order` the last."""
     yield from sorted(idle, key=_worth)
     yield from sorted(held, key=_touched)
-    for session in reversed(order):
-        if session is served:
-            return
-        yield session
+    yield from reversed(order)
 
 
 def _worth(session: Session) -> tuple[bool, bool, int, int]:
@@ -49,28 +54,82 @@ def _touched(session: Session) -> int:
     return session.touched
 
 
-class Budget:
-    """What a step can still take, in tokens and rows. All sessions that need one token decode together; chunks of
-    prefill get what is left. One row and one token are kept for the first of the order, so that no crowd of decoding
-    sessions can stop its prefill."""
+class Room:
+    """What a step can still take, in rows and tokens, while sessions are asked in their order.
 
-    def __init__(self, order: list[Session], max_tokens: int, max_rows: int) -> None:
-        decoding = sum([session.remaining == 1 for session in order])
-        kept = order[0].remaining > 1
-        self._decode_rows = min(decoding, min(max_tokens, max_rows) - kept)
-        self._chunk_rows = max_rows - self._decode_rows
-        self._chunk_tokens = max_tokens - self._decode_rows
+    Those of a class that need one token decode together, and chunks of its prompts get what those leave; lower classes
+    get what it leaves. The first that is asked has a token in any case. Protected is the time
+    between tokens: of a class that decodes, from lower classes and from chunks of its own; of a prompt that is read,
+    from lower classes. These may make the step `slowdown` times as long as it would be without them. Nobody is
+    protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the time, as
+    with a streamed model, joining costs nothing, and all join.
+    """
 
-    def share(self, remaining: int) -> int:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_rows: int,
+        times: StepTimes,
+        policy: Policy,
+        decoding: Mapping[Class, int],
+        protected: Mapping[Class, int],
+    ) -> None:
+        """`decoding`: sessions by class that need one token; `protected`: of these, those that are."""
+        self._times = times
+        self._policy = policy
+        self._rows = max_rows  # that are left
+        self._tokens = max_tokens  # likewise
+        self._decoding = dict(decoding)  # that have had no row yet
+        self._protected = protected
+        self._taken = 0  # tokens
+        self._shielded = 0  # of these, those that the classes below must not slow down
+        self._limit = NO_LIMIT
+        self._enter(CLASSES[0])
+
+    def _enter(self, klass: Class) -> None:
+        self._klass = klass
+        self._limit = min(self._limit, self._most(self._shielded))  # of the step's tokens
+        own = min(self._protected[klass], self._rows, self._tokens)
+        self._chunk_limit = min(self._limit, self._most(self._shielded + own)) if own else self._limit
+        self._owes_chunk = own > 0
+
+    def _most(self, shielded: int) -> int:
+        """Tokens that a step may have for the sake of so many of them."""
+        if not shielded:
+            return NO_LIMIT
+        seconds = max(self._policy.slowdown * self._times.predict(shielded), self._policy.between_tokens)
+        most = self._times.within(seconds)
+        return NO_LIMIT if most is None else max(most, shielded)
+
+    @property
+    def is_full(self) -> bool:
+        return not (self._rows and self._tokens)
+
+    def share(self, klass: Class, remaining: int) -> int:
         """Tokens that this step has room for, of a session that needs `remaining`; 0 where it has none."""
+        if klass != self._klass:
+            self._enter(klass)
+        if self.is_full:
+            return 0
         if remaining == 1:
-            return 1 if self._decode_rows else 0
-        return min(remaining, self._chunk_tokens) if self._chunk_rows else 0
+            return int(self._taken < self._limit)
+        spared = 0 if self._taken else 1  # for the first that is asked
+        reserved = min(self._decoding[klass], self._rows - spared, self._tokens - spared)
+        if reserved == self._rows:
+            return 0
+        rest = self._chunk_limit - self._taken - reserved
+        if self._owes_chunk:
+            rest = max(rest, min(LEAST_CHUNK, self._limit - self._taken))
+        return max(min(remaining, self._tokens - reserved, rest), 0)
 
-    def take(self, remaining: int, count: int) -> None:
+    def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Uses up `count` tokens, of those that `share` answered for `remaining`."""
+        self._taken += count
+        self._tokens -= count
+        self._rows -= 1
+        if shields and self._klass != CLASSES[-1]:
+            self._shielded += count
         if remaining == 1:
-            self._decode_rows -= 1
+            self._decoding[self._klass] -= 1
         else:
-            self._chunk_tokens -= count
-            self._chunk_rows -= 1
+            self._owes_chunk = False

@@ -64,6 +64,7 @@ class Residence:
         self.kv = paging.kv
         self.paging = paging
         self.costs = Costs()
+        self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
         self._leaving: dict[str, _Departure] = {}
         self._arriving: dict[str, _Arrival] = {}
         self._left: dict[str, Left] = {}  # the pages of sessions that have left, where they are known
@@ -79,7 +80,12 @@ class Residence:
         return self.is_leaving(session) or self.is_arriving(session)
 
     @property
-    def anybody_moves(self) -> bool:
+    def sessions_move(self) -> bool:
+        """Some session does."""
+        return bool(self._leaving or self._arriving)
+
+    @property
+    def anything_moves(self) -> bool:
         """Or will, without anybody's doing."""
         return self.paging.is_busy or self.paging.is_expected
 
@@ -90,7 +96,7 @@ class Residence:
         that is somewhere; at the cost of the first of `candidates`, where pages are short. False: it has to wait."""
         if self.paging.is_expected and _was_an_earlier_engine_s(session):
             return False
-        computed = session.computed
+        computed, lacking = session.computed, 0
         self._adopt(session)
         for _ in range(2):
             try:
@@ -99,10 +105,33 @@ class Residence:
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
                 return True
             except OutOfPages as shortage:
+                lacking = shortage.needed
                 if not self._make_room(shortage, candidates):
                     break
+        else:
+            if self.claimed is not None:
+                self.claimed += lacking
         self.rewind(session, min(computed, session.computed))
         return False
+
+    def leaves(self, tenant: int) -> bool:
+        """Pages of the tenant are on their way out."""
+        leaving = (departure.session.tenant for departure in self._leaving.values())
+        return tenant in leaving or self.kv.leaving_pages(tenant) > 0
+
+    def give_way(self, missing: int, tenant: int, candidates: Iterable[Session]) -> bool:
+        """Has sessions of the tenant leave whose pages are `missing` together: those that do already, then the first of
+        `candidates`. False: all together have fewer, and nobody has left."""
+        missing -= self.kv.leaving_pages(tenant)
+        if missing <= 0:
+            return True
+        leaving = (departure.session for departure in self._leaving.values())
+        others = (other for other in candidates if not self.is_moving(other))
+        own = (session for session in chain(leaving, others) if session.tenant == tenant)
+        victims = self._first_that_free(missing, own, tenant)
+        for victim in victims:
+            self.leave(victim, forced=True)
+        return bool(victims)
 
     def prefetch(self, session: Session, candidates: Iterable[Session]) -> bool:
         """Of an idle session that will run soon: brings back what is somewhere, at the cost of `candidates`. False: it
@@ -118,7 +147,7 @@ class Residence:
 
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
         """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
-        missing = shortage.needed - shortage.free - self.kv.stranded
+        missing = shortage.needed + (self.claimed or 0) - shortage.free - self.kv.stranded
         leaving = [departure.session for departure in self._leaving.values()]
         others = (session for session in candidates if not self.is_moving(session))
         victims = self._first_that_free(missing, chain(leaving, others)) if missing > 0 else []
@@ -128,14 +157,15 @@ class Residence:
             self.leave(victim, forced=True)
         return True
 
-    def _first_that_free(self, missing: int, candidates: Iterable[Session]) -> list[Session]:
+    def _first_that_free(self, missing: int, candidates: Iterable[Session], tenant: int | None = None) -> list[Session]:
         """Of the first candidates whose pages together free `missing`, those that it takes; empty where all of them
-        free fewer. A page is free when the last that holds it is a victim."""
+        free fewer. A page is free when the last that holds it is a victim. `tenant`: only pages that are his count."""
         victims: dict[Session, list[int]] = {}
         given: Counter[int] = Counter()  # references, by page
 
         def is_free(page: int) -> bool:
-            return given[page] == self.kv.holders(page)
+            is_his = tenant is None or self.kv.pool.tenant(page) == tenant
+            return is_his and given[page] == self.kv.holders(page)
 
         for candidate in candidates:
             pages = victims[candidate] = self.kv.pages_of(candidate.id)
@@ -231,6 +261,7 @@ class Residence:
             self._left[session.id] = Left(self.keys(session), session.computed)
         if departure.reach:
             session.left_at = departure.reach
+            session.woken = True
         self.kv.drop(session.id)
         session.computed = 0
 

@@ -2,10 +2,11 @@
 
 It owns the sessions and the requests in progress; of each model a `ModelQueue`. A step is
 
-    next_batch ──► kv.take_stale, zero those pages, run the rows ──► complete
+    tick ──► next_batch ──► kv.take_stale, zero those pages, run the rows ──► complete
 
-Any event may come in between. `complete` ignores a row whose request has ended since, and a batch that never completes
-has changed nothing that matters: the next one runs its tokens again.
+There is no clock here: `tick` says when the events happen that follow. Any event may come in between. `complete`
+ignores a row whose request has ended since, and a batch that never completes has changed nothing that matters: the next
+one runs its tokens again.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
-from djinn_client.protocol import Class, FinishReason
+from djinn_client.protocol import CLASSES, Class, FinishReason
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.scheduler.device_quotas import DeviceQuotas
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.policy import DEFAULT, Policy
 from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.shares import Shares
+from djinnd.scheduler.why import Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,26 @@ class Load:
 
 
 class Scheduler:
-    def __init__(self, max_batch_tokens: int, max_rows: int) -> None:
-        """Both limit one batch."""
+    def __init__(self, max_batch_tokens: int, max_rows: int, policy: Policy = DEFAULT) -> None:
+        """Both numbers limit one batch."""
         assert max_batch_tokens > 0 and max_rows > 0
         self.max_batch_tokens = max_batch_tokens
         self.max_rows = max_rows
-        self._queues: dict[str, ModelQueue] = {}  # by model; the next to be served comes first
+        self.policy = policy
+        self._now = 0.0
+        self._shares = Shares()
+        self._quotas = DeviceQuotas()
+        self._queues: dict[str, ModelQueue] = {}  # by model
         self._sessions: dict[str, Session] = {}
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
         self._step = 0
         self._completed = 0  # the last step that did
         self.next_wake = math.inf  # when the next session is expected that waits
+
+    def tick(self, now: float) -> None:
+        """What happens next happens at `now`, in seconds on a clock that only goes forward."""
+        assert now >= self._now
+        self._now = now
 
     # --- models and sessions ----------------------------------------------------------------------------------------
 
@@ -56,12 +70,14 @@ class Scheduler:
         """`max_context` in tokens, at most the manager's. `paging`: of the manager's pages, where they have lower
         tiers."""
         assert name not in self._queues
-        self._queues[name] = ModelQueue(name, kv, max_context, num_blocks, paging)
+        queue = ModelQueue(name, kv, max_context, num_blocks, paging, self._shares, self._quotas, self.policy)
+        self._queues[name] = queue
+        self._quotas.add(queue)
 
     def remove_model(self, name: str) -> None:
         count = len(self._queues[name].sessions)
         assert count == 0, f"model {name} goes while {count} sessions use it"
-        del self._queues[name]
+        self._quotas.remove(self._queues.pop(name).kv)
 
     def reach(self, model: str) -> int:
         """Tokens that the model's longest session can come to with the request it has."""
@@ -73,7 +89,7 @@ class Scheduler:
         self._queues[model].vacate(pages, settle)
 
     def secure(self, session_id: str) -> bool:
-        """See ModelQueue.secure. Raises SessionNotFound."""
+        """See ModelQueue.secure. Raises SessionNotFound, and what it raises."""
         session = self.session(session_id)
         return self._queues[session.model].secure(session)
 
@@ -95,7 +111,9 @@ class Scheduler:
         if residence.is_arriving(parent):
             residence.rewind(parent, parent.computed)
         child.left_at = parent.left_at
-        child.computed, copy = self._queues[child.model].kv.fork(parent_id, child_id, child.tenant, parent.computed)
+        kv = self._queues[child.model].kv
+        may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
+        child.computed, copy = kv.fork(parent_id, child_id, child.tenant, parent.computed, may_copy=may_copy)
         return copy
 
     def session(self, session_id: str) -> Session:
@@ -125,12 +143,34 @@ class Scheduler:
         session.truncate(length)
         self._queues[session.model].cut(session)
 
+    def set_class(self, session_id: str, klass: Class) -> None:
+        """Of a session, and of the request that runs on it. One that is gone stays as it is."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.klass != klass:
+            self._queues[session.model].set_class(session, klass)
+
+    def why(self, session_id: str) -> Explanation:
+        """Raises SessionNotFound."""
+        session = self.session(session_id)
+        return self._queues[session.model].why(session, self._now)
+
+    def set_policy(self, policy: Policy) -> None:
+        self.policy = policy
+        for queue in self._queues.values():
+            queue.composer.set_policy(policy)
+
+    def set_tenant(self, tenant: int, weight: float, device_kv: int | None) -> None:
+        """`weight`: of the tenant's share of device time, in each class. `device_kv`: bytes of pages that it may hold
+        on the device; None: any number."""
+        self._shares.set_weight(tenant, weight)
+        self._quotas.set(tenant, device_kv)
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, session_id: str, request: Request, new_tokens: Sequence[int]) -> None:
         """Extends the session, which must be idle, by the request's prompt and lines it up.
 
-        Raises SessionNotFound, PromptTooLong or OutOfMemory, and then has changed nothing.
+        Raises SessionNotFound, PromptTooLong, OutOfMemory or QuotaExceeded, and then has changed nothing.
         """
         session = self.session(session_id)
         length = len(session.tokens) + len(new_tokens)
@@ -140,14 +180,14 @@ class Scheduler:
         wants = new_tokens or (session.tokens and request.max_tokens) or session.remaining
         assert wants, f"request {request.id} has nothing to run"
         queue = self._queues[session.model]
-        queue.check_fits(length + min(1, request.max_tokens))
+        queue.check_fits(session.tenant, length + min(1, request.max_tokens))
         session.tokens.extend(new_tokens)
         if session.remaining == 0:
             queue.rewind(session, session.computed - 1)  # the last token's logits choose the next one
             session.run_last_again()
         session.request = request
         self._in_progress[request.id] = (session, request)
-        queue.join(session)
+        queue.join(session, self._now)
 
     def cancel(self, request_id: int) -> Request | None:
         """Ends the request; its session keeps all tokens. None: the request has ended already."""
@@ -187,7 +227,7 @@ class Scheduler:
             session, request = self._in_progress[request_id]
             if not request.runnable:
                 request.move("release")
-                self._queues[session.model].release(session)
+                self._queues[session.model].release(session, self._now)
 
     # --- where pages are --------------------------------------------------------------------------------------------
 
@@ -217,7 +257,7 @@ class Scheduler:
         """One that is gone, or not paused, stays as it is."""
         session = self._sessions.get(session_id)
         if session is not None and session.paused:
-            self._queues[session.model].resume(session)
+            self._queues[session.model].resume(session, self._now)
 
     def tend(self, now: float) -> None:
         """A few times a second; `now` in seconds."""
@@ -245,24 +285,33 @@ class Scheduler:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """The rows of the next step, of one model; models that have work take turns. None: nothing can run now."""
-        for name in [name for name, queue in self._queues.items() if queue.active]:
-            queue = self._queues[name]
-            rows = queue.compose(self._step + 1, self.max_batch_tokens, self.max_rows)
+        """The rows of the next step, of one model: of those that have work, the one whose is most urgent. None: nothing
+        can run now."""
+        composers = {name: queue.composer for name, queue in self._queues.items()}
+        for klass in CLASSES:
+            self._shares.catch_up(klass, set().union(*[some.tenants(klass) for some in composers.values()]))
+        urgencies = [(urgency, name) for name, some in composers.items() if (urgency := some.urgency(self._now))]
+        for _, name in sorted(urgencies):
+            rows = composers[name].compose(self._step + 1, self.max_batch_tokens, self.max_rows, self._now)
             if rows:
-                self._queues[name] = self._queues.pop(name)
                 self._step += 1
                 return Batch(name, rows, self._step)
         return None
 
-    def complete(self, batch: Batch, next_tokens: Sequence[int]) -> list[Request]:
-        """Applies a step that ran. `batch` is the last one composed; `next_tokens` has one token for each of its rows
-        that samples, in their order. Answers with the requests that this ended."""
+    def complete(self, batch: Batch, next_tokens: Sequence[int], seconds: float = 0.0) -> list[Request]:
+        """Applies a step that ran, for so long on the device (0: see Composer.ran). `batch` is the last one composed;
+        `next_tokens` has one token for each of its rows that samples, in their order. Answers with the requests that
+        this ended."""
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
         assert batch.step > self._completed, f"step {batch.step} completes twice"
         self._completed = batch.step
+        queue = self._queues.get(batch.model)
+        if queue is None:  # unloaded while the step ran, so all that was in it has ended
+            return []
+        queue.composer.ran(batch.rows, seconds)
+        advance = queue.residence.advance
         tokens = iter(next_tokens)
         finished = []
         for row in batch.rows:
@@ -272,8 +321,8 @@ class Scheduler:
                 continue  # it has ended while the step ran
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
-            self._queues[batch.model].residence.advance(session, row.end)
-            reason = _advance(session, request, token, self._queues[batch.model].limit)
+            advance(session, row.end)
+            reason = _advance(session, request, token, queue.limit_of(session.tenant))
             if reason:
                 finished.append(self._finish(session, reason))
         return finished
@@ -311,4 +360,4 @@ def _advance(session: Session, request: Request, token: int | None, limit: int) 
     if token in request.stop_tokens:
         return "stop"
     length = len(session.tokens)
-    return "length" if length - request.prompt_end == request.max_tokens or length == limit else None
+    return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None

@@ -17,6 +17,7 @@ from djinn_client.protocol import (
     ShareModel,
 )
 
+MAX_DEADLINE_S = 86400.0
 MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
@@ -25,6 +26,7 @@ MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 1 << 30
 MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
+MAX_KEEP_ALIVE_S = 365 * 86400.0
 
 
 def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
@@ -34,6 +36,7 @@ def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
         raise InvalidRequest("give the prompt as text or as token ids, not as both")
     if not 1 <= request.max_tokens <= MAX_NEW_TOKENS:
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be 1 or more", field="max_tokens")
+    _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
@@ -127,6 +130,10 @@ def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
             raise InvalidRequest(f"{name} is {nbytes}; it must be a size, or nothing (as the daemon sees fit)")
     if request.placing is not None:
         request.placing.validate()
+    keep_alive = getattr(request, "keep_alive_s", None)
+    if keep_alive is not None and not 0 <= keep_alive <= MAX_KEEP_ALIVE_S:  # NaN is neither
+        limit = f"it must be 0 (never) or up to {MAX_KEEP_ALIVE_S:g} seconds, a year"
+        raise InvalidRequest(f"keep_alive_s is {keep_alive:g}; {limit}", field="keep_alive_s")
 
 
 def check_plan(request: PlanModel) -> None:
@@ -156,6 +163,15 @@ def check_trace(request: GetTrace) -> None:
     if not 0 < request.seconds <= MAX_TRACE_SECONDS:  # NaN is neither
         limit = f"it must be more than 0 and at most {MAX_TRACE_SECONDS:g}"
         raise InvalidRequest(f"seconds is {request.seconds:g}; {limit}", field="seconds")
+
+
+def _check_hints(request: Generate) -> None:
+    if request.expected_tokens < 0:
+        wanted = "it must be 0 (not known) or a count"
+        raise InvalidRequest(f"expected_tokens is {request.expected_tokens}; {wanted}", field="expected_tokens")
+    if not 0.0 <= request.deadline_s <= MAX_DEADLINE_S:  # NaN is neither
+        wanted = f"it must be from 0 (none) to {MAX_DEADLINE_S:g} seconds, a day"
+        raise InvalidRequest(f"deadline_s is {request.deadline_s:g}; {wanted}", field="deadline_s")
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ An object is a header (arena_header.py) and the payload. The owner holds a lock 
 long as it lives, so whether an owner lives is the kernel's word and holds across pid namespaces; pid and start time in
 the header are for people and for `djinnctl doctor`.
 
-    weights    filling ──the engine has filled it──► complete
+    weights    filling ──the engine has filled it──► complete ◄──the model sleeps, and is granted again──► asleep
     pages      complete as soon as they are reserved: the table they begin with says which of them are whole
 
 An object that its owner has left complete is adopted by the next daemon with the same state directory: that is what
@@ -101,13 +101,25 @@ class Arena:
             there = None
         if there is None:
             there = self._create(model, nbytes, fingerprint, holds)
-        there.write_header(there.header._replace(generation=there.header.generation + 1))
-        return Grant(there.name, HEADER_BYTES, there.header.state is State.COMPLETE)
+        state = State.COMPLETE if there.header.is_whole else there.header.state
+        there.write_header(there.header._replace(state=state, generation=there.header.generation + 1))
+        return Grant(there.name, HEADER_BYTES, there.header.is_whole)
 
     def is_complete(self, model: str) -> bool:
         """Whether there is something of the model, and all of it is complete."""
         there = self._objects_of(model)
-        return bool(there) and all(each.header.state is State.COMPLETE for each in there)
+        return bool(there) and all(each.header.is_whole for each in there)
+
+    def is_asleep(self, model: str) -> bool:
+        """Whether `rest` was the last that was said of the model, by this daemon or the one before it."""
+        there = self._objects_of(model)
+        return bool(there) and all(each.header.state is State.ASLEEP for each in there)
+
+    def rest(self, model: str) -> None:
+        """No engine has the model, and what there is of it stays; the next daemon is not to load it at its start."""
+        for there in self._objects_of(model):
+            if there.header.is_whole:
+                there.write_header(there.header._replace(state=State.ASLEEP))
 
     def complete(self, model: str) -> None:
         """The engine has filled the object of the model's weights."""
@@ -126,7 +138,7 @@ class Arena:
     def remove_incomplete(self, model: str) -> None:
         """What of the model an engine has left behind half filled."""
         for there in self._objects_of(model):
-            if there.header.state is not State.COMPLETE:
+            if not there.header.is_whole:
                 self.remove(model, there.header.holds)
 
     def close(self) -> None:
@@ -228,7 +240,7 @@ class Arena:
             header = Header.unpack(data)
         except ValueError as error:
             return str(error)
-        if header.state is not State.COMPLETE:
+        if not header.is_whole:
             return f"the {header.holds} of {header.model} were not brought in to their end"
         if header.state_dir != self._state_dir:
             return f"its daemon's state directory {header.state_dir} is gone"
@@ -245,7 +257,7 @@ def _fits(header: Header, fingerprint: str, nbytes: int | None) -> bool:
 
 
 def _is_adoptable_by_anybody(header: Header) -> bool:
-    return header.state is State.COMPLETE and os.path.isdir(header.state_dir)
+    return header.is_whole and os.path.isdir(header.state_dir)
 
 
 def _lock(fd: int) -> bool:

@@ -27,6 +27,7 @@ HEADER_BYTES = _HEADER.size
 class State(IntEnum):
     FILLING = 1
     COMPLETE = 2
+    ASLEEP = 3  # complete, of a model that no engine had when its daemon was last heard of
 
 
 class Header(NamedTuple):
@@ -40,6 +41,10 @@ class Header(NamedTuple):
     holds: Holding
     model: str
     state_dir: str  # of the daemon
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state is not State.FILLING
 
     def pack(self) -> bytes:
         return _HEADER.pack(MAGIC, *self[:6], *(text.encode(errors="replace") for text in self[6:]))

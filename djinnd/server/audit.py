@@ -31,8 +31,8 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
     if clients.unfinished < under_way:
         yield f"{under_way} requests are under way, {clients.unfinished} are counted"
     idle = {model.name for model in models if model.engine is None and model.changing is None}
-    kept = {model.name for model in models if model.state == "failed" and arena.is_complete(model.name)}
-    of_nobody = arena.models & idle - kept  # what an engine died over is kept for the next load
+    kept = {model.name for model in models if model.state in ("failed", "asleep") and arena.is_complete(model.name)}
+    of_nobody = arena.models & idle - kept  # what an engine died over, or what sleeps, is kept for the next load
     yield from (f"the arena holds blocks of {name}, which is not loaded" for name in sorted(of_nobody))
     yield from arena.findings()
 

@@ -33,6 +33,7 @@ from djinn_client.protocol import (
 )
 from djinnd import __version__
 from djinnd.config import Limits
+from djinnd.messages import Loading
 from djinnd.server.connection import Connection, close_fds
 
 log = logging.getLogger("djinnd.server")
@@ -78,10 +79,21 @@ class Call:
         self.fds = fds
         self.received = time.monotonic()
         self.run: Work | None = None
+        self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
         self.task: asyncio.Task[Answer]
 
     def send(self, message: Piece | Progress) -> None:
         self.client.send(message)
+
+    def tell_loading(self, loading: Loading) -> None:
+        done, total = loading.done, loading.total
+        self.send(Progress(id=self.id, model=loading.model, stage=loading.stage, done=done, total=total))
+
+    def take_descriptor(self) -> int:
+        """The one that came with the request; whoever takes it closes it. Raises InvalidRequest."""
+        if len(self.fds) != 1:
+            raise InvalidRequest(f"this request brings one descriptor; {len(self.fds)} came")
+        return self.fds.pop()
 
     def cancel(self) -> None:
         if self.run is not None:
@@ -115,7 +127,6 @@ class Client:
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self.peer = Peer.of(sock)
         self.user = self.peer.user
-        self.is_admin = desk.is_admin(self.user)
         self.calls: dict[int, Call] = {}
         self._desk = desk
         self._introduced = False
@@ -125,6 +136,10 @@ class Client:
         self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes, accept_fds=True)
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(limits.handshake, self._too_late)
+
+    @property
+    def is_admin(self) -> bool:
+        return self._desk.is_admin(self.user)
 
     @property
     def fd(self) -> int:
@@ -138,8 +153,10 @@ class Client:
         frame = encode(message)  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
         self._desk.after(self._connection.send, frame)
 
-    def cancel_calls(self) -> None:
+    def cancel_calls(self, fate: DjinnError | None = None) -> None:
+        """`fate`: what the client is told of those that have no result then."""
         for call in self.calls.values():
+            call.fate = fate or call.fate
             call.cancel()
 
     def close(self, at_once: bool) -> None:
@@ -236,7 +253,7 @@ class Client:
         del self.calls[call.id]
         close_fds(call.fds)
         self._desk.ended()
-        error = Cancelled("the request was cancelled") if task.cancelled() else task.exception()
+        error = call.fate if task.cancelled() else task.exception()
         if error is None:
             message, fds = task.result()
             self._held_fds += len(fds)

@@ -28,7 +28,7 @@ class Clients:
         on_gone: Callable[[Client], None],
         after: Callable[..., None],
     ) -> None:
-        """`admins`: uids, beside root and the daemon's own. `after`: see Journal."""
+        """`limits` may be replaced. `after`: see Journal."""
         self.limits = limits
         self.handle = handle
         self.signal = signal
@@ -36,7 +36,7 @@ class Clients:
         self.unfinished = 0
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()
-        self._admins = {0, os.geteuid(), *admins}
+        self.set_admins(admins)
         self._on_gone = on_gone
         self._clients: set[Client] = set()
         self._fewer = asyncio.Event()  # set whenever a client goes
@@ -46,6 +46,10 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    def set_admins(self, admins: Collection[int]) -> None:
+        """Uids, beside root and the daemon's own."""
+        self._admins = {0, os.geteuid(), *admins}
 
     def is_admin(self, user: int) -> bool:
         return user in self._admins

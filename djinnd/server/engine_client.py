@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
@@ -30,6 +30,7 @@ Question = (
     | messages.Trace
     | messages.Unload
     | messages.Pause
+    | messages.Explain
     | messages.Inquire
 )
 Reply = (
@@ -40,6 +41,7 @@ Reply = (
     | messages.Traced
     | messages.Unloaded
     | messages.Paused
+    | messages.Explained
     | messages.Report
 )
 
@@ -49,7 +51,7 @@ _numbers = itertools.count(1)  # of requests: unique in the daemon, also across 
 class Run(Protocol):
     """What is told of one message that `EngineClient.run` sends. Times are CLOCK_MONOTONIC."""
 
-    def started(self, at: float) -> None: ...
+    def started(self, at: float, woken: bool) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
     def finished(self, message: messages.Finished) -> None: ...
     def logits(self, message: messages.LogitsReady, fd: int) -> None:
@@ -79,6 +81,7 @@ class EngineClient:
         self.ready: asyncio.Future[messages.Ready] = loop.create_future()
         self.lost: asyncio.Future[DjinnError] = loop.create_future()
         self.heard = 0
+        self._tenants: dict[int, messages.TenantLimits] = {}  # as the engine was told
         self._listener = listener
         self._on_lost = on_lost
         self._runs: dict[int, Run] = {}
@@ -89,6 +92,13 @@ class EngineClient:
         """Does nothing when the engine is lost: its requests have failed, and the next engine is told anew. The
         descriptors belong to this side's connection then, which closes them."""
         self._connection.send(messages.encode(message, len(fds)), fds)
+
+    def set_tenants(self, limits: Iterable[messages.TenantLimits]) -> None:
+        """Tells the engine those that it does not know; at first it knows of none, and nobody has any."""
+        news = [each for each in limits if self._tenants.get(each.tenant, messages.TenantLimits(each.tenant)) != each]
+        if news:
+            self._tenants.update((each.tenant, each) for each in news)
+            self.send(messages.SetTenants(news))
 
     def run(
         self,
@@ -166,6 +176,7 @@ class EngineClient:
                 | messages.Traced()
                 | messages.Unloaded()
                 | messages.Paused()
+                | messages.Explained()
                 | messages.Report()
             ):
                 self._answer_call(message)
@@ -200,7 +211,7 @@ class EngineClient:
         runs = self._runs
         for start in message.started:
             if start.request in runs:
-                runs[start.request].started(start.at)
+                runs[start.request].started(start.at, start.woken)
         for token in message.tokens:
             if token.request in runs:
                 runs[token.request].token(token.token, token.logprobs, now)

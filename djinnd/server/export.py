@@ -6,20 +6,19 @@ are found by no other session; it is not in the journal, and is lost with the en
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-from collections.abc import Awaitable, Callable
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
 from djinn_client.kv_layout import KvLayout
 from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
-from djinn_client.shm import FUTURE_WRITE, SEALS
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
-from djinnd.server.models import Model, Models, OnLoading, open_in
+from djinnd.server.handed_over import open_window
+from djinnd.server.loader import open_in
+from djinnd.server.models import Models
 from djinnd.server.runs import SessionRun
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.status import Status
@@ -28,24 +27,17 @@ SALT_BYTES = 16
 
 
 class Exporting:
-    """`model_of`: see Handlers."""
+    """Between finding the engine and sending to it nothing is awaited: see handlers.py."""
 
-    def __init__(
-        self,
-        sessions: SessionTable,
-        models: Models,
-        status: Status,
-        model_of: Callable[[SessionRecord], Awaitable[Model]],
-    ) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
         self._sessions = sessions
         self._models = models
         self._status = status
-        self._model_of = model_of
 
     async def export(self, call: Call, request: ExportSession) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            info, _ = (await self._model_of(session)).described
+            info, _ = (await self._models.once_ready(session)).described
             reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)
             if not request.kv:
                 return Answer(reply)
@@ -58,18 +50,31 @@ class Exporting:
             call.client.started(call, run)
             return await run.done
 
-    async def import_(self, call: Call, request: ImportSession, window: int | None, telling: OnLoading) -> Answer:
+    async def import_(self, call: Call, request: ImportSession) -> Answer:
+        window = call.take_descriptor() if request.kv is not None or call.fds else None
+        try:
+            return await self._import(call, request, window)
+        finally:
+            if window is not None:
+                os.close(window)
+
+    async def _import(self, call: Call, request: ImportSession, window: int | None) -> Answer:
         """`window`: the client's descriptor, which stays the caller's; None: none came."""
         if (request.kv is not None) != (window is not None):
             raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
         model = self._models.find_open(request.model, call.client)
-        self._sessions.expect_room(call.client.user)  # before a model is loaded in vain
-        engine = await self._models.ready(model.name, telling)
+        tenant = self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
+        uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
+        if uncomputed > 0:
+            tenant.expect_tokens(call.received)
+        engine = await self._models.ready(model.name, call.tell_loading)
         model = self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
         info, _ = model.described
         _check(request, info)
         salt = b"" if window is None else secrets.token_bytes(SALT_BYTES)
-        ours = -1 if window is None or request.kv is None else open_window(window, request.kv.nbytes(request.kv_tokens))
+        ours = -1
+        if window is not None and request.kv is not None:
+            ours = open_window(window, request.kv.nbytes(request.kv_tokens), "the KV", for_good=False)
         try:
             session = self._sessions.open(call.client, model.name, request.priority, model.share is not None, salt)
         except BaseException:
@@ -78,10 +83,12 @@ class Exporting:
             raise
         session.tokens = request.token_ids
         session.changed()
+        tenant.charge(uncomputed, call.received)
         if ours < 0:
             open_in(engine, session)
             return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
         with session.in_use(call):
+            engine.set_tenants([tenant.limits])
             run = ImportRun(call, session, engine, self._sessions, request.kv_tokens, ours)
             call.client.started(call, run)
             await run.done
@@ -148,41 +155,6 @@ class ImportRun(SessionRun):
     def failed(self, error: DjinnError) -> None:
         self.done.set_exception(error)
         self._sessions.close(self._session)
-
-
-def open_window(fd: int, nbytes: int) -> int:
-    """A descriptor of this daemon's own, for reading, of a client's window with so many bytes. What must hold before an
-    engine reads it is the kernel's word: all of its memory is there, and stays there whatever the client does.
-
-    Raises InvalidRequest."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise InvalidRequest("KV is handed over in a memfd, and this descriptor is none", field="kv") from error
-    if seals & SEALS != SEALS or not seals & (fcntl.F_SEAL_WRITE | FUTURE_WRITE):
-        raise InvalidRequest(
-            "a window of KV must be sealed against shrinking, growing and (future) writing (seals "
-            f"{SEALS | FUTURE_WRITE:#x}); its seals are {seals:#x}",
-            seals=seals,
-        )
-    stat = os.fstat(fd)
-    if stat.st_size != nbytes:
-        raise InvalidRequest(
-            f"the window has {stat.st_size:,} bytes; the KV that was announced has {nbytes:,}",
-            bytes=stat.st_size,
-            needed=nbytes,
-        )
-    if stat.st_blocks * 512 < nbytes:
-        raise InvalidRequest(
-            f"the window has memory for {stat.st_blocks * 512:,} of {nbytes:,} bytes: reserve all of it before you "
-            "seal it (posix_fallocate)",
-            bytes=stat.st_blocks * 512,
-            needed=nbytes,
-        )
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise InvalidRequest(f"the window cannot be opened for reading: {error}", field="kv") from error
 
 
 def _check(request: ImportSession, info: ModelInfo) -> None:

@@ -33,6 +33,7 @@ from djinnd.server.journal_file import (
     KeptSession,
     Opened,
     Published,
+    Reclassified,
     Withdrawn,
 )
 
@@ -136,6 +137,9 @@ class Journal:
         if self._thread is not None:
             self._gathering.sessions[session.id] = session
             self._hand_over_soon()
+
+    def reclassified(self, session: Journalled) -> None:
+        self._note(Reclassified(session.id, session.priority))
 
     def closed(self, session: Journalled) -> None:
         self._gathering.sessions.pop(session.id, None)

@@ -41,6 +41,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
     """,
     "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
+    "",  # Reclassified may be among the changes
 )
 VERSION = len(_UPGRADES)
 
@@ -64,6 +65,11 @@ class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
     tokens: list[int]
 
 
+class Reclassified(msgspec.Struct, array_like=True, tag="reclassified", frozen=True):
+    session: str
+    priority: Class
+
+
 class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
     session: str
 
@@ -82,7 +88,7 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
     prefix: str
 
 
-Change = Opened | Extended | Closed | Published | Withdrawn
+Change = Opened | Extended | Reclassified | Closed | Published | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -90,7 +96,8 @@ _decoder = msgspec.msgpack.Decoder(list[Change])
 
 @dataclass(slots=True)
 class KeptSession:
-    """A session as the journal has it. Times are seconds since 1970; `used` is that of its last change."""
+    """A session as the journal has it. Times are seconds since 1970; `used` is that of its tokens' last
+    change."""
 
     id: str
     user: int
@@ -215,6 +222,10 @@ class JournalFile:
         match change:
             case Opened(session, user, model, shared, priority, created):
                 images[session] = KeptSession(session, user, model, shared, priority, created, at, array(_TOKEN))
+            case Reclassified(session, priority):
+                image = self._image(session, images)
+                if image is not None:
+                    image.priority = priority
             case Closed(session):
                 images[session] = None
             case Published(prefix):
@@ -222,9 +233,7 @@ class JournalFile:
             case Withdrawn(prefix):
                 prefixes[prefix] = None
             case Extended(session, start, tokens):
-                if session not in images:
-                    images[session] = self._read(session)
-                image = images[session]
+                image = self._image(session, images)
                 if image is None:
                     return  # a call that its close has cancelled brought one more token
                 if len(image.tokens) < start:
@@ -232,6 +241,11 @@ class JournalFile:
                 del image.tokens[start:]
                 image.tokens.extend(tokens)
                 image.used = at
+
+    def _image(self, session: str, images: dict[str, KeptSession | None]) -> KeptSession | None:
+        if session not in images:
+            images[session] = self._read(session)
+        return images[session]
 
     def _read(self, session: str) -> KeptSession | None:
         columns = "id, user, model, shared, priority, created, used, tokens"

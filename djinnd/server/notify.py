@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -17,6 +18,10 @@ class Notifier:
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         usec = int(environ.get("WATCHDOG_USEC", "0")) if is_ours else 0
         self.watchdog_s = usec / 1e6  # 0: nobody watches
+
+    def tell_reloading(self) -> None:
+        """Until READY is told."""
+        self.tell(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
 
     def tell(self, **values: str | int) -> None:
         """For example tell(READY=1, STATUS="serving"). Who does not read misses it: the loop must not wait for that."""

@@ -41,7 +41,7 @@ class Prefix:
 
 class PrefixTable:
     def __init__(self, limits: Limits, journal: Journal) -> None:
-        self._limits = limits
+        self.limits = limits
         self._journal = journal
         self._prefixes: dict[str, Prefix] = {}
 
@@ -65,7 +65,7 @@ class PrefixTable:
         for prefix in own:
             if prefix.tokens == tokens:
                 return prefix
-        if len(own) >= self._limits.public_prefixes_per_model:
+        if len(own) >= self.limits.public_prefixes_per_model:
             raise NotPermitted(
                 f"{model} has {len(own):,} public prefixes, the limit of one model: withdraw some",
                 prefixes=len(own),

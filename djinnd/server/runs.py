@@ -21,6 +21,7 @@ from djinnd.messages import CancelRun, Finished, Halt, Hold, KvExported, LogitsR
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
+from djinnd.server.queueing import Place
 from djinnd.server.sessions import SessionRecord
 from djinnd.server.vocabulary import Vocabulary
 
@@ -36,6 +37,7 @@ class SessionRun:
         self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._call = call
         self._session = session
+        self._session.called(call.received)
         self._engine = engine
         self._number = 0
         self._first = len(session.tokens)
@@ -54,10 +56,12 @@ class SessionRun:
 
     def hold(self, held: bool) -> None:
         self._held = held
+        self._session.latency.interrupted()
         self._engine.send(Hold(self._number, held))
 
-    def started(self, at: float) -> None:
+    def started(self, at: float, woken: bool) -> None:
         self._started = True
+        self._session.latency.started(at, woken, self._session.priority)
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
         raise AssertionError(f"a token for a {type(self).__name__}")
@@ -88,13 +92,16 @@ class GenerateRun(SessionRun):
         call: Call,
         session: SessionRecord,
         engine: EngineClient,
+        place: Place,
         request: Generate,
         prompt: Sequence[int],
         stop_tokens: Collection[int],
         vocabulary: Vocabulary,
     ) -> None:
         super().__init__(call, session, engine)
+        self._place = place
         session.tokens.extend(prompt)
+        session.tenant.charge(len(prompt), time.monotonic())
         text = vocabulary.text_after(session.tokens)
         self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
         self._fault: BaseException | None = None
@@ -108,15 +115,20 @@ class GenerateRun(SessionRun):
             sampling=msgspec.structs.replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
             stop_tokens=list(stop_tokens),
             logprobs=request.logprobs,
+            expected_tokens=request.expected_tokens,
+            deadline=call.received + request.deadline_s if request.deadline_s else 0.0,
         )
 
-    def started(self, at: float) -> None:
-        self._started = True
+    def started(self, at: float, woken: bool) -> None:
+        super().started(at, woken)
+        self._place.started(at)
         self._generation.started(at)
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
         if self._fault is not None:
             return
+        self._session.latency.token(at, self._session.priority)
+        self._session.tenant.charge(1, at)
         try:
             piece = self._generation.token(token, logprobs, at)
         except BaseException as fault:  # a panic in the tokenizer's Rust code is no Exception
@@ -146,16 +158,21 @@ class GenerateRun(SessionRun):
 class ForwardRun(SessionRun):
     """Cancelled, it leaves the session as it was."""
 
-    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, request: Forward) -> None:
+    def __init__(
+        self, call: Call, session: SessionRecord, engine: EngineClient, place: Place, request: Forward
+    ) -> None:
         super().__init__(call, session, engine)
+        self._place = place
         self._started_at = call.received
         session.tokens.extend(request.token_ids)
+        session.tenant.charge(len(request.token_ids), time.monotonic())
         self._number = engine.run(
             self, session=session.id, tokens=request.token_ids, max_tokens=0, sampling=Sampling(seed=0), logits=True
         )
 
-    def started(self, at: float) -> None:
-        self._started = True
+    def started(self, at: float, woken: bool) -> None:
+        super().started(at, woken)
+        self._place.started(at)
         self._started_at = at
 
     def finished(self, message: Finished) -> None:

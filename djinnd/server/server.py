@@ -1,7 +1,8 @@
 """The server's life: startup, main loop, shutdown.
 
-The first SIGTERM, SIGINT or SIGHUP drains: no new work; what runs may finish within limits.shutdown_grace, and is
-cancelled then. The second ends everything at once. Either way no engine, shared memory or socket file is left.
+The first SIGTERM or SIGINT drains: no new work; what runs may finish within limits.shutdown_grace, and is cancelled
+then. The second ends everything at once. Either way no engine, shared memory or socket file is left. SIGHUP has the
+configuration read again: what of it can change at once does, and the rest waits for a restart.
 
 A restart drains too. What it leaves is for the successor, which is this process again: the listening socket, and after
 a warm one the complete objects of the arena.
@@ -14,12 +15,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from djinn_client.errors import ShuttingDown
 from djinnd import __version__
-from djinnd.config import Config
+from djinnd.config import Config, ConfigError
 from djinnd.messages import Close
 from djinnd.server.arena import Arena
 from djinnd.server.client import Client
@@ -28,10 +32,14 @@ from djinnd.server.engine_process import STOPPING
 from djinnd.server.handlers import Handlers
 from djinnd.server.journal import Journal
 from djinnd.server.listener import Listener
+from djinnd.server.metrics import Metrics
+from djinnd.server.metrics_socket import MetricsSocket
 from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
 from djinnd.server.nursery import NURSERY_FDS, Nursery
 from djinnd.server.prefixes import PrefixTable
+from djinnd.server.queueing import Queue
+from djinnd.server.quotas import Quotas, groups_of
 from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -48,13 +56,20 @@ _CANCELLING = 5.0  # seconds for cancelled requests to end
 
 
 class Server:
-    """`engine_command` starts an engine, see Supervisor; `nursery_command` what engines are forked from, see Nursery.
-    Raises StartError where it can get no socket."""
+    """`engine_command` starts an engine, see Supervisor; `nursery_command` what engines are forked from, see Nursery;
+    `read_config` reads the configuration again, from where it came, and raises ConfigError. Raises StartError where it
+    can get no socket."""
 
     def __init__(
-        self, config: Config, engine_command: Sequence[str], nursery_command: Sequence[str], stopping: Stopping
+        self,
+        config: Config,
+        engine_command: Sequence[str],
+        nursery_command: Sequence[str],
+        stopping: Stopping,
+        read_config: Callable[[], Config],
     ) -> None:
-        self._limits = config.limits
+        self._config = config  # as it holds
+        self._read_config = read_config
         self._stopping = stopping
         self._notifier = Notifier(os.environ)
         given = inherited(os.environ)
@@ -63,8 +78,10 @@ class Server:
         self._nursery = Nursery(nursery_command, environ, [each for each in given if each.name in NURSERY_FDS])
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
-        self._sessions = SessionTable(self._limits, self._close_in_engine, self._journal)
-        self._prefixes = PrefixTable(self._limits, self._journal)
+        self._quotas = Quotas(config.quotas, groups_of)
+        self._queue = Queue(config.limits.queue, time.monotonic())
+        self._sessions = SessionTable(config.limits, self._quotas, self._close_in_engine, self._journal)
+        self._prefixes = PrefixTable(config.limits, self._journal)
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
         self._models = Models(
@@ -75,13 +92,15 @@ class Server:
             self._page_folder,
             self._prefixes,
         )
-        self._supervisor = Supervisor(engine_command, config.memory, environ, self._nursery, self._limits, self._models)
+        self._supervisor = Supervisor(
+            engine_command, config.memory, environ, self._nursery, config.limits, config.scheduling, self._models
+        )
         self._router = Router([self._supervisor])
         self._sharing = Sharing(
-            Path(config.state_dir, "shared"), self._limits, self._models, self._sessions, self._router.engine_for
+            Path(config.state_dir, "shared"), config.limits, self._models, self._sessions, self._router.engine_for
         )
         self._clients = Clients(
-            self._limits,
+            config.limits,
             config.admins,
             lambda *c: self._handlers.handle(*c),
             lambda *c: self._handlers.signal(*c),
@@ -89,23 +108,32 @@ class Server:
             self._journal.after,
         )
         self._status = Status(
-            self._sessions, self._models, self._supervisor, self._clients, self._arena, self._sharing, self.address
+            self._sessions,
+            self._quotas,
+            self._models,
+            self._supervisor,
+            self._clients,
+            self._arena,
+            self._sharing,
+            self.address,
         )
         self._handlers = Handlers(
             self._sessions,
             self._models,
             self._sharing,
             self._prefixes,
+            self._queue,
             self._status,
             self._supervisor,
             self._journal,
             self._restart,
         )
         self._listener = Listener(self._socket, self._clients.accept)
+        self._metrics = MetricsSocket(config.metrics, Metrics(self._status, self._sessions))
 
     async def serve(self) -> list[Inherited]:
         """Until it is asked to stop. Answers with what a successor is to have; with nothing where there is to be none.
-        Raises StartError where no engine comes up, or the journal cannot be used."""
+        Raises StartError where no engine comes up, or journal or the socket for metrics cannot be had."""
         beating = asyncio.create_task(self._beat())
         try:
             self._startup()
@@ -122,6 +150,7 @@ class Server:
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
         kept = self._journal.open()  # first of all: the state directory is this daemon's then
+        self._metrics.start()
         self._sessions.restore(kept.sessions)
         self._prefixes.restore(kept.prefixes)
         _make_folder(self._page_folder)
@@ -138,17 +167,50 @@ class Server:
         if self._supervisor.state == "ready":
             self._notifier.tell(READY=1)
             log.info("djinnd_ready socket=%s", self.address)
-        await self._stopping.asked.wait()
+        while not self._stopping.asked.is_set():
+            await _first(self._stopping.asked.wait(), self._stopping.reload.wait())
+            if self._stopping.reload.is_set():
+                await self._reload()
+
+    async def _reload(self) -> None:
+        """What is wrong with the new configuration is logged, and the old one holds."""
+        self._stopping.reload.clear()
+        self._notifier.tell_reloading()
+        try:
+            self._follow(await asyncio.to_thread(self._read_config))
+        except ConfigError as error:
+            for problem in str(error).splitlines():
+                log.error("djinnd_reload_refused problem=%s", problem)
+        self._notifier.tell(READY=1)
+
+    def _follow(self, config: Config) -> None:
+        held = replace(
+            self._config,
+            limits=config.limits,
+            scheduling=config.scheduling,
+            quotas=config.quotas,
+            admins=config.admins,
+        )
+        for part in (self._clients, self._sessions, self._prefixes, self._sharing, self._supervisor):
+            part.limits = held.limits
+        self._queue.places = held.limits.queue
+        self._supervisor.set_scheduling(held.scheduling)
+        self._clients.set_admins(held.admins)
+        self._quotas.reload(held.quotas, time.monotonic())
+        self._models.set_tenants([tenant.limits for tenant in self._quotas])
+        log.info("djinnd_reloaded changed=%s at_restart=%s", _differing(self._config, held), _differing(held, config))
+        self._config = held
 
     async def _shutdown(self) -> None:
         self._status.is_draining = True
         if self._stopping.restart is None:
             self._notifier.tell(STOPPING=1)
         else:
-            self._notifier.tell(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)  # until READY, the successor's
+            self._notifier.tell_reloading()  # until READY, the successor's
         log.info("djinnd_draining requests=%d restart=%s", self._clients.unfinished, self._stopping.restart or "no")
         await self._drain()
         self._listener.close()
+        await self._metrics.close()
         self._models.stop()
         await self._stop_engine()
         if self._stopping.restart is None or not self._nursery.is_sound:
@@ -179,15 +241,15 @@ class Server:
         for session in self._sessions:
             if session.is_paused and session.call is not None:
                 session.call.cancel()
-        await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=self._limits.shutdown_grace)
+        await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=self._config.limits.shutdown_grace)
         for client in self._clients:
-            client.cancel_calls()
+            client.cancel_calls(ShuttingDown("the daemon is stopping: try again when it is back"))
         await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=_CANCELLING)
 
     async def _stop_engine(self) -> None:
         """Bringing the pages of sessions to where the successor finds them takes longer than just ending."""
         keep_pages = self._stopping.restart == "warm"
-        grace = max(STOPPING, self._limits.shutdown_grace) if keep_pages else STOPPING
+        grace = max(STOPPING, self._config.limits.shutdown_grace) if keep_pages else STOPPING
         await self._supervisor.stop(keep_pages)
         await _first(self._supervisor.exited(), self._stopping.now.wait(), timeout=grace)
         await self._supervisor.kill()
@@ -202,11 +264,17 @@ class Server:
         engine = self._models.engine_of(session)
         if engine is not None:
             engine.send(Close(session.id))
+        self._models.session_closed(session)
         self._sharing.session_closed(session.model)
 
     def _gone(self, client: Client) -> None:
         self._sessions.detach(client)
         self._sharing.detach(client)
+
+
+def _differing(one: Config, other: Config) -> str:
+    """Keys at the top."""
+    return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
 
 
 def _make_folder(path: Path) -> None:
@@ -217,11 +285,11 @@ def _make_folder(path: Path) -> None:
         raise StartError(f"no folder {path}: {error}; choose another place with --state-dir") from error
 
 
-async def run(config: Config) -> list[Inherited]:
-    """See Server.serve."""
+async def run(config: Config, read_config: Callable[[], Config]) -> list[Inherited]:
+    """See Server, and Server.serve."""
     stopping = Stopping()
     with stopping.by_signals():  # before there is anything that would be left behind
-        return await Server(config, engine_command(config), nursery_command(config), stopping).serve()
+        return await Server(config, engine_command(config), nursery_command(config), stopping, read_config).serve()
 
 
 def engine_command(config: Config) -> list[str]:

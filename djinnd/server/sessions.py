@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
-from djinn_client.protocol import Class
+from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
 from djinnd.server.client import Call, Client
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
+from djinnd.server.latency import Latencies, SessionLatency
+from djinnd.server.quotas import Quotas, Tenant
 
 log = logging.getLogger("djinnd.server")
 
@@ -29,7 +31,8 @@ _SWEEP = 60.0  # seconds, at most, that a session is there beyond its time to li
 class SessionRecord:
     """`tokens`: every prompt's and every generated token that stays; who appends calls `changed` before it is told.
     `shared`: its model is one that a client shares. `salt`: some of its KV was a client's; the journal does not have
-    it. `is_paused` outlives the engine, and not the daemon. Times are CLOCK_MONOTONIC."""
+    it. `is_paused` outlives the engine, and not the daemon. `woken_at`: when its client last said that it will compute,
+    0 where it has said since that it waits. Times are CLOCK_MONOTONIC."""
 
     id: str
     user: int
@@ -38,6 +41,8 @@ class SessionRecord:
     created: float
     used: float
     journal: Journal
+    latency: SessionLatency
+    tenant: Tenant  # the user's
     shared: bool = False
     salt: bytes = b""
     is_lost: bool = False  # with the engine that had KV which nobody can compute
@@ -46,6 +51,7 @@ class SessionRecord:
     is_orphan: bool = False  # its shared model went with an earlier daemon; one of that name now is another
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
+    woken_at: float = 0.0
     attached: set[Client] = field(default_factory=set)
     call: Call | None = None  # that works on it
     grace: asyncio.TimerHandle | None = None  # runs while nobody is attached
@@ -60,6 +66,10 @@ class SessionRecord:
         finally:
             self.call = None
             self.used = time.monotonic()
+
+    def called(self, received: float) -> None:
+        """A call that was received then is about to run: its latency is measured."""
+        self.latency.called(received, self.woken_at if self.woken_at > self.used else received)
 
     def changed(self) -> None:
         """Tokens were appended."""
@@ -98,20 +108,29 @@ class SessionRecord:
 
 
 class SessionTable:
-    """`on_close` is called with each session that goes, when the table has it no more."""
+    """`on_close` is called with each session that goes, when the table has it no more. `limits` may be replaced.
+    `latency`: of all sessions that there were."""
 
-    def __init__(self, limits: Limits, on_close: Callable[[SessionRecord], None], journal: Journal) -> None:
-        self._limits = limits
+    def __init__(
+        self, limits: Limits, quotas: Quotas, on_close: Callable[[SessionRecord], None], journal: Journal
+    ) -> None:
+        self.limits = limits
+        self._quotas = quotas
         self._journal = journal
         self._sweep: asyncio.TimerHandle | None = None
         self._on_close = on_close
         self._sessions: dict[str, SessionRecord] = {}
+        self.latency: dict[Class, Latencies] = {name: Latencies() for name in CLASSES}
 
     def __iter__(self) -> Iterator[SessionRecord]:
         return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __contains__(self, session: SessionRecord) -> bool:
+        """Whether it is open."""
+        return self._sessions.get(session.id) is session
 
     def visible(self, client: Client) -> list[SessionRecord]:
         """The client's own; all of them for an administrator."""
@@ -127,20 +146,29 @@ class SessionTable:
             raise SessionNotFound(f"there is no session {session_id[:64]!r}: open a new one", session=session_id[:64])
         return session
 
-    def expect_room(self, user: int) -> None:
-        """Raises NotPermitted where the user, or the daemon, has all sessions that it may have."""
-        own = sum(s.user == user for s in self._sessions.values())
-        if own >= self._limits.sessions_per_user:
+    def count(self, user: int) -> int:
+        return sum(s.user == user for s in self._sessions.values())
+
+    def expect_room(self, user: int, priority: Class) -> Tenant:
+        """For a session of this class. Raises NotPermitted where the user, or the daemon, has all sessions that it may
+        have; QuotaExceeded."""
+        own, tenant = self.count(user), self._quotas.tenant(user, time.monotonic())
+        tenant.expect_session(own, priority)
+        if own >= self.limits.sessions_per_user:
             raise NotPermitted(f"you have {own:,} sessions, the limit of one user: close some", sessions=own)
-        if len(self) >= self._limits.sessions:
+        if len(self) >= self.limits.sessions:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
+        return tenant
 
     def restore(self, kept: Iterable[KeptSession]) -> None:
         """At start: what the journal has, detached. Limits hold for what is opened after that."""
         now, clock = time.monotonic(), time.time()
         for was in kept:
             age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # clocks are set back, too
-            session = SessionRecord(was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal)
+            latency, tenant = SessionLatency(self.latency), self._quotas.tenant(was.user, now)
+            session = SessionRecord(
+                was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal, latency, tenant
+            )
             session.shared = session.is_orphan = was.shared
             session.is_restored = True
             session.tokens = was.tokens.tolist()
@@ -153,10 +181,13 @@ class SessionTable:
         self, client: Client, model: str, priority: Class, shared: bool = False, salt: bytes = b""
     ) -> SessionRecord:
         """Attached to the client. Raises as expect_room."""
-        self.expect_room(client.user)
+        tenant = self.expect_room(client.user, priority)
         now = time.monotonic()
         name = secrets.token_hex(8)
-        session = SessionRecord(name, client.user, model, priority, now, now, self._journal, shared, salt)
+        latency = SessionLatency(self.latency)
+        session = SessionRecord(
+            name, client.user, model, priority, now, now, self._journal, latency, tenant, shared, salt
+        )
         self._sessions[name] = session
         if not salt:
             self._journal.opened(session)
@@ -181,6 +212,16 @@ class SessionTable:
         if session.grace is not None:
             session.grace.cancel()
             session.grace = None
+
+    def set_class(self, session: SessionRecord, priority: Class) -> None:
+        """Raises QuotaExceeded where it is above what the session's user may have."""
+        session.tenant.expect_class(priority)
+        if priority == session.priority:
+            return
+        session.priority = priority
+        if not session.salt:
+            self._journal.reclassified(session)
+        log.info("session_class session=%s user=%d class=%s", session.id, session.user, priority)
 
     def detach(self, client: Client) -> None:
         """The client's connection is gone. What nobody else is attached to is closed when its grace time is over, or
@@ -219,13 +260,13 @@ class SessionTable:
 
     def _detached(self, session: SessionRecord) -> None:
         loop = asyncio.get_running_loop()
-        session.grace = loop.call_later(self._limits.session_grace, self.close, session)
+        session.grace = loop.call_later(self.limits.session_grace, self.close, session)
 
     def _close_detached(self, user: int) -> None:
         """The longest unused of those that the user has too many of. What a restart has left is not counted: whoever
         had it is about to come back."""
         detached = [s for s in self if s.user == user and not s.attached and not s.is_restored]
-        excess = len(detached) - self._limits.detached_per_user
+        excess = len(detached) - self.limits.detached_per_user
         if excess > 0:
             log.info("detached_limit user=%d detached=%d closed=%d", user, len(detached), excess)
             for session in sorted(detached, key=lambda s: (s.call is not None, s.used))[:excess]:
@@ -233,7 +274,7 @@ class SessionTable:
 
     def _close_expired(self) -> None:
         """Now and then, those that were not used for their time to live."""
-        limit = self._limits.session_ttl
+        limit = self.limits.session_ttl
         if not limit:
             return
         oldest = time.monotonic() - limit

@@ -1,7 +1,5 @@
-"""What a client has handed over of its model: small files, copied into a folder, and the weights, in a window.
-
-The window is the client's memfd. Nothing of it is read here; what must hold before an engine maps it is the kernel's
-word: it cannot shrink, grow or be written to any more, and has all its pages.
+"""What a client has handed over of its model: small files, copied into a folder, and the weights, in a window, which is
+the client's memfd.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from typing import Literal
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.image import Dtype
 from djinn_client.placing import Placing
-from djinn_client.shm import IMAGE_SEALS
 from djinnd.server.client import Client
+from djinnd.server.handed_over import expect_memfd, open_window
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json")
 MAX_FILES_BYTES = 256 << 20
@@ -61,7 +59,7 @@ class Share:
     def write_files(self, fd: int, sizes: Mapping[str, int]) -> None:
         """Copies the files from a memfd, which is closed; for a thread. Raises InvalidRequest, OutOfMemory."""
         try:
-            _expect_memfd(fd)
+            expect_memfd(fd)
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700)
             self.lock = _lock(self.folder)
@@ -79,31 +77,7 @@ class Share:
 
     def open_window(self, fd: int) -> None:
         """Takes the weights: a descriptor of this daemon's own, for reading. Raises InvalidRequest."""
-        seals = _expect_memfd(fd)
-        if seals & IMAGE_SEALS != IMAGE_SEALS:
-            raise InvalidRequest(
-                f"the weights of {self.model} must be sealed against shrinking, growing and writing (seals "
-                f"{IMAGE_SEALS:#x}); theirs are {seals:#x}",
-                seals=seals,
-            )
-        stat = os.fstat(fd)
-        if stat.st_size != self.nbytes:
-            raise InvalidRequest(
-                f"the weights of {self.model} have {stat.st_size:,} bytes; its image has {self.nbytes:,}",
-                bytes=stat.st_size,
-                needed=self.nbytes,
-            )
-        if stat.st_blocks * 512 < self.nbytes:
-            raise InvalidRequest(
-                f"the weights of {self.model} have memory for {stat.st_blocks * 512:,} of {self.nbytes:,} bytes: "
-                "reserve all of it before you seal it (posix_fallocate)",
-                bytes=stat.st_blocks * 512,
-                needed=self.nbytes,
-            )
-        try:
-            self.window = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise InvalidRequest(f"the weights of {self.model} cannot be opened for reading: {error}") from error
+        self.window = open_window(fd, self.nbytes, f"the weights of {self.model}", for_good=True)
 
     def release(self) -> None:
         """For a thread: where the client is gone, gigabytes are given back here."""
@@ -145,11 +119,3 @@ def _lock(folder: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _expect_memfd(fd: int) -> int:
-    """Its seals. Raises InvalidRequest for what is none: reading from it could wait for ever."""
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise InvalidRequest("a model is handed over in memfds, and this descriptor is none") from error

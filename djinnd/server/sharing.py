@@ -41,7 +41,7 @@ class Sharing:
         engine_for: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
         self._folder = folder
-        self._limits = limits
+        self.limits = limits
         self._models = models
         self._sessions = sessions
         self._engine_for = engine_for
@@ -88,7 +88,7 @@ class Sharing:
         """Raises InvalidRequest, NotPermitted."""
         check_files(request.files)
         own = sum(share.user == client.user for share in self._shares.values())
-        if own >= self._limits.shared_models_per_user:
+        if own >= self.limits.shared_models_per_user:
             raise NotPermitted(f"you share {own:,} models, the limit of one user: close some", shared=own)
         name = request.model
         if name and not _NAME.fullmatch(name):
@@ -154,7 +154,7 @@ class Sharing:
                 self._end(share)
             elif not share.ended:
                 loop = asyncio.get_running_loop()
-                share.grace = loop.call_later(self._limits.session_grace, self._end, share)
+                share.grace = loop.call_later(self.limits.session_grace, self._end, share)
 
     def session_closed(self, model: str) -> None:
         for share in list(self._shares.values()):

@@ -55,8 +55,9 @@ def _listener_of_systemd(given: Sequence[Inherited]) -> socket.socket:
 class SocketPath:
     """Owns the path, its lock file and the listening socket."""
 
-    def __init__(self, path: str) -> None:
-        """Raises StartError."""
+    def __init__(self, path: str, setting: str = "--socket") -> None:
+        """`setting`: what to change where the path cannot be had. Raises StartError."""
+        self._setting = setting
         if len(os.fsencode(path)) > PATH_LIMIT:
             raise StartError(f"the socket's path is longer than {PATH_LIMIT} bytes, the system's limit: {path}")
         self.path = Path(path)
@@ -65,7 +66,7 @@ class SocketPath:
             self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._lock_fd = self._lock()
         except OSError as error:
-            raise StartError(f"no socket at {path}: {error}; choose another place with --socket") from error
+            raise StartError(f"no socket at {path}: {error}; choose another place with {self._setting}") from error
         try:
             self._replace_stale()
             self.listener = self._listen()
@@ -105,7 +106,7 @@ class SocketPath:
                 owner = os.read(fd, 20).decode(errors="replace").strip()
                 os.close(fd)
                 raise StartError(
-                    f"a daemon runs at {self.path} already (pid {owner}): stop it, or use --socket"
+                    f"a daemon runs at {self.path} already (pid {owner}): stop it, or use {self._setting}"
                 ) from None
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self._lock_path)):
@@ -125,13 +126,13 @@ class SocketPath:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise StartError(f"{self.path} is there and is no socket: remove it, or use --socket")
+            raise StartError(f"{self.path} is there and is no socket: remove it, or use {self._setting}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             code = probe.connect_ex(str(self.path))
             if code in (0, errno.EAGAIN):
                 owner = f" (pid {Peer.of(probe).pid})" if code == 0 else ""
-                raise StartError(f"something listens at {self.path} already{owner}: stop it, or use --socket")
+                raise StartError(f"something listens at {self.path} already{owner}: stop it, or use {self._setting}")
         self.path.unlink()
 
     def _listen(self) -> socket.socket:
@@ -142,7 +143,7 @@ class SocketPath:
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
-            raise StartError(f"no socket at {self.path}: {error}; choose another place with --socket") from error
+            raise StartError(f"no socket at {self.path}: {error}; choose another place with {self._setting}") from error
         finally:
             os.umask(umask)
         return listener

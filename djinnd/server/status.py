@@ -6,12 +6,13 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from djinn_client.errors import EngineLost, ShuttingDown
 from djinn_client.protocol import CLASSES, DeviceInfo, ModelInfo, SessionInfo, StatusReply
+from djinn_client.scheduling import QuotaUse
 from djinnd import __version__
 from djinnd.messages import Inquire, Report, SessionUse
 from djinnd.server.arena import Arena
@@ -19,10 +20,22 @@ from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
 from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.models import Model, Models
+from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.supervisor import Supervisor
 
+_NOTHING_ON_DEVICE = {
+    "blocks_plain": 0,
+    "blocks_packed": 0,
+    "blocks_streamed": 0,
+    "streamed_bytes": 0,
+    "ring_bytes": 0,
+    "scratch_bytes": 0,
+    "kv_bytes": 0,
+    "pages": 0,
+    "pages_used": 0,
+}  # of a ModelInfo
 PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
 
 
@@ -30,6 +43,7 @@ class Status:
     def __init__(
         self,
         sessions: SessionTable,
+        quotas: Quotas,
         models: Models,
         supervisor: Supervisor,
         clients: Clients,
@@ -39,6 +53,7 @@ class Status:
     ) -> None:
         self.is_draining = False
         self._sessions = sessions
+        self._quotas = quotas
         self._models = models
         self._supervisor = supervisor
         self._clients = clients
@@ -49,11 +64,8 @@ class Status:
 
     async def reply(self, request: int, check: bool, client: Client) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
-        report = await self._report(check)
-        use = _uses(report)
-        classes = Counter(session.priority for session in self._sessions)
-        busy = Counter(_state(s, use.get(s.id)) for s in self._sessions if s.call is not None)
-        running = busy["running"] + busy["held"]
+        report = await self.report(check)
+        running, queued = self.requests(report)
         return StatusReply(
             id=request,
             version=__version__,
@@ -63,11 +75,12 @@ class Status:
             state=self.state,
             devices=[self._device_info(report)],
             models=self._model_infos(client, report),
-            sessions={name: classes[name] for name in CLASSES},
+            sessions=self.classes(),
             requests_running=running,
-            requests_queued=busy.total() - running,
+            requests_queued=queued,
             connections=len(self._clients),
             arena_bytes=self._arena.nbytes,
+            latency={name: latencies.told() for name, latencies in self._sessions.latency.items()},
             integrity=self._audit(expected, report) if check else [],
         )
 
@@ -77,6 +90,23 @@ class Status:
             return "draining"
         return "starting" if self._supervisor.told is None else self._supervisor.state
 
+    @property
+    def restarts(self) -> int:
+        """Of the engine."""
+        return self._supervisor.restarts
+
+    def classes(self) -> dict[str, int]:
+        """How many sessions there are of each."""
+        counted = Counter(session.priority for session in self._sessions)
+        return {name: counted[name] for name in CLASSES}
+
+    def requests(self, report: Report | None) -> tuple[int, int]:
+        """How many run, and how many wait for their first row."""
+        use = _uses(report)
+        busy = Counter(_state(s, use.get(s.id)) for s in self._sessions if s.call is not None)
+        running = busy["running"] + busy["held"]
+        return running, busy.total() - running
+
     def line(self) -> str:
         """For systemctl status."""
         ready = [model.name for model in self._models if model.engine is not None]
@@ -85,7 +115,7 @@ class Status:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     async def session_infos(self, sessions: Sequence[SessionRecord]) -> list[SessionInfo]:
-        use = _uses(await self._report())
+        use = _uses(await self.report())
         return [self.session_info(session, use.get(session.id)) for session in sessions]
 
     def session_info(self, session: SessionRecord, use: SessionUse | None = None) -> SessionInfo:
@@ -108,12 +138,19 @@ class Status:
             idle_s=0.0 if session.call else now - session.used,
             attached=len(session.attached),
             foreign_kv=bool(session.salt),
+            latency=session.latency.told(),
         )
+
+    async def quota_uses(self, users: Iterable[int]) -> list[QuotaUse]:
+        report, now = await self.report(), time.monotonic()
+        held = {use.tenant: use for use in report.tenants} if report else {}
+        sessions, most = self._sessions, self._sessions.limits.sessions_per_user
+        return [self._quotas.tenant(user, now).use(sessions.count(user), most, held.get(user), now) for user in users]
 
     # --- models and devices -----------------------------------------------------------------------------------------
 
     async def model_infos(self, client: Client) -> list[ModelInfo]:
-        return self._model_infos(client, await self._report())
+        return self._model_infos(client, await self.report())
 
     def model_info(self, model: Model, report: Report | None = None) -> ModelInfo:
         described = {info.name: info for info in report.models} if report else {}
@@ -121,7 +158,14 @@ class Status:
         sessions = len(self._sessions.of_model(model.name))
         notes = info.notes if model.share is None else [f"shared by user {model.share.user}", *info.notes]
         return msgspec.structs.replace(
-            info, name=model.name, state=model.state, error=model.error, sessions=sessions, notes=notes
+            info,
+            name=model.name,
+            state=model.state,
+            error=model.error,
+            sessions=sessions,
+            notes=notes,
+            idle_s=self._models.idle_seconds(model),
+            **(_NOTHING_ON_DEVICE if model.state == "asleep" else {}),
         )
 
     def _model_infos(self, client: Client, report: Report | None) -> list[ModelInfo]:
@@ -144,7 +188,7 @@ class Status:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    async def _report(self, check: bool = False) -> Report | None:
+    async def report(self, check: bool = False) -> Report | None:
         """None while there is no engine, or where it does not answer in time."""
         if self._supervisor.state != "ready":
             return None

@@ -2,6 +2,8 @@
 
 running ──signal──► draining ──signal──► ending at once
    └────restart───► draining for a successor ──signal──► draining
+
+SIGHUP asks it for something else, which it comes to while it is running: to read its configuration again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 
 log = logging.getLogger("djinnd.server")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Restart = Literal["warm", "cold"]  # warm: the blocks of models stay in the arena
 
@@ -24,6 +26,7 @@ class Stopping:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.now = asyncio.Event()
+        self.reload = asyncio.Event()  # who does it clears it first
         self.restart: Restart | None = None  # what follows when the daemon has drained; None: nothing
 
     def ask(self) -> None:
@@ -43,13 +46,14 @@ class Stopping:
         """On leaving for a successor, signals are blocked: one that comes in between waits for the successor's turn,
         which a process keeps when it executes another program."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self.ask)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        handlers = dict.fromkeys(SIGNALS, self.ask) | {signal.SIGHUP: self.reload.set}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
         try:
             yield
         finally:
             if self.restart is not None:
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            for number in SIGNALS:
+                signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+            for number in handlers:
                 loop.remove_signal_handler(number)

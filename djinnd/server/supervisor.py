@@ -18,8 +18,8 @@ import msgspec
 
 from djinn_client.errors import DjinnError, EngineLost, ShuttingDown
 from djinn_client.protocol import ModelInfo
-from djinnd.config import Limits
-from djinnd.messages import BudgetSet, Ready, SetBudget, Shutdown
+from djinnd.config import Limits, Scheduling
+from djinnd.messages import BudgetSet, Ready, SetBudget, SetPolicy, Shutdown
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.engine_process import Death, EngineProcess
 from djinnd.server.nursery import Nursery
@@ -66,6 +66,7 @@ class Supervisor:
         environ: Mapping[str, str],
         nursery: Nursery,
         limits: Limits,
+        scheduling: Scheduling,
         owner: Owner,
     ) -> None:
         self.state: EngineState = "starting"
@@ -76,12 +77,24 @@ class Supervisor:
         self._changes: set[asyncio.Task[BudgetSet]] = set()
         self._environ = environ
         self._nursery = nursery
-        self._limits = limits
+        self.limits = limits
+        self._scheduling = scheduling
         self._owner = owner
         self.failure = ""  # why no engine will come
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
         self._task: asyncio.Task[None] | None = None
+
+    def set_scheduling(self, scheduling: Scheduling) -> None:
+        """Of this engine and of those after it."""
+        self._scheduling = scheduling
+        if self.state == "ready":
+            self._tell_scheduling()
+
+    def _tell_scheduling(self) -> None:
+        assert self._process is not None
+        rules = self._scheduling
+        self._process.client.send(SetPolicy(rules.slowdown, rules.between_tokens, rules.ageing))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
@@ -111,11 +124,11 @@ class Supervisor:
         """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none
         will come."""
         try:
-            async with asyncio.timeout(self._limits.engine_wait):
+            async with asyncio.timeout(self.limits.engine_wait):
                 while self.state not in ("ready", "failed"):
                     await self._settled.wait()
         except TimeoutError:
-            seconds = f"{self._limits.engine_wait:g}"
+            seconds = f"{self.limits.engine_wait:g}"
             raise EngineLost(f"an engine is being started, for more than {seconds} s now: try again later") from None
         if self.state == "failed":
             raise DjinnError(f"the daemon has no engine, because {self.failure}: see its log, then restart djinnd")
@@ -170,14 +183,14 @@ class Supervisor:
         try:
             command = [*self._command, "--memory", str(self._memory)]
             process = await EngineProcess.start(
-                command, self._environ, self._nursery, self._limits, self._owner, self._lost
+                command, self._environ, self._nursery, self.limits, self._owner, self._lost
             )
         except OSError as error:
             return Death(f"no engine could be started: {error}", is_final=False)
         self._process = process
         process.client.ready.add_done_callback(self._ready)
         log.info("engine_started pid=%d", process.pid)
-        death = await process.watch(self._limits)
+        death = await process.watch(self.limits)
         log.error("engine_lost pid=%d reason=%s", process.pid, death.reason)
         process.client.lose(EngineLost(f"{death.reason}: the session is kept, try again"))
         await process.kill()
@@ -188,6 +201,7 @@ class Supervisor:
             self.told = ready.result()
             self.state = "ready"
             log.info("engine_ready pid=%d device=%s", self.told.pid, self.told.device)
+            self._tell_scheduling()
             self._settled.set()
 
     def _lost(self) -> None:

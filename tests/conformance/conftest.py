@@ -99,6 +99,12 @@ class Blocking:
     async def resume(self) -> None:
         await asyncio.to_thread(self._session.resume)
 
+    async def set_priority(self, priority: Any) -> None:
+        await asyncio.to_thread(self._session.set_priority, priority)
+
+    async def why(self) -> djinn.Why:
+        return await asyncio.to_thread(self._session.why)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._session.close)
 

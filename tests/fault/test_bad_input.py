@@ -11,7 +11,6 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,11 @@ from tests.support.bystander import Bystander
 from tests.support.checkpoints import altered
 from tests.support.daemon import Daemon, holdings
 from tests.support.models import reduced_model
+from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 from tests.support.served import Wire
 from tools.checkpoints.layout import stored_tensors
 from tools.checkpoints.shapes import config_of, shape_of
 
-NOBODY = 65534
 MISSING = (djinn.ModelNotFound, djinn.ModelRejected)
 Errors = type[djinn.DjinnError] | tuple[type[djinn.DjinnError], ...]
 
@@ -166,24 +165,13 @@ def test_an_unknown_session(address: str) -> None:
             assert reply.code == "session_not_found"
 
 
-@contextmanager
-def nobody() -> Iterator[None]:
-    """Connections that are made in this context are another user's: the kernel tells the daemon the effective one."""
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@only_root
 def test_another_user_s_session(target: Daemon, address: str) -> None:
-    target.folder.chmod(0o755)
-    os.chmod(address, 0o666)
+    open_to_all(target.folder, address)
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(djinn.Session(MODEL, address=address))
         tokens = mine.forward([1, 2, 3]) is not None and mine.token_ids
-        with nobody():
+        with as_user():
             wire = stack.enter_context(Wire(address))
             theirs = stack.enter_context(djinn.Session(MODEL, address=address))
             client = stack.enter_context(djinn.Client(address))

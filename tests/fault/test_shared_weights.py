@@ -107,7 +107,7 @@ def test_weights_of_another_size(wire: Wire) -> None:
         with memory() as fd:
             os.posix_fallocate(fd, 0, image.nbytes + wrong)
             told = refusal(hand_over(wire, share, fd))
-        assert f"have {image.nbytes + wrong:,} bytes; its image has {image.nbytes:,}" in told
+        assert f"has {image.nbytes + wrong:,} bytes; what was announced has {image.nbytes:,}" in told
 
 
 def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None:
@@ -118,7 +118,7 @@ def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None
         os.ftruncate(fd, 4096)
         os.ftruncate(fd, image.nbytes)
         told = refusal(hand_over(wire, share, fd))
-    assert f"have memory for 4,096 of {image.nbytes:,} bytes" in told
+    assert f"has memory for 4,096 of {image.nbytes:,} bytes" in told
 
 
 def test_weights_that_nobody_may_open(wire: Wire) -> None:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 import djinn_client as djinn
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon
+from tests.support.other_user import as_user, only_root, open_to_all
 
 PAGE = 256
 SYSTEM = [7 + place % 900 for place in range(2 * PAGE + 9)]
@@ -21,11 +20,8 @@ QUESTIONS = [[*SYSTEM, 11, 12, 13], [*SYSTEM, 21, 22, 23]]
 @contextmanager
 def session_of(user: int, daemon: Daemon) -> Iterator[djinn.Session]:
     """Another user, by SO_PEERCRED."""
-    os.seteuid(user)
-    try:
+    with as_user(user):
         session = djinn.Session(MODEL, address=daemon.address)
-    finally:
-        os.seteuid(0)
     with session:
         assert session.info.user == user
         yield session
@@ -38,11 +34,10 @@ def ask(user: int, daemon: Daemon, prompt: list[int]) -> tuple[int, list[int]]:
         return reply.usage.computed_tokens, reply.token_ids
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may speak as another user")
+@only_root
 def test_users_share_what_an_administrator_has_marked(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
-    os.chmod(daemon.folder, 0o755)
-    os.chmod(daemon.address, 0o666)
+    open_to_all(daemon.folder, daemon.address)
     length = len(QUESTIONS[0])
     alone = []
     for user, question in zip((1000, 1001), QUESTIONS, strict=True):

@@ -44,7 +44,11 @@ def traced(daemon: Daemon, file: Path) -> list[dict[str, Any]]:
     events = json.loads(file.read_text())["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     complete = [event | {"track": threads[event["tid"]]} for event in events if event["ph"] == "X"]
-    assert len(complete) == told["spans"]
+    gaps = [event for event in complete if event["name"] == "gap"]
+    assert len(complete) == told["spans"] + len(gaps)
+    for track in ("compute", "copy"):
+        durations = [gap["dur"] for gap in gaps if gap["track"] == f"{track} gaps"]
+        assert told["gaps"][track] == pytest.approx(sum(durations) / 1e6)
     return complete
 
 
@@ -66,11 +70,13 @@ def test_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: 
     assert len(streamed) == STEPS * info.blocks_streamed == STEPS * (info.blocks - 1)
     assert sorted(event["name"] for event in copies) == sorted(streamed)  # the blocks are smaller than a piece
     assert all(event["args"]["GB/s"] > 0 for event in copies)
-    for before, after in pairwise(copies):
-        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    for track in ("compute", "copy"):
+        there = [event for event in events if event["track"] in (track, f"{track} gaps")]
+        for before, after in pairwise(sorted(there, key=lambda event: event["ts"])):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def test_a_resident_model_copies_nothing(daemon: Daemon, tmp_path: Path) -> None:
     events = traced(daemon, tmp_path / "trace.json")
-    assert {event["track"] for event in events} == {"step", "compute"}
+    assert {event["track"] for event in events} - {"compute gaps"} == {"step", "compute"}
     assert {event["args"].get("place") for event in events if event["name"].startswith("block")} <= {"plain", "packed"}

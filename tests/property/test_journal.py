@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from djinn_client.protocol import CLASSES, Class
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import NAME, JournalFile
 from tests.support.journalled import Session
@@ -23,23 +24,27 @@ class JournalMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.folders = [Path(tempfile.mkdtemp(prefix="journal-"))]
-        self.told: dict[str, list[int]] = {}
+        self.told: dict[str, tuple[list[int], str]] = {}
         self.count = 0
         self.start()
 
     def start(self) -> None:
         async def open_it() -> None:
             self.journal = Journal(str(self.folders[-1]))
-            kept = {session.id: session.tokens.tolist() for session in self.journal.open().sessions}
+            kept = {session.id: (session.tokens.tolist(), session.priority) for session in self.journal.open().sessions}
             assert kept == self.told
-            self.sessions = {name: Session(name, tokens, journalled=len(tokens)) for name, tokens in kept.items()}
+            self.sessions = {
+                name: Session(name, tokens, priority=priority, journalled=len(tokens))
+                for name, (tokens, priority) in kept.items()
+            }
 
         self.loop.run_until_complete(open_it())
 
     def tell(self) -> None:
         """A client hears how things are: the loop runs until it has."""
-        heard: list[dict[str, list[int]]] = []
-        self.journal.after(heard.append, {name: list(session.tokens) for name, session in self.sessions.items()})
+        heard: list[dict[str, tuple[list[int], str]]] = []
+        now = {name: (list(session.tokens), session.priority) for name, session in self.sessions.items()}
+        self.journal.after(heard.append, now)
         self.loop.run_until_complete(self.journal.settled())
         (self.told,) = heard
 
@@ -67,6 +72,13 @@ class JournalMachine(RuleBasedStateMachine):
         del session.tokens[length:]
         session.journalled = min(session.journalled, length)
         self.journal.changed(session)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), priority=st.sampled_from(CLASSES))
+    def reclassify(self, data: st.DataObject, priority: Class) -> None:
+        session = self.session(data)
+        session.priority = priority
+        self.journal.reclassified(session)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())

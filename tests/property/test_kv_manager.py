@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -127,6 +129,8 @@ class KvManagerMachine(RuleBasedStateMachine):
                 tenants.setdefault(page, set()).add(tenant_of(session))
         assert SCRATCH not in tenants and len(tenants) == self.kv.pool.used
         assert all(len(holders) == 1 for holders in tenants.values())
+        used = Counter(tenant for holders in tenants.values() for tenant in holders)
+        assert all(self.kv.pool.used_by(tenant) == used[tenant] for tenant in range(3))
 
 
 TestKvManager = KvManagerMachine.TestCase

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinnd.kvcache.page_pool import SCRATCH, OutOfPages, PagePool
+from djinnd.kvcache.tenancy import ANYBODY
 
 TENANTS = st.integers(0, 2)
 
@@ -52,14 +53,22 @@ class PagePoolMachine(RuleBasedStateMachine):
             self.bytes_of.pop(page, None)
 
     @precondition(lambda self: self.references or self.filled)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), tenant=TENANTS)
+    def share(self, data: st.DataObject, tenant: int) -> None:
         """Also what is free, and has its tenant's bytes still."""
-        tenant = self.tenant[data.draw(st.sampled_from(sorted(self.references.keys() | self.filled)))]
-        own = [page for page in sorted(self.references.keys() | self.filled) if self.tenant[page] == tenant]
-        pages = data.draw(st.lists(st.sampled_from(own), max_size=4))
-        self.pool.share(pages, tenant)
-        self.references.update(pages)
+        known = sorted(self.references.keys() | self.filled)
+        own = [page for page in known if self.tenant[page] in (tenant, ANYBODY)]
+        if own:
+            pages = data.draw(st.lists(st.sampled_from(own), max_size=4))
+            self.pool.share(pages, tenant)
+            self.references.update(pages)
+
+    @precondition(lambda self: self.references.keys() & self.filled)
+    @rule(data=st.data())
+    def make_public(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.references.keys() & self.filled)))
+        self.pool.make_public(page)
+        self.tenant[page] = self.bytes_of[page] = ANYBODY
 
     @precondition(lambda self: self.references)
     @rule(data=st.data())
@@ -107,6 +116,9 @@ class PagePoolMachine(RuleBasedStateMachine):
         assert self.pool.free == self.capacity - len(self.references)
         for page in range(self.capacity + 1):
             assert self.pool.references(page) == self.references[page]
+        used = Counter(self.tenant[page] for page in self.references)
+        assert self.pool.uses() == used
+        assert all(self.pool.used_by(tenant) == used[tenant] for tenant in (ANYBODY, 0, 1, 2))
 
 
 TestPagePool = PagePoolMachine.TestCase

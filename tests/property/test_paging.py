@@ -21,6 +21,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Move, Paging, Transfer, Way
 from djinnd.kvcache.prefixes import Key, root
+from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 
 MAX_CONTEXT = 24
@@ -82,6 +83,8 @@ class PagingMachine(RuleBasedStateMachine):
         self.shadows: dict[str, Shadow] = {}
         self.said: dict[Key, list[Written]] = {}  # what a page of this key holds first
         self.names = count(1)
+        self.limits: dict[tuple[str, int], int] = {}  # slots, by tier and tenant
+        self.most: dict[tuple[str, int], int] = {}  # that it has, ever from now on
         self.start()
         for owner, length in sessions:
             shadow = self.open_one(owner)
@@ -90,9 +93,12 @@ class PagingMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.kv = KvManager(self.pages + 1, self.size, 1 << 20, MAX_CONTEXT)
         self.paging = Paging(self.kv)
-        self.paging.use_host(Tier(self.tables["host"], self.slots["host"]))
+        self.tenancies = {"host": Tenancy(), "disk": Tenancy()}
+        for (name, tenant), slots in self.limits.items():
+            self.tenancies[name].limit(tenant, slots)
+        self.paging.use_host(Tier(self.tables["host"], self.slots["host"], self.tenancies["host"]))
         if self.slots["disk"]:
-            self.paging.use_disk(Tier(self.tables["disk"], self.slots["disk"]))
+            self.paging.use_disk(Tier(self.tables["disk"], self.slots["disk"], self.tenancies["disk"]))
         self.device: dict[int, Page] = {}
         self.taken: list[Move] = []
         self.landed: list[Move] = []
@@ -290,6 +296,46 @@ class PagingMachine(RuleBasedStateMachine):
         if shadow is not None:
             self.paging.forget_on_host(self.keys(shadow))
 
+    # --- tenants ----------------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(["host", "disk"]), tenant=st.integers(0, 1), slots=st.none() | st.integers(0, 6))
+    def limit(self, name: str, tenant: int, slots: int | None) -> None:
+        others = {key: slot for key, slot in self.slots_of(name).items() if key != tenant}
+        self.tenancies[name].limit(tenant, slots)
+        assert {key: slot for key, slot in self.slots_of(name).items() if key != tenant} == others
+        self.limits.pop((name, tenant), None)
+        if slots is not None:
+            self.limits[name, tenant] = slots
+            self.most[name, tenant] = max(slots, self.tenancies[name].used_by(tenant))
+
+    def slots_of(self, name: str) -> dict[int, set[int]]:
+        """By tenant."""
+        tier = self.tier(name)
+        tenants = tier.tenants if tier is not None else {}
+        return {tenant: {slot for slot in tenants if tenants[slot] == tenant} for tenant in set(tenants.values())}
+
+    @invariant()
+    def tenants_have_what_they_may(self) -> None:
+        held: dict[int, set[int]] = {}
+        for shadow in self.shadows.values():
+            held.setdefault(shadow.tenant, set()).update(self.kv.pages_of(shadow.name))
+        uses = self.kv.pool.uses()
+        assert all(uses.get(tenant, 0) >= len(pages) for tenant, pages in held.items())
+        moving = {page for page in self.kv.protected if self.kv.holders(page) == 0}
+        assert sum(uses.values()) == sum(map(len, held.values())) + len(moving)
+        for name, tenancy in self.tenancies.items():
+            slots, tier = self.slots_of(name), self.tier(name)
+            assert tenancy.uses() == {tenant: len(own) for tenant, own in slots.items()}
+            for slot in () if tier is None else tier.complete_slots:
+                assert tier is not None
+                origin = self.said[tier.key(slot)][0].origin
+                assert origin in {root(*owner) for owner in OWNERS if owner[0] == tier.tenants[slot]}
+            for (limited, tenant), limit in self.limits.items():
+                if limited == name:
+                    most, used = self.most[name, tenant], tenancy.used_by(tenant)
+                    self.most[name, tenant] = max(limit, min(most, used))
+                    assert used <= most, f"tenant {tenant} has more than it may on {name}"
+
     # --- the copies -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.paging._waiting)
@@ -450,6 +496,7 @@ class PagingMachine(RuleBasedStateMachine):
             lambda: self.forget_on_host(pick()) if self.paging.disk else None,
             lambda: self.decay_on_disk(pick()) if self.paging.disk else None,
             lambda: self.write_out_oldest(3),
+            lambda: self.limit(choice.choice(["host", "disk"]), pick() % 2, choice.choice([None, 0, 1, 3, 6])),
             lambda: self.die(pick(), decays=True) if choice.random() < 0.2 else None,
             lambda: self.fail(pick(), choice.random() < 0.5) if self.taken else None,
         ]
@@ -458,6 +505,7 @@ class PagingMachine(RuleBasedStateMachine):
             self.agrees()
             self.tiers_hold_what_they_say()
             self.what_arrives_has_a_page_of_its_own()
+            self.tenants_have_what_they_may()
 
     # --- what always holds ------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The scheduler under random events, beside a dumb model of three things: the tokens that each session must have, the
-order in which requests arrived, and a device that remembers in each slot of KV whose token was written there."""
+order in which requests of a class and a tenant arrived, and a device that remembers in each slot of KV whose token was
+written there. Who comes first among tenants, and what time does to it, is test_fairness.py's."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
+from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
@@ -25,6 +27,8 @@ MAX_CONTEXT = 24
 NUM_BLOCKS = 3
 QUIET = 9  # a token that stops nothing
 TOKENS = st.integers(0, QUIET)
+WHO = st.tuples(st.sampled_from(MODELS), st.integers(0, 2), st.sampled_from(CLASSES))
+STEP_S = 0.001  # whatever it brings: so nobody can be in anybody's way
 
 
 class Written(NamedTuple):
@@ -60,13 +64,39 @@ class Shadow:
         return len(self.tokens) + self.call.max_tokens + 1 if self.call else 0
 
 
+class Places:
+    """Who stands where in a model's line before a step. `rank`: of the first class, before all where ageing has put a
+    session first; `firsts`: who may be the first of the order, whatever the tenants' clocks say; `own`: the sessions of
+    each class and tenant in their order, with what they have to run."""
+
+    def __init__(self, machine: SchedulerMachine, model: str) -> None:
+        queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
+        self.count = len(line)
+        self.aged = queue.composer._ageing.first(machine.now)
+        if self.aged is not None and queue.residence.is_moving(self.aged):
+            self.aged = None
+        own: dict[tuple[int, int], list[tuple[Session, int]]] = {}
+        sessions = [shadow.session for shadow in line]
+        if queue.composer._is_short:  # who holds pages goes on first
+            sessions.sort(key=lambda session: session.id not in kv.sessions)
+        for session in sessions:
+            account = CLASSES.index(session.klass), session.tenant
+            own.setdefault(account, []).append((session, session.remaining))
+        self.own = list(own.values())
+        best = min(klass for klass, _ in own)
+        self.rank = best if self.aged is None else -1
+        self.firsts = {sessions[0][0] for (klass, _), sessions in own.items() if klass == best}
+        if self.aged is not None:
+            self.firsts = {self.aged}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.tuples(st.integers(1, 8), st.integers(8, 30)),
         page_size=st.integers(1, 4),
         max_batch_tokens=st.sampled_from([12, 6, 4, 3, 2, 1]),
         max_rows=st.sampled_from([6, 3, 2, 1]),
-        sessions=st.lists(st.tuples(st.sampled_from(MODELS), st.integers(0, 2)), min_size=4, max_size=8),
+        sessions=st.lists(WHO, min_size=4, max_size=8),
     )
     def begin(
         self,
@@ -74,9 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size: int,
         max_batch_tokens: int,
         max_rows: int,
-        sessions: list[tuple[str, int]],
+        sessions: list[tuple[str, int, Class]],
     ) -> None:
         self.scheduler = Scheduler(max_batch_tokens, max_rows)
+        self.now = 0.0
         self.kv = {
             name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT) for name, n in zip(MODELS, pages, strict=True)
         }
@@ -87,9 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}  # that may run, in order of arrival
         self.in_step: tuple[Batch, list[Call | None]] | None = None
         self.ids = count(1)
-        self.last_model = ""
-        for model, tenant in sessions:
-            self.open(model, tenant, [])
+        for who in sessions:
+            self.open(who, [])
 
     def limit(self, model: str) -> int:
         return min(MAX_CONTEXT, self.kv[model].capacity_tokens)
@@ -113,11 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- sessions and requests --------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.shadows) < 10)
-    @rule(model=st.sampled_from(MODELS), tenant=st.integers(0, 2), tokens=st.lists(TOKENS, max_size=3))
-    def open(self, model: str, tenant: int, tokens: list[int]) -> None:
+    @rule(who=WHO, tokens=st.lists(TOKENS, max_size=3))
+    def open(self, who: tuple[str, int, Class], tokens: list[int]) -> None:
+        model, tenant, klass = who
         if len(tokens) > self.limit(model):
             return
-        session = Session(f"s{next(self.ids)}", model, tenant, "agent", tokens=list(tokens))
+        session = Session(f"s{next(self.ids)}", model, tenant, klass, tokens=list(tokens))
         self.scheduler.open(session)
         self.shadows[session.id] = Shadow(session, tokens)
 
@@ -241,6 +272,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             call.held = False
             self.lines[shadow.session.model].append(shadow)
 
+    @rule(data=st.data(), klass=st.sampled_from(CLASSES))
+    def set_class(self, data: st.DataObject, klass: Class) -> None:
+        """As the last of its new class."""
+        shadow = self.draw_shadow(data)
+        if shadow is None:
+            return
+        line = self.lines[shadow.session.model]
+        if shadow in line and shadow.session.klass != klass:
+            line.remove(shadow)
+            line.append(shadow)
+        self.scheduler.set_class(shadow.session.id, klass)
+        assert shadow.session.klass == klass
+
+    @rule(tenant=st.integers(0, 2), weight=st.sampled_from([0.1, 1.0, 10.0]))
+    def set_tenant(self, tenant: int, weight: float) -> None:
+        self.scheduler.set_tenant(tenant, weight, None)
+
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
@@ -253,43 +301,58 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
+    @rule(seconds=st.sampled_from([0.1, 6.0, 60.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.scheduler.tick(self.now)
+
     @precondition(lambda self: self.in_step is None)
     @rule()
     def compose(self) -> None:
         waiting = {model for model, line in self.lines.items() if line}
+        places = {model: Places(self, model) for model in waiting}
         batch = self.scheduler.next_batch()
-        self.check_turn(batch, waiting)
+        self.check_turn(batch, places)
         if batch is None:
             return
-        self.last_model = batch.model
         self.check_batch(batch)
-        self.check_progress(batch)
+        self.check_progress(batch, places[batch.model])
         self.run(batch)
         self.in_step = (batch, [self.shadows[row.session.id].call for row in batch.rows])
 
-    def check_turn(self, batch: Batch | None, waiting: set[str]) -> None:
-        assert (batch is None) == (not waiting)
+    def check_turn(self, batch: Batch | None, places: dict[str, Places]) -> None:
+        assert (batch is None) == (not places), "somebody waits, and nobody runs"
         if batch is not None:
-            assert batch.model in waiting and (batch.model != self.last_model or waiting == {batch.model})
+            assert places[batch.model].rank == min(other.rank for other in places.values())
 
-    def check_progress(self, batch: Batch) -> None:
-        line = self.lines[batch.model]
-        assert any(row.session is line[0].session for row in batch.rows), "the oldest request does not go on"
-        if not self.is_full(batch) and self.has_pages_for_all(batch.model):
-            assert len(batch.rows) == len(line), "there is room, and somebody was left out"
+    def check_progress(self, batch: Batch, places: Places) -> None:
+        """Of those that may be the first of the order, one goes on, or waits for the end of a prompt that would be
+        lost; and nobody is left out where there is room."""
+        served = {row.session for row in batch.rows}
+        reads = any(row.count > 1 or row.end < len(row.session.tokens) for row in batch.rows)
+        is_lost = self.scheduler.residence(batch.model).paging.host is None
+        assert served & places.firsts or (is_lost and reads), "the first of the order does not go on"
+        if not self.has_pages_for_all(batch.model):
+            return
+        if not self.is_full(batch):
+            assert len(batch.rows) == places.count, "there is room, and somebody was left out"
+        for own in places.own:
+            for part in (
+                [session for session, remaining in own if remaining == 1],
+                [session for session, remaining in own if remaining > 1],
+            ):
+                places_served = [session in served for session in part if session is not places.aged]
+                assert places_served == sorted(places_served, reverse=True), "one was overtaken"
 
     def check_batch(self, batch: Batch) -> None:
-        line = self.lines[batch.model]
-        place = {shadow.session: place for place, shadow in enumerate(line)}
+        line = {shadow.session for shadow in self.lines[batch.model]}
         rows = batch.rows
         assert rows and batch.tokens <= self.scheduler.max_batch_tokens and len(rows) <= self.scheduler.max_rows
         assert len({row.session.id for row in rows}) == len(rows)
         ones = sum(row.count == 1 for row in rows)
         assert all((row.count == 1) == (i < ones) for i, row in enumerate(rows)), "rows of one token come first"
-        for part in (rows[:ones], rows[ones:]):
-            places = [place[row.session] for row in part]  # KeyError: it is held, done or idle
-            assert places == sorted(places)
         for row in rows:
+            assert row.session in line, f"{row.session.id} is held, paused, done or idle"
             self.check_row(row)
 
     def check_row(self, row: Row) -> None:
@@ -349,7 +412,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             reason = self.outcome(shadow, row, token)
             if reason:
                 expected.append((shadow, reason))
-        finished = self.scheduler.complete(batch, next_tokens)
+        self.now += STEP_S
+        self.scheduler.tick(self.now)
+        finished = self.scheduler.complete(batch, next_tokens, STEP_S)
         for (shadow, reason), request in zip(expected, finished, strict=True):
             self.ended(shadow, request, reason)
 

@@ -10,12 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from djinn_client.protocol import Class
 from djinnd.core.batch import Batch
 from djinnd.core.session import Session
 from djinnd.kvcache.paging import Move, Paging, Way
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.residence import Costs
-from tests.property.test_scheduler import MODELS, QUIET, Call, SchedulerMachine, Shadow, Written
+from tests.property.test_scheduler import MODELS, QUIET, WHO, Call, Places, SchedulerMachine, Shadow, Written
 
 Bytes = list[Written | None]  # of a page, by token
 SEEDS = st.integers(0, 1 << 32)
@@ -89,14 +90,13 @@ class TiersMachine(SchedulerMachine):
         page_size=st.integers(1, 4),
         max_batch_tokens=st.sampled_from([12, 6, 4, 3, 1]),
         max_rows=st.sampled_from([6, 3, 2, 1]),
-        sessions=st.lists(st.tuples(st.sampled_from(MODELS), st.integers(0, 2)), min_size=4, max_size=8),
+        sessions=st.lists(WHO, min_size=4, max_size=8),
         host=st.sampled_from([1, 2, 5, 12, 60]),
         disk=st.sampled_from([0, 3, 20, 100]),
         failing=st.sampled_from([0.0, 0.1]),
     )
     def begin(self, host: int, disk: int, failing: float, **more: object) -> None:  # type: ignore[override]
         super().begin(**more)  # type: ignore[arg-type]
-        self.now = 0.0
         self.failing = failing
         self.copiers: dict[str, Copier] = {}
         for name in MODELS:
@@ -152,10 +152,11 @@ class TiersMachine(SchedulerMachine):
             self.lines[shadow.session.model].append(shadow)
         self.scheduler.resume(shadow.session.id)
 
-    @rule(model=st.sampled_from(MODELS), tenant=st.integers(0, 2))
-    def open_paused(self, model: str, tenant: int) -> None:
+    @rule(who=WHO)
+    def open_paused(self, who: tuple[str, int, Class]) -> None:
         if len(self.shadows) < 10:
-            session = Session(f"s{next(self.ids)}", model, tenant, "agent", tokens=[QUIET])
+            model, tenant, klass = who
+            session = Session(f"s{next(self.ids)}", model, tenant, klass, tokens=[QUIET])
             session.paused = True
             self.scheduler.open(session)
             self.shadows[session.id] = Shadow(session, [QUIET])
@@ -193,7 +194,7 @@ class TiersMachine(SchedulerMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.5, 20.0]))
     def tend(self, seconds: float) -> None:
-        self.now += seconds
+        self.pass_time(seconds)
         self.scheduler.tend(self.now)
         assert self.scheduler.next_wake > self.now, "somebody is expected, and nobody does anything about it"
 
@@ -220,15 +221,15 @@ class TiersMachine(SchedulerMachine):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def check_turn(self, batch: Batch | None, waiting: set[str]) -> None:
+    def check_turn(self, batch: Batch | None, places: dict[str, Places]) -> None:
         if batch is None:
-            assert all(self.copiers[name].paging.is_busy for name in waiting), "nobody runs, and nothing is on its way"
-        else:
-            assert batch.model in waiting
+            assert all(self.copiers[name].paging.is_busy for name in places), "nobody runs, and nothing is on its way"
+        elif not any(copier.paging.is_busy for copier in self.copiers.values()):
+            super().check_turn(batch, places)
 
-    def check_progress(self, batch: Batch) -> None:
+    def check_progress(self, batch: Batch, places: Places) -> None:
         if not self.copiers[batch.model].paging.is_busy:
-            super().check_progress(batch)
+            super().check_progress(batch, places)
 
     @precondition(lambda self: self.in_step is None)
     @rule(steps=st.integers(1, 30), seed=SEEDS)

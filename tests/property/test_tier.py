@@ -11,9 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 from djinnd.kvcache.tier import Tier
 
-KEYS = st.integers(0, 7).map(lambda n: n.to_bytes(16, "little"))
+KEYS = st.integers(0, 11).map(lambda n: n.to_bytes(16, "little"))
+
+
+def tenant_of(key: bytes) -> int:
+    """Of three pages one is public, and the others are two tenants'."""
+    return key[0] % 3 + ANYBODY
 
 
 def watch(tier: Tier, written: Callable[[], None]) -> None:
@@ -24,7 +30,7 @@ def watch(tier: Tier, written: Callable[[], None]) -> None:
             super().__setitem__(where, value)
             written()
 
-    for column in ("_state", "_key_of", "_checksum", "_touched"):
+    for column in ("_state", "_key_of", "_checksum", "_touched", "_owner"):
         setattr(tier, column, getattr(tier, column).view(Column))
 
 
@@ -39,10 +45,16 @@ class TierMachine(RuleBasedStateMachine):
         self.dropped: set[int] = set()  # found bad, and still pinned
         self.bytes_of: dict[int, tuple[bytes, int]] = {}  # what lies in a slot: of which page, with which checksum
         self.checksums = 0
+        self.tenant: dict[int, int] = {}  # of slots that are not free
+        self.limits: dict[int, int] = {}
+        self.most: dict[int, int] = {}  # slots of a limited tenant, ever from now on
         self.start()
 
     def start(self) -> None:
-        self.tier = Tier(self.table, self.slots)
+        tenancy = Tenancy()
+        for tenant, slots in self.limits.items():
+            tenancy.limit(tenant, slots)
+        self.tier = Tier(self.table, self.slots, tenancy)
         watch(self.tier, self.if_it_died_now)
 
     def if_it_died_now(self) -> None:
@@ -50,6 +62,7 @@ class TierMachine(RuleBasedStateMachine):
         after = Tier(self.table[:], self.slots)
         for slot in after.oldest(self.slots):
             assert self.bytes_of.get(slot) == (after.key(slot), after.checksum(slot)), f"slot {slot} holds another page"
+            assert after.tenants[slot] == tenant_of(after.key(slot)), f"slot {slot} is another tenant's"
         after.check_integrity()
 
     @property
@@ -61,21 +74,46 @@ class TierMachine(RuleBasedStateMachine):
     def unpinned(self) -> list[int]:
         return [slot for slot, _, _ in self.complete if not self.pins[slot]]
 
+    def used_by(self, tenant: int) -> int:
+        held = [*self.filling, *(slot for slot, _, _ in self.complete), *self.dropped]
+        return sum(self.tenant[slot] == tenant for slot in held)
+
+    def unpinned_of(self, tenant: int) -> list[int]:
+        return [slot for slot in self.unpinned if self.tenant[slot] == tenant]
+
+    def give_way(self, slots: list[int]) -> None:
+        self.complete = [entry for entry in self.complete if entry[0] not in slots]
+
     @rule(key=KEYS)
     def prepare(self, key: bytes) -> None:
         if key in self.tier:
             return
-        slot = self.tier.prepare(key)
-        if self.free:
-            assert slot in self.free
-        elif self.unpinned:
-            assert slot == self.unpinned[0], "not the least recently used"
-            self.complete = [entry for entry in self.complete if entry[0] != slot]
+        tenant, free = tenant_of(key), self.free
+        over = self.used_by(tenant) + 1 - self.limits.get(tenant, self.slots)
+        if over > 0 and tenant in self.limits:  # its own least recently used, or nothing
+            own = self.unpinned_of(tenant)
+            going = own[:over] if len(own) >= over else None
         else:
-            assert slot is None
-        if slot is not None:
+            going = [] if free else self.unpinned[:1] or None
+        assert self.tier.has_room(tenant) == (going is not None)
+        slot = self.tier.prepare(key, tenant)
+        assert (slot is None) == (going is None)
+        if slot is not None and going is not None:
+            assert slot in (going or free), "not the least recently used"
+            self.give_way(going)
             self.filling[slot] = key
+            self.tenant[slot] = tenant
             self.bytes_of.pop(slot, None)  # from now on its bytes change
+
+    @rule(tenant=st.integers(0, 1), slots=st.none() | st.integers(0, 4))
+    def limit(self, tenant: int, slots: int | None) -> None:
+        self.tier.tenancy.limit(tenant, slots)
+        self.limits.pop(tenant, None)
+        self.most.pop(tenant, None)
+        if slots is not None:
+            self.limits[tenant] = slots
+            self.give_way(self.unpinned_of(tenant)[: max(self.used_by(tenant) - slots, 0)])
+            self.most[tenant] = max(slots, self.used_by(tenant))
 
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
@@ -126,6 +164,8 @@ class TierMachine(RuleBasedStateMachine):
         self.pins.clear()
         self.dropped.clear()
         self.table = self.table[:]  # who is dead writes no more
+        for tenant, slots in self.limits.items():
+            self.give_way(self.unpinned_of(tenant)[: max(self.used_by(tenant) - slots, 0)])
         self.start()
 
     @invariant()
@@ -139,6 +179,10 @@ class TierMachine(RuleBasedStateMachine):
             assert key in self.tier and (self.tier.key(slot), self.tier.checksum(slot)) == (key, checksum)
         for slot, key in self.filling.items():
             assert key in self.tier and self.tier.key(slot) == key
+        for tenant, limit in self.limits.items():
+            self.most[tenant] = max(limit, min(self.most[tenant], self.used_by(tenant)))
+            assert self.used_by(tenant) <= self.most[tenant], "a tenant has more than it may"
+        assert all(self.tier.tenancy.used_by(tenant) == self.used_by(tenant) for tenant in (ANYBODY, 0, 1))
         after = Tier(self.table[:], self.slots)
         assert after.oldest(self.slots) == [slot for slot, _, _ in self.complete]
 

@@ -63,13 +63,13 @@ class Daemon:
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
         self._command = [sys.executable, "-c", _TIED, *wrapper, *command]
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
-        settings = {
+        self._settings = {
             "device": "cpu",
             "memory": "1GiB",
             "socket": self.address,
             "state_dir": str(folder / "state"),
         }
-        (folder / "djinnd.yaml").write_text(yaml.safe_dump(settings | dict(config or {})))
+        self.configure(config or {})
         self._changed = threading.Condition()
         self._ended = False
 
@@ -103,6 +103,10 @@ class Daemon:
         assert status is None or status == 0, f"djinnd ended with status {status}\n{self.log}"
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """What is in its configuration file from now on, as in the constructor."""
+        (self.folder / "djinnd.yaml").write_text(yaml.safe_dump(self._settings | dict(config), sort_keys=False))
 
     def wait_until_ready(self) -> None:
         self.wait_until_told(lambda told: told.get("READY") == "1")

@@ -48,7 +48,7 @@ class Script(msgspec.Struct):
     gate: str = ""
     alive_s: float = 0.05
     on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
-    on_load: dict[str, str] = {}  # model -> die, fail, refuse, big
+    on_load: dict[str, str] = {}  # model -> die, fail, full, big
     pages: int = 0  # bytes of a host tier that is asked for when a model is loaded, unless the Load names its bytes
     on_shutdown: str = ""  # hang
     keep_host: bool = True  # False: gives a model's arena back when it is loaded
@@ -59,6 +59,7 @@ class Script(msgspec.Struct):
 @dataclass
 class Session:
     model: str
+    tenant: int
     tokens: list[int] = field(default_factory=list)
     run: messages.Run | None = None
     first: int = 0
@@ -66,6 +67,9 @@ class Session:
     held: bool = False
     paused: str = ""  # the tier
     waits: bool = False
+    wait_of: str = ""  # the tool, and how long it is expected to take
+    bulk: bool = False
+    priority: str = ""  # that it was given while it was open
     is_started: bool = False
 
 
@@ -77,10 +81,11 @@ class Engine:
         self.memory = memory
         self.decoder = FrameDecoder(MAX_FRAME)
         self.sessions: dict[str, Session] = {}
+        self.tenants: dict[int, messages.TenantLimits] = {}
         self.models: dict[str, ModelInfo] = {}
         self.loads: dict[int, messages.Load] = {}
         self.page_loads: dict[int, messages.Load] = {}  # whose host tier has been asked for
-        self.pages: list[mmap.mmap] = []
+        self.pages: dict[str, mmap.mmap] = {}  # by model
         self.steps = 0
         self.is_stopping = False
         self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
@@ -215,6 +220,9 @@ class Engine:
             case "fail":
                 self.send(messages.Failed(load.request, "model_rejected", f"{load.model} lacks a tensor", {}))
                 return
+            case "full":
+                self.refuse(load.request, "there is no room on the device", 1)
+                return
             case "big":
                 self.loads[load.request] = load
                 self.send(messages.NeedArena(load.request, load.model, 1 << 60, "f" * 64))
@@ -280,7 +288,7 @@ class Engine:
         told = pages[ready.offset : ready.offset + 8].rstrip(b"\0").decode() or "new"
         self.note(load.model, f"pages: {told}, {len(pages) - ready.offset} bytes, disk: {load.disk_folder}")
         pages[ready.offset : ready.offset + 8] = b"used\0\0\0\0"
-        self.pages.append(pages)
+        self.pages[load.model] = pages
 
     def note(self, model: str, told: str) -> None:
         if model in self.models:
@@ -350,18 +358,26 @@ class Engine:
         self.send(messages.Failed(request, "out_of_memory", why, {"needed": needed}))
 
     def on_unload(self, unload: messages.Unload) -> None:
-        assert not [s for s in self.sessions.values() if s.model == unload.model]
+        own = {name: session for name, session in self.sessions.items() if session.model == unload.model}
+        assert not any(session.run for session in own.values()) and (unload.keep_pages or not own)
+        for name in own:
+            del self.sessions[name]
+        pages = self.pages.pop(unload.model, None)
+        if pages is not None and unload.keep_pages:
+            keep(pages)
         del self.models[unload.model]
         self.send(messages.Unloaded(unload.request))
 
     def on_open(self, message: messages.Open) -> None:
         assert message.session not in self.sessions and message.model in self.models
-        self.sessions[message.session] = Session(message.model, message.tokens, paused="host" * message.paused)
+        self.sessions[message.session] = Session(
+            message.model, message.tenant, message.tokens, paused="host" * message.paused
+        )
 
     def on_fork(self, message: messages.Fork) -> None:
         parent = self.sessions[message.parent]
         assert message.session not in self.sessions and parent.run is None
-        self.sessions[message.session] = Session(parent.model, list(parent.tokens))
+        self.sessions[message.session] = Session(parent.model, parent.tenant, list(parent.tokens))
 
     def on_close(self, message: messages.Close) -> None:
         session = self.sessions[message.session]
@@ -401,7 +417,26 @@ class Engine:
 
     def on_signal(self, message: messages.Signal) -> None:
         assert message.expected_s >= 0 and (message.waits or not message.expected_s)
-        self.sessions[message.session].waits = message.waits
+        session = self.sessions[message.session]
+        session.waits, session.wait_of = message.waits, f"{message.tool} {message.expected_s:g}"
+        session.bulk = session.bulk if message.bulk is None else message.bulk
+
+    def on_setclass(self, message: messages.SetClass) -> None:
+        self.sessions[message.session].priority = message.priority
+
+    def on_explain(self, message: messages.Explain) -> None:
+        """Whoever was opened before it is served before it. The figures are what signals and calls have said."""
+        session, run = self.sessions[message.session], self.sessions[message.session].run
+        figures: dict[str, int | float | str] = {
+            "wait_of": session.wait_of,
+            "bulk": int(session.bulk),
+            "priority": session.priority,
+            "expected_tokens": run.expected_tokens if run else 0,
+            "deadline_in_s": run.deadline - time.monotonic() if run and run.deadline else 0.0,
+        }
+        state = "waiting" if session.waits else "running" if run else "idle"
+        ahead = list(self.sessions)[: list(self.sessions).index(message.session)]
+        self.send(messages.Explained(message.request, state, "the script says so", figures, ahead))
 
     def on_pause(self, message: messages.Pause) -> None:
         """There is no room on disk."""
@@ -436,16 +471,33 @@ class Engine:
             queued=0,
             models=list(self.models.values()),
             sessions=uses,
+            tenants=[self.use_of_tenant(tenant) for tenant in {s.tenant for s in self.sessions.values()}],
             findings=findings,
         )
         self.send(report)
 
+    def use_of_tenant(self, tenant: int) -> messages.TenantUse:
+        """On the device it has its pages, and on disk what it may have there: so a test sees what was told."""
+        pages = sum(pages_of(session) for session in self.sessions.values() if session.tenant == tenant)
+        limits = self.tenants.get(tenant, messages.TenantLimits(tenant))
+        return messages.TenantUse(tenant, pages * PAGE_BYTES, 0, limits.disk_kv or 0)
+
+    def on_settenants(self, message: messages.SetTenants) -> None:
+        self.tenants.update((limits.tenant, limits) for limits in message.tenants)
+
+    def on_setpolicy(self, message: messages.SetPolicy) -> None:
+        """What it schedules is scripted."""
+
     def on_shutdown(self, message: messages.Shutdown) -> None:
         while self.script.on_shutdown == "hang":
             time.sleep(1)
-        for pages in self.pages if message.keep_pages else ():
-            pages[HEADER_BYTES : HEADER_BYTES + 8] = b"kept\0\0\0\0"
+        for pages in self.pages.values() if message.keep_pages else ():
+            keep(pages)
         self.is_stopping = True
+
+
+def keep(pages: mmap.mmap) -> None:
+    pages[HEADER_BYTES : HEADER_BYTES + 8] = b"kept\0\0\0\0"
 
 
 def resident_blocks(placing: Placing) -> int:

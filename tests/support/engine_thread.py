@@ -143,13 +143,16 @@ class EngineThread:
 
     def load(self, folder: Path, name: str = "m", grant: GrantArena | None = None, **more: Any) -> FromEngine:
         """The final reply: Loaded or Failed. Without lower tiers, unless `more` has their sizes."""
-        request = self.number()
+        request, later = self.number(), list[FromEngine]()
         self.send(messages.Load(request, name, str(folder), **({"host_kv_bytes": 0} | more)))
         while True:
             message = self.receive()
-            if isinstance(message, messages.NeedArena):
+            if isinstance(message, messages.NeedArena) and message.holds == "pages":
+                later.append(message)  # it may come before the end of the load: its asker is another thread
+            elif isinstance(message, messages.NeedArena):
                 self.send((grant or self.grant)(message))
             elif isinstance(message, messages.Loaded | messages.Failed) and message.request == request:
+                self._incoming[:0] = later
                 return message
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,7 @@ from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
 
 ROOT = Path(__file__).parents[2]
+RELOADED = "djinnd_reloaded "
 PATIENCE = 30.0  # seconds; no test waits for it, it ends one that hangs
 
 
@@ -81,7 +83,7 @@ class Served:
 
     def write_files(self) -> tuple[Path, Path]:
         config, script = self.folder / "djinnd.yaml", self.folder / "script.json"
-        config.write_text(yaml.safe_dump(self._config))
+        config.write_text(yaml.safe_dump(self._config, sort_keys=False))
         script.write_bytes(msgspec.json.encode(self.script))
         return config, script
 
@@ -91,6 +93,14 @@ class Served:
         with self.log_path.open("ab") as log:
             environ = os.environ | self.environ
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, env=environ)
+
+    def reload(self, **config: Any) -> None:
+        """With these values changed in its file; waits until it has read that."""
+        self._config |= config
+        self.write_files()
+        seen = self.log.count(RELOADED)
+        self.signal(signal.SIGHUP)
+        wait_for(lambda: self.log.count(RELOADED) > seen)
 
     def client(self) -> Client:
         return Client(self.address)
@@ -204,7 +214,8 @@ def wait_for(condition: Any) -> None:
 
 
 def main(config: Path, script: Path, nursery: Path | None = None) -> None:
-    effective = load(config, {}, {})
+    read = partial(load, config, {}, {})
+    effective = read()
     configure_logging(effective.config.log.level, "text")
     command = [sys.executable, "-m", "tests.support.engine", "--script", str(script), "--device", "cpu"]
     nursery_command = [sys.executable, "-m", str(nursery)] if nursery else []
@@ -212,7 +223,8 @@ def main(config: Path, script: Path, nursery: Path | None = None) -> None:
     async def serve() -> list[Inherited]:
         stopping = Stopping()
         with stopping.by_signals():
-            return await Server(effective.config, command, nursery_command, stopping).serve()
+            server = Server(effective.config, command, nursery_command, stopping, lambda: read().config)
+            return await server.serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         handed_over = runner.run(serve())

@@ -18,7 +18,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from djinn_client import __version__
-from djinnd.config import Config, Model, load
+from djinnd.config import Config, Model, Quota, load
 from djinnd.config.places import SYSTEM_SOCKET, SYSTEM_STATE
 from djinnd.config.sources import scalar_keys
 
@@ -129,10 +129,12 @@ class TestExampleConfiguration:
         uncommented.write_text(re.sub(r"^#(?! \S|$)", "", self.EXAMPLE.read_text(), flags=re.MULTILINE))
         effective = load(uncommented, {}, {})
         assert set(effective.origins) >= {*scalar_keys(), ("admins",)}
-        model = effective.config.models["llama"]
+        model, quota = effective.config.models["llama"], effective.config.quotas["everybody"]
         assert {name for *_, name in effective.origins} >= {*Model.__struct_fields__}
-        assert model == Model(path=model.path)
-        shown = {"socket": str(SYSTEM_SOCKET), "state_dir": str(SYSTEM_STATE), "models": {"llama": model}}
+        assert {name for *_, name in effective.origins} >= {*Quota.__struct_fields__}
+        assert (model, quota) == (Model(path=model.path), Quota())
+        shown = {"socket": str(SYSTEM_SOCKET), "state_dir": str(SYSTEM_STATE)}
+        shown |= {"models": {"llama": model}, "quotas": {"everybody": quota}}
         assert effective.config == msgspec.structs.replace(defaults, **shown)
 
 

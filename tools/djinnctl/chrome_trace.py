@@ -1,30 +1,63 @@
 """A trace in Chrome's format, which Perfetto and chrome://tracing open: a process a device, a thread a track.
 
+Beside the device's own tracks there are those of its gaps, in which spans named `gap` say when it might have done more:
+
+    compute         │ prologue │ block 0 │ epilogue │            │ prologue │ …
+    compute gaps                                    │    gap     │                 between two steps
+    copy            │ block 1 │ block 2 │             │ block 1 │ block 2 │         over the ring
+    copy gaps                           │     gap     │
+
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from djinn_client import Span, TraceReply
 from djinnctl.units import interval
 
-TRACKS = ("step", "compute", "copy")  # from the top
+TRACKS = ("step", "compute", "compute gaps", "copy", "copy gaps", "pages up", "pages down")  # from the top
+GAP_US = 10.0  # shorter ones are what a device needs between two copies or kernels
 
 
 def chrome(reply: TraceReply) -> dict[str, Any]:
-    """Times in microseconds. A copy has its rate beside its bytes."""
-    threads = {track: number for number, track in enumerate(TRACKS, start=1)}
-    for span in reply.spans:
-        threads.setdefault(span.track, len(threads) + 1)
+    """Times in microseconds. A copy has its rate beside its bytes. A track without a span is left out."""
+    spans = [*reply.spans, *gaps(reply.spans)]
+    there = dict.fromkeys(span.track for span in spans)
+    threads = {track: TRACKS.index(track) + 1 for track in TRACKS if track in there}
+    for track in there:
+        threads.setdefault(track, len(TRACKS) + len(threads) + 1)
     events = [_named("process_name", 0, name=reply.device)]
     for track, thread in threads.items():
         events += [_named("thread_name", thread, name=track), _named("thread_sort_index", thread, sort_index=thread)]
-    events += [_complete(span, threads[span.track]) for span in reply.spans]
+    events += [_complete(span, threads[span.track]) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def gaps(spans: Sequence[Span]) -> list[Span]:
+    """Where nothing was computed between two steps, and nothing copied over the ring between two copies, on tracks of
+    their own; `until` is what ended it. `spans`: by time."""
+    began, computed, copied = ([span for span in spans if span.track == track] for track in ("step", "compute", "copy"))
+    steps = [bisect_right(began, span.start_us, key=_start) for span in computed]
+    between = [pair for pair, (one, next_) in zip(pairwise(computed), pairwise(steps), strict=True) if one != next_]
+    return [*_gaps("compute gaps", between), *_gaps("copy gaps", pairwise(copied))]
+
+
+def _gaps(track: str, pairs: Iterable[tuple[Span, Span]]) -> Iterator[Span]:
+    for before, after in pairs:
+        end = before.start_us + before.duration_us
+        if after.start_us - end >= GAP_US:
+            yield Span(track, "gap", end, after.start_us - end, {"until": after.name})
+
+
+def _start(span: Span) -> float:
+    return span.start_us
 
 
 def write(reply: TraceReply, file: Path) -> None:
@@ -53,12 +86,16 @@ def _complete(span: Span, thread: int) -> dict[str, Any]:
 
 
 def summary(reply: TraceReply, file: Path) -> dict[str, Any]:
-    """What has been written where."""
+    """What has been written where. Times in seconds, the sums of gaps by track."""
     return {
         "file": str(file),
         "device": reply.device,
         "steps": sum(span.track == "step" for span in reply.spans),
         "spans": len(reply.spans),
+        "gaps": {
+            track: sum(gap.duration_us for gap in gaps(reply.spans) if gap.track == f"{track} gaps") / 1e6
+            for track in ("compute", "copy")
+        },
         "seconds": max((span.start_us + span.duration_us for span in reply.spans), default=0.0) / 1e6,
     }
 
@@ -67,7 +104,8 @@ def told(written: dict[str, Any]) -> str:
     """The same for people."""
     if not written["spans"]:
         return f"{written['file']} is empty: {written['device']} ran no step"
+    idle = ", ".join(f"{interval(seconds)} of {track}" for track, seconds in written["gaps"].items() if seconds)
     return (
         f"{written['file']}: {written['steps']} steps of {written['device']} in {interval(written['seconds'])}, "
-        f"{written['spans']} spans; https://ui.perfetto.dev shows it"
+        f"{written['spans']} spans{f', gaps: {idle}' if idle else ''}; https://ui.perfetto.dev shows it"
     )

@@ -17,6 +17,12 @@ def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return _read(parse_size, ctx, param, value)
 
 
+def read_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    from djinnctl.units import parse_seconds
+
+    return _read(parse_seconds, ctx, param, value)
+
+
 def read_resident(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> int | float | Literal["auto"] | None:
@@ -27,6 +33,17 @@ def read_resident(
 
 def read_packing(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | None:
     return None if value is None else value == "auto"
+
+
+watch_option = click.option(
+    "--watch",
+    metavar="[SECONDS]",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=2.0,
+    default=None,
+    help="Show it again every so many seconds (2), until Ctrl-C.",
+)
 
 
 def kv_option(command: F) -> F:

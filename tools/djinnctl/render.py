@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pwd
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +23,7 @@ from djinn_client import (
     StatusReply,
 )
 from djinn_client.protocol import CLASSES, Reply
+from djinn_client.scheduling import Latency, Spread
 from djinnctl.units import count, duration, exact_size, interval, rate, size
 
 STYLES = {
@@ -36,6 +37,7 @@ STYLES = {
     "held": "yellow",
     "arriving": "yellow",
     "paused": "magenta",
+    "asleep": "magenta",
     "warn": "yellow",
     "failed": "red",
     "lost": "red",
@@ -50,6 +52,8 @@ def plain(value: Any) -> Any:
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__ if name not in hidden}
     if isinstance(value, list):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     return value
 
 
@@ -67,6 +71,9 @@ def _status(reply: StatusReply) -> Iterator[RenderableType]:
     if any(info.pages for info in reply.models):
         yield ""
         yield pools(reply.models)
+    if any(spread.count for _, _, spread in _spreads(reply.latency)):
+        yield ""
+        yield latency(reply.latency)
     if reply.integrity:
         yield ""
         yield Text("inconsistent:", "bold red")
@@ -86,7 +93,7 @@ def summary(reply: StatusReply) -> Iterator[RenderableType]:
 
 
 def devices(infos: Sequence[DeviceInfo]) -> RenderableType:
-    table = _table("DEVICE", "STATE", "MEMORY", "STEPS>", "TOKENS>", "RESTARTS>", "")
+    table = new_table("DEVICE", "STATE", "MEMORY", "STEPS>", "TOKENS>", "RESTARTS>", "")
     for info in infos:
         table.add_row(
             info.name,
@@ -103,7 +110,7 @@ def devices(infos: Sequence[DeviceInfo]) -> RenderableType:
 def models(infos: Sequence[ModelInfo]) -> RenderableType:
     if not infos:
         return Text("no models: put a checkpoint's folder where djinnd looks, or `djinnctl load PATH`", "dim")
-    table = _table("MODEL", "STATE", "DTYPE", "PARAMETERS>", "CONTEXT>", "WEIGHTS>", "KV>", "PAGES>", "SESSIONS>")
+    table = new_table("MODEL", "STATE", "DTYPE", "PARAMETERS>", "CONTEXT>", "WEIGHTS>", "KV>", "PAGES>", "SESSIONS>")
     for info in infos:
         table.add_row(
             info.name,
@@ -121,7 +128,7 @@ def models(infos: Sequence[ModelInfo]) -> RenderableType:
 
 def pools(infos: Sequence[ModelInfo]) -> RenderableType:
     """Of the models that have any: pages that are used and that there are, in each tier."""
-    table = _table("PAGES OF", "DEVICE>", "HOST>", "DISK>", "EACH>")
+    table = new_table("PAGES OF", "DEVICE>", "HOST>", "DISK>", "EACH>")
     for info in infos:
         if info.pages:
             table.add_row(
@@ -132,6 +139,22 @@ def pools(infos: Sequence[ModelInfo]) -> RenderableType:
                 size(info.page_bytes),
             )
     return table
+
+
+def latency(classes: Mapping[str, Latency]) -> RenderableType:
+    """What was measured of each class since the daemon began."""
+    table = new_table("LATENCY", "CLASS", "COUNT>", "MEAN>", "P50>", "P90>", "P99>", "WORST>")
+    for kind, name, spread in _spreads(classes):
+        if spread.count:
+            times = (spread.mean, spread.p50, spread.p90, spread.p99, spread.worst)
+            table.add_row(kind, name, count(spread.count), *map(interval, times))
+    return table
+
+
+def _spreads(classes: Mapping[str, Latency]) -> Iterator[tuple[str, str, Spread]]:
+    for kind in Latency.__struct_fields__:
+        for name, of_class in classes.items():
+            yield kind.replace("_", " "), name, getattr(of_class, kind)
 
 
 def _beside(info: ModelInfo) -> Iterator[Text]:
@@ -147,7 +170,7 @@ def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
     if not infos:
         return Text("no sessions", "dim")
     columns = ("SESSION", "USER", "MODEL", "CLASS", "STATE", "TOKENS>", "DEVICE>", "HOST>", "DISK>", "BYTES>", "IDLE>")
-    table = _table(*columns)
+    table = new_table(*columns)
     table.columns[0].min_width = max(len(info.id) for info in infos)  # it is what other commands want: never cut
     for column in table.columns[1:4]:
         column.no_wrap = False  # cut before the others are: they have no space to wrap at
@@ -225,7 +248,7 @@ def _plan_memory(plan: ModelPlan) -> RenderableType:
         ("workspace", plan.workspace_bytes, ""),
         ("device", plan.reserved_bytes, "its context and libraries"),
     )
-    table = _table("MEMORY", "BYTES>", "")
+    table = new_table("MEMORY", "BYTES>", "")
     for name, nbytes, what in parts:
         if nbytes:
             table.add_row(name, size(nbytes), Text(what, "dim"))
@@ -258,7 +281,7 @@ def published(info: PrefixInfo) -> str:
 def prefixes(infos: Sequence[PrefixInfo]) -> RenderableType:
     if not infos:
         return Text("no public prefixes", "dim")
-    table = _table("PREFIX", "MODEL", "TOKENS>", "MARKED BY", "MARKED")
+    table = new_table("PREFIX", "MODEL", "TOKENS>", "MARKED BY", "MARKED")
     table.columns[0].min_width = max(len(info.id) for info in infos)
     for info in infos:
         marked = datetime.fromtimestamp(info.created).strftime("%Y-%m-%d %H:%M")
@@ -282,7 +305,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def _table(*headings: str) -> Table:
+def new_table(*headings: str) -> Table:
     """A heading that ends in `>` has its numbers to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading in headings:

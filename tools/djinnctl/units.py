@@ -6,6 +6,7 @@ import re
 from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def size(nbytes: int) -> str:
@@ -69,6 +70,15 @@ def parse_resident(text: str) -> int | float | Literal["auto"]:
     if re.fullmatch(r"\d*\.\d+", text) and float(text) <= 1.0:
         return float(text)
     raise ValueError(f"{text!r} is no number of blocks; write auto, a count as 29, or a share from 0.0 to 1.0 as 0.73")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of `250ms`, `30s`, `1.5 min`, `2h`. Raises ValueError for anything else, a number without a unit too,
+    unless it is 0."""
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(TIMES)})\s*", "0s" if text.strip() == "0" else text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time; write a number with {', '.join(TIMES)}, as 5min")
+    return float(match[1]) * TIMES[match[2]]
 
 
 def parse_size(text: str) -> int:

@@ -8,6 +8,8 @@ from djinn_client.protocol import (
     BudgetReply,
     CloseSession,
     Done,
+    ExplainSession,
+    GetQuotas,
     GetStatus,
     GetTrace,
     ListModels,
@@ -28,13 +30,16 @@ from djinn_client.protocol import (
     PrefixWithdrawn,
     Progress,
     PublishPrefix,
+    Quotas,
     ResumeSession,
     Sessions,
     SetBudget,
+    SetPriority,
     Span,
     StatusReply,
     TraceReply,
     UnloadModel,
+    WhyReply,
     WithdrawPrefix,
 )
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
@@ -48,6 +53,9 @@ PLAN = msgspec.convert(
 
 
 PREFIX = PrefixInfo(id="p-1", model="djinn-tiny", tokens=512, user=0, created=1.5)
+
+
+WHY = djinn.Why(state="queued", reason="two go first", figures={"ahead": 2}, ahead=["s-0"], others_ahead=1)
 
 
 def status(id: int, findings: list[str]) -> StatusReply:
@@ -69,6 +77,24 @@ def status(id: int, findings: list[str]) -> StatusReply:
     )
 
 
+QUOTA = djinn.QuotaUse(
+    user=1000,
+    rule="guests",
+    weight=2.0,
+    highest_class="agent",
+    sessions=1,
+    sessions_limit=None,
+    device_kv=1,
+    device_kv_limit=2,
+    host_kv=3,
+    host_kv_limit=None,
+    disk_kv=4,
+    disk_kv_limit=5,
+    tokens_per_s=0.5,
+    tokens_per_s_limit=None,
+)
+
+
 def answer(line: Line) -> None:
     """One connection's calls, answered as they come."""
     line.welcome()
@@ -80,6 +106,10 @@ def answer(line: Line) -> None:
                 line.send(PauseReply(id=id, tier=tier, pages=1, nbytes=2, seconds=0.5))
             case ResumeSession(id=id, session="s-1"):
                 line.send(Done(id=id))
+            case SetPriority(id=id, session="s-1", priority="batch"):
+                line.send(Done(id=id))
+            case ExplainSession(id=id, session="s-1"):
+                line.send(WhyReply(id=id, why=WHY))
             case PublishPrefix(id=id, session="s-1", tokens=tokens):
                 line.send(PrefixPublished(id=id, prefix=msgspec.structs.replace(PREFIX, tokens=tokens or 512)))
             case ListPrefixes(id=id):
@@ -90,6 +120,8 @@ def answer(line: Line) -> None:
                 line.send(status(id, ["page 3 has 2 owners"] if check else []))
             case ListModels(id=id):
                 line.send(Models(id=id, models=[MODEL]))
+            case GetQuotas(id=id, all=of_all):
+                line.send(Quotas(id=id, quotas=[QUOTA] * (2 if of_all else 1)))
             case ListSessions(id=id):
                 line.send(Sessions(id=id, sessions=[session_info()]))
             case PlanModel(id=id, memory_bytes=memory_bytes, placing=placing):
@@ -116,6 +148,8 @@ def test_each_call_of_the_module(daemon: ScriptedDaemon) -> None:
     assert djinn.status(check=True, address=address).integrity == ["page 3 has 2 owners"]
     assert djinn.models(address=address) == [MODEL]
     assert djinn.sessions(address=address) == [session_info()]
+    assert djinn.quotas(address=address) == [QUOTA]
+    assert djinn.quotas(all=True, address=address) == [QUOTA, QUOTA]
     assert djinn.load("djinn-tiny", kv_bytes=9, on_progress=told.append, address=address) == MODEL
     assert [progress.total for progress in told] == [9]
     assert djinn.load("djinn-tiny", resident=29, address=address).blocks_plain == 29
@@ -127,6 +161,8 @@ def test_each_call_of_the_module(daemon: ScriptedDaemon) -> None:
     assert djinn.pause("s-1", address=address).tier == "host"
     assert djinn.pause("s-1", "disk", address=address).tier == "disk"
     djinn.resume("s-1", address=address)
+    djinn.set_priority("s-1", "batch", address=address)
+    assert djinn.why("s-1", address=address) == WHY
     djinn.unload("djinn-tiny", force=True, address=address)
     djinn.close("s-1", address=address)
 

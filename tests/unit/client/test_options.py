@@ -44,6 +44,11 @@ def test_every_documented_option_reaches_the_request() -> None:
         assert f"\n    {name} " in (GenerateOptions.__doc__ or ""), f"{name} is not documented"
 
 
+def test_hints_reach_the_request() -> None:
+    made = request(expected_tokens=50, deadline_s=2)
+    assert (made.expected_tokens, made.deadline_s) == (50, 2.0)
+
+
 def test_a_single_stop_string_is_one_string() -> None:
     assert request(stop="\n\n").stop == ["\n\n"]
     assert request(stop=("a", "b")).stop == ["a", "b"]
@@ -54,7 +59,17 @@ def test_an_unknown_option_is_named_with_the_known_ones() -> None:
         request(max_token=3)
 
 
-@pytest.mark.parametrize("options", [{"temperature": "warm"}, {"max_tokens": 1.5}, {"stop": [1]}, {"seed": "x"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": "warm"},
+        {"max_tokens": 1.5},
+        {"stop": [1]},
+        {"seed": "x"},
+        {"expected_tokens": 1.5},
+        {"deadline_s": "soon"},
+    ],
+)
 def test_a_wrong_type_is_an_invalid_request_that_names_it(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(options))):
         request(**options)

@@ -14,6 +14,7 @@ from djinn_client.protocol import (
     AttachSession,
     CloseSession,
     Done,
+    ExplainSession,
     Failure,
     Generate,
     Generated,
@@ -22,9 +23,11 @@ from djinn_client.protocol import (
     Piece,
     ResumeSession,
     SessionOpened,
+    SetPriority,
     Signal,
     Timings,
     Usage,
+    WhyReply,
 )
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
@@ -69,6 +72,23 @@ def test_io_wait_is_two_signals(daemon: ScriptedDaemon) -> None:
         pass
 
 
+def test_what_it_waits_for_can_be_named(daemon: ScriptedDaemon) -> None:
+    searches = Signal(session="s-1", kind="IO_WAIT", tool="search")
+    reads = Signal(session="s-1", kind="IO_WAIT", expected_s=2.0, tool="read")
+    with djinn.Session("djinn-tiny", address=daemon.play(expecting(searches, COMPUTES, reads, WAITS))) as s:
+        with s.io_wait(tool="search"):
+            pass
+        s.signal("IO_WAIT", expected_s=2, tool="read")
+        s.signal("IO_WAIT", expected_s=None)
+
+
+def test_what_matters_to_it_can_be_said(daemon: ScriptedDaemon) -> None:
+    script = expecting(Signal(session="s-1", kind="PREFILL"), Signal(session="s-1", kind="DECODE"))
+    with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
+        s.signal("PREFILL")
+        s.signal("DECODE")
+
+
 def test_io_wait_ends_also_when_the_tool_fails(daemon: ScriptedDaemon) -> None:
     session = djinn.Session("djinn-tiny", address=daemon.play(expecting(WAITS, COMPUTES)))
     with session as s, pytest.raises(ZeroDivisionError), s.io_wait():
@@ -96,6 +116,8 @@ def test_asyncio_says_the_same(daemon: ScriptedDaemon) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            async with s.io_wait(tool="search"):
+                pass
             with pytest.raises(ZeroDivisionError):
                 async with s.io_wait(3):
                     raise ZeroDivisionError
@@ -105,7 +127,8 @@ def test_asyncio_says_the_same(daemon: ScriptedDaemon) -> None:
             await asyncio.Event().wait()
 
     timed = [Signal(session="s-1", kind="IO_WAIT", expected_s=seconds) for seconds in (2.0, 3.0)]
-    signals = (timed[0], WAITS, COMPUTES, WAITS, COMPUTES, timed[1], COMPUTES)
+    searches = Signal(session="s-1", kind="IO_WAIT", tool="search")
+    signals = (timed[0], WAITS, COMPUTES, WAITS, COMPUTES, searches, COMPUTES, timed[1], COMPUTES)
     address = daemon.play(expecting(*signals))
     asyncio.run(main())
 
@@ -160,7 +183,7 @@ def test_not_while_a_call_runs(daemon: ScriptedDaemon) -> None:
         ("IO_WAIT", 10**400, "Signal"),
         ("IO_WAIT", "long", "Signal"),
         ("COMPUTE", 1, "COMPUTE takes no expected_s"),
-        ("io_wait", 0, "'io_wait' is no signal: IO_WAIT and COMPUTE are"),
+        ("io_wait", 0, "'io_wait' is no signal: IO_WAIT, COMPUTE, PREFILL, DECODE are"),
         (None, 0, "Signal"),
     ],
 )
@@ -168,6 +191,21 @@ def test_wrong_values_are_not_sent(daemon: ScriptedDaemon, kind: str, expected_s
     session = djinn.Session("djinn-tiny", address=daemon.play(expecting()))
     with session as s, pytest.raises(InvalidRequest, match=wrong):
         s.signal(kind, expected_s=expected_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool", "wrong"),
+    [
+        ("IO_WAIT", "x" * 65, "65 characters: at most 64"),
+        ("IO_WAIT", 7, "Signal"),
+        ("COMPUTE", "search", "COMPUTE takes no tool"),
+        ("PREFILL", "search", "PREFILL takes no tool"),
+    ],
+)
+def test_wrong_tools_are_not_sent(daemon: ScriptedDaemon, kind: str, tool: str, wrong: str) -> None:
+    session = djinn.Session("djinn-tiny", address=daemon.play(expecting()))
+    with session as s, pytest.raises(InvalidRequest, match=wrong):
+        s.signal(kind, tool=tool)  # type: ignore[arg-type]
 
 
 def test_a_day_can_be_expected() -> None:
@@ -195,7 +233,7 @@ def test_a_lost_connection_is_made_anew_first(daemon: ScriptedDaemon) -> None:
 def test_a_session_that_is_closed_here_has_nothing_to_say(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=daemon.play(expecting())) as s:
         s.close()
-        for call in (lambda: s.signal("COMPUTE"), s.pause, s.resume):
+        for call in (lambda: s.signal("COMPUTE"), s.pause, s.resume, lambda: s.set_priority("batch"), s.why):
             with pytest.raises(InvalidRequest, match="was closed here"):
                 call()
 
@@ -288,3 +326,87 @@ def test_errors_of_pausing(daemon: ScriptedDaemon) -> None:
         assert caught.value.data == {"bytes": 7}
         with pytest.raises(SessionNotFound):
             s.pause()
+
+
+# --- class, and why -------------------------------------------------------------------------------------------------
+
+WHY = djinn.Why(state="running", reason="it had a row in the last step", figures={"step": 7})
+
+
+def test_class_and_why_while_a_stream_is_open(daemon: ScriptedDaemon) -> None:
+    changed = threading.Event()
+
+    def session(line: Line) -> None:
+        line.open_session()
+        request = line.expect(Generate)
+        line.send(Piece(id=request.id, text="a"))
+        assert changed.wait(30)
+        line.send(generated(request.id, "b"))
+        expect_close(line)
+
+    def beside(line: Line) -> None:
+        line.welcome()
+        match line.receive():
+            case ExplainSession(id=id, session="s-1"):
+                line.send(WhyReply(id=id, why=WHY))
+            case SetPriority(id=id, session="s-1", priority="batch"):
+                line.send(Done(id=id))
+                changed.set()
+        line.expect_hang_up()
+
+    with djinn.Session("djinn-tiny", address=daemon.play(session, beside)) as s:
+        stream = s.stream()
+        assert next(stream).text == "a"
+        assert s.why() == WHY
+        s.set_priority("batch")
+        assert [piece.text for piece in stream] == ["b"]
+
+
+def test_asyncio_changes_the_class_while_a_call_runs(daemon: ScriptedDaemon) -> None:
+    asked = threading.Event()
+
+    def session(line: Line) -> None:
+        line.open_session()
+        request = line.expect(Generate)
+        assert asked.wait(30)
+        line.send(generated(request.id, "whole"))
+        expect_close(line)
+
+    def change(line: Line) -> None:
+        line.welcome()
+        request = line.expect(SetPriority)
+        assert request.priority == "agent"
+        line.send(Done(id=request.id))
+
+    def explain(line: Line) -> None:
+        line.welcome()
+        line.send(WhyReply(id=line.expect(ExplainSession).id, why=WHY))
+        asked.set()
+
+    async def main() -> None:
+        async with djinn.AsyncSession("djinn-tiny", address=address) as s:
+            call = asyncio.create_task(s.generate())
+            await asyncio.sleep(0)
+            await s.set_priority("agent")
+            assert await s.why() == WHY
+            assert (await call).text == "whole"
+
+    address = daemon.play(session, change, explain)
+    asyncio.run(main())
+
+
+def test_errors_of_changing_the_class(daemon: ScriptedDaemon) -> None:
+    told = Failure(id=0, code="quota_exceeded", message="agent is the highest", data={"quota": "highest_class"})
+
+    def beside(line: Line) -> None:
+        line.welcome()
+        told.id = line.expect(SetPriority).id
+        line.send(told)
+        line.expect_hang_up()
+
+    with djinn.Session("djinn-tiny", address=daemon.play(expecting(), beside)) as s:
+        with pytest.raises(InvalidRequest, match="priority"):
+            s.set_priority("urgent")  # type: ignore[arg-type]
+        with pytest.raises(djinn.QuotaExceeded) as caught:
+            s.set_priority("interactive")
+        assert caught.value.data == {"quota": "highest_class"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from djinnd.config import Model, load, show
+from djinnd.config import Model, Quota, load, show
 
 ROOT = Path(__file__).parents[3]
 ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere"}
@@ -20,6 +20,10 @@ models:
   share: {path: org/name, resident: 0.73, ring_gb: 4.5, packing: off, keep_host: false, piece: 64MiB}
   all: {path: org/name, resident: auto, host_kv: auto, disk_kv: 0}
   tiers: {path: org/name, host_kv: 16GiB, disk_kv: 1TiB}
+quotas:
+  'odd: rule': {users: [0, 7], groups: [0], weight: 2.5, highest_class: agent, sessions: 4, tokens_per_s: 500}
+  memory: {device_kv: 4GiB, host_kv: none, disk_kv: 0}
+  others:
 admins: [0, 7]
 """
 
@@ -52,9 +56,12 @@ def test_the_example_file_shows_every_key_with_its_default(tmp_path):
     example.write_text(keys)
     empty.write_text("")
     written, plain = load(example, ENVIRON, {}).config, load(empty, ENVIRON, {}).config
-    for name in ("device", "memory", "log", "limits", "admins"):
+    for name in ("device", "memory", "log", "limits", "scheduling", "metrics", "admins"):
         assert getattr(written, name) == getattr(plain, name)
     shown = yaml.safe_load(show(load(empty, ENVIRON, {})))
     assert set(yaml.safe_load(keys)) == set(shown)
     assert set(yaml.safe_load(keys)["limits"]) == set(shown["limits"])
+    assert set(yaml.safe_load(keys)["scheduling"]) == set(shown["scheduling"])
     assert set(yaml.safe_load(keys)["models"]["llama"]) == set(Model.__struct_fields__)
+    assert set(yaml.safe_load(keys)["quotas"]["everybody"]) == set(Quota.__struct_fields__)
+    assert written.quotas == {"everybody": Quota()}

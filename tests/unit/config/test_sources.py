@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.placing import Placing
-from djinnd.config import Config, ConfigError, load
+from djinnd.config import Config, ConfigError, Quota, load
 from djinnd.config.sources import scalar_keys
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere", "HOME": "/home/me"}
@@ -90,6 +90,17 @@ def test_where_a_model_s_blocks_go(configured, text, placing):
     assert made == placing and type(made.resident) is type(placing.resident)
 
 
+def test_quotas_stay_in_the_order_of_the_file_also_those_that_say_nothing(configured):
+    rules = configured(
+        "quotas: {z: {sessions: none, tokens_per_s: 5}, none: , a: {users: [root, 7], groups: [0], disk_kv: 1GiB}}"
+    ).config.quotas
+    assert list(rules.items()) == [
+        ("z", Quota(tokens_per_s=5.0)),
+        ("none", Quota()),
+        ("a", Quota(users=(0, 7), groups=(0,), disk_kv=1 << 30)),
+    ]
+
+
 def test_variables_replace_single_values_and_flags_replace_variables(configured):
     effective = configured(
         "memory: 1GiB\nlimits: {sessions: 1, requests: 2}",
@@ -150,6 +161,18 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("models:\n  a:\n    path: /x\n    disk_kv: none", 4, "'none' is no size"),
         ("models:\n  a: {path: /x, piece: 1KiB}", 2, "models.a: piece_bytes is 1,024; it must be 0"),
         ("models:\n  a: {path: /x, slots: 3, ring_gb: 4}", 2, "models.a: the ring is given in bytes and in slots"),
+        ("quotas:\n  a:\n    groups: [none-of-this-name]", 3, "no group 'none-of-this-name'"),
+        ("quotas:\n  a:\n    users: bob", 3, "Expected `array`"),
+        ("quotas:\n  a: {sessions: -1}", 2, "quotas.a.sessions: -1 is no count"),
+        ("quotas:\n  a: {sessions: 1.5}", 2, "1.5 is no count"),
+        ("quotas:\n  a: {device_kv: auto}", 2, "'auto' is no size"),
+        ("quotas:\n  a: {tokens_per_s: 0}", 2, "quotas.a.tokens_per_s: 0 is no rate"),
+        ("quotas:\n  a: {tokens_per_s: .nan}", 2, "nan is no rate"),
+        ("quotas:\n  a: {weight: 0}", 2, "> 0.0"),
+        ("quotas:\n  a: {weight: .nan}", 2, "> 0.0"),
+        ("quotas:\n  a: {highest_class: first}", 2, "'first' is not one of interactive, agent, batch"),
+        ("quotas:\n  a: {tokens: 5}", 2, "unknown key quotas.a.tokens; did you mean tokens_per_s?"),
+        ("quotas:\n  a: 5", 2, "quotas.a must have keys and values"),
         ("admins: [0, nobody-of-this-name]", 1, "no user 'nobody-of-this-name'"),
         ("- a\n- b", 1, "the file must have keys and values"),
         ("device: [cpu", 1, "expected ',' or ']'"),

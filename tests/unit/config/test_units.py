@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 
@@ -7,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnd.config.units import read_device, read_seconds, read_size, read_user, write_seconds, write_size
+from djinnd.config.units import (
+    LimitCount,
+    LimitRate,
+    LimitSize,
+    read_device,
+    read_group,
+    read_seconds,
+    read_size,
+    read_user,
+    unit_of,
+    write_seconds,
+    write_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,43 @@ def test_users_by_name_and_number():
 def test_who_is_no_user(written):
     with pytest.raises(ValueError, match="no user"):
         read_user(written)
+
+
+def test_groups_by_name_and_number():
+    name = grp.getgrgid(os.getgid()).gr_name
+    assert read_group(name) == os.getgid()
+    assert read_group(4711) == 4711
+
+
+@pytest.mark.parametrize("written", ["none-of-this-name", -1, 1.5, None, True])
+def test_what_is_no_group(written):
+    with pytest.raises(ValueError, match="no group"):
+        read_group(written)
+
+
+@pytest.mark.parametrize(
+    ("limit", "written", "kept"),
+    [
+        (LimitSize, "4GiB", 4 << 30),
+        (LimitSize, 0, 0),
+        (LimitCount, 0, 0),
+        (LimitCount, 8, 8),
+        (LimitRate, 500, 500.0),
+        (LimitRate, 0.5, 0.5),
+        *((limit, "none", None) for limit in (LimitSize, LimitCount, LimitRate)),
+    ],
+)
+def test_limits_that_may_be_none(limit, written, kept):
+    unit = unit_of(limit)
+    assert unit.read(written) == kept
+    assert unit.read(unit.write(kept)) == kept
+
+
+@pytest.mark.parametrize("limit", [LimitSize, LimitCount, LimitRate])
+@pytest.mark.parametrize("written", ["auto", "", None, True, -1, float("nan"), float("inf"), "8 of them"])
+def test_what_is_no_limit(limit, written):
+    with pytest.raises(ValueError, match="is no"):
+        unit_of(limit).read(written)
 
 
 @pytest.mark.parametrize("written", ["auto", "cpu", "cuda:0", "cuda:12"])

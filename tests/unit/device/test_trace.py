@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from djinn_client.protocol import Span
-from djinnd.device import Trace
+from djinnd.device import Lane, Trace
 from djinnd.device.cpu import CpuDevice
 from tests.support.troubled import TroubledDevice
 
@@ -127,6 +127,15 @@ def test_copies_and_compute_of_a_cpu_are_on_one_clock(device: TroubledDevice) ->
     assert (copy.track, copy.args, beside.track) == ("copy", {"bytes": 16}, "compute")
     assert end(before) <= copy.start_us and end(copy) <= after.start_us
     assert end(beside) < end(copy) and copy.duration_us > 0
+
+
+def test_each_lane_has_a_track() -> None:
+    device = CpuDevice(1 << 20)
+    device.trace = trace = Trace(device.stamp)
+    for lane in Lane:
+        device.copy(torch.zeros(4), torch.ones(4), lane=lane).wait()
+    device.close()
+    assert [span.track for span in trace.spans()] == ["copy", "pages up", "pages down"]
 
 
 def test_a_copy_is_of_the_trace_in_which_it_was_queued(device: TroubledDevice) -> None:

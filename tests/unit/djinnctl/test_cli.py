@@ -50,6 +50,7 @@ from djinn_client.protocol import (
     UnloadModel,
     WithdrawPrefix,
 )
+from djinn_client.scheduling import CLASSES, Latency, Spread
 from djinnctl import top
 from djinnctl.cli import main
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
@@ -138,9 +139,25 @@ STATUS = StatusReply(
     requests_queued=1,
     connections=5,
     arena_bytes=3 << 29,
+    latency={
+        "interactive": Latency(
+            queued=Spread(1_234_567, 0.000_123, 0.000_113, 0.000_127, 0.001_1, 0.002),
+            between_tokens=Spread(123_456_789, 0.0123, 0.0121, 0.0145, 0.0301, 1.25),
+        ),
+        "agent": Latency(wake_up=Spread(7, 0.15, 0.12, 0.25, 0.25, 75.0)),
+        "batch": Latency(),
+    },
 )
 WAITING = session_info(
-    tokens=70, user=0, state="waiting", pages=3, host_pages=12, page_bytes=1 << 22, idle_s=7.0, priority="agent"
+    tokens=70,
+    user=0,
+    state="waiting",
+    pages=3,
+    host_pages=12,
+    page_bytes=1 << 22,
+    idle_s=7.0,
+    priority="agent",
+    latency=Latency(wake_up=Spread(1, 0.25, 0.25, 0.25, 0.25, 0.25)),
 )
 RUNNING = session_info(
     id="s-2", user=0, state="running", tokens=5, pages=1, disk_pages=9, page_bytes=1 << 22, priority="batch"
@@ -220,7 +237,26 @@ def test_status(address: str) -> None:
     assert "cuda:0 ready 13.0 GiB of 20.0 GiB 12 k 99 k 0 NVIDIA H200" in shown
     assert "djinn-tiny ready float32 4.1 M 2048 16.0 MiB 64.0 MiB 3/128 2" in shown
     assert "broken: config.json is not JSON" in shown
-    assert shown.endswith("PAGES OF DEVICE HOST DISK EACH djinn-tiny 3/128 17/4096 - 512 KiB")
+    assert "PAGES OF DEVICE HOST DISK EACH djinn-tiny 3/128 17/4096 - 512 KiB" in shown
+
+
+def test_status_tells_the_latencies_that_were_measured(address: str) -> None:
+    shown = run("status", "--address", address).stdout
+    lines = [words(line) for line in shown[shown.index("LATENCY") :].splitlines()]
+    assert lines == [
+        "LATENCY CLASS COUNT MEAN P50 P90 P99 WORST",
+        "queued interactive 1.2 M 0.123 ms 0.113 ms 0.127 ms 1.1 ms 2 ms",
+        "between tokens interactive 123 M 12.3 ms 12.1 ms 14.5 ms 30.1 ms 1.25 s",
+        "wake up agent 7 150 ms 120 ms 250 ms 250 ms 1m15s",
+    ]
+
+
+def test_status_of_a_daemon_that_has_measured_nothing(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        line.send(replace(STATUS, id=line.expect(GetStatus).id, latency={"agent": Latency()}))
+
+    assert "LATENCY" not in run("status", "--address", daemon.play(script)).stdout
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("ps",), ("top",), ("models",), ("status", "--check")])
@@ -244,6 +280,16 @@ def test_status_as_json_holds_every_field(address: str) -> None:
     assert shown["models"][0].keys() == set(ModelInfo.__struct_fields__)
     assert shown["integrity"] == []
     assert shown["sessions"] == {"interactive": 4, "agent": 1, "batch": 0}
+    assert shown["latency"].keys() == set(CLASSES)
+    assert shown["latency"]["interactive"].keys() == set(Latency.__struct_fields__)
+    assert shown["latency"]["agent"]["wake_up"] == {
+        "count": 7,
+        "mean": 0.15,
+        "p50": 0.12,
+        "p90": 0.25,
+        "p99": 0.25,
+        "worst": 75.0,
+    }
 
 
 def test_options_before_and_after_the_command(address: str) -> None:
@@ -288,6 +334,7 @@ def test_ps(address: str) -> None:
     ]
     shown = json.loads(run("ps", "--json", "--address", address).stdout)
     assert (shown[0]["state"], shown[0]["host_pages"], shown[0]["page_bytes"]) == ("waiting", 12, 1 << 22)
+    assert (shown[0]["latency"]["wake_up"]["p99"], shown[1]["latency"]["wake_up"]["count"]) == (0.25, 0)
 
 
 def test_top_is_one_frame_where_there_is_no_terminal(address: str) -> None:
@@ -441,6 +488,19 @@ def test_load_with_memory_for_pages_tier_by_tier(
         line.welcome()
         request = line.expect(LoadModel)
         assert (request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes) == sizes
+        line.send(ModelReply(id=request.id, model=TINY))
+
+    assert run("load", "llama", *options, "--address", daemon.play(script)).exit_code == 0
+
+
+@pytest.mark.parametrize(("options", "seconds"), [((), None), (("--keep-alive", "5min"), 300.0)])
+def test_load_for_as_long_as_it_is_called(
+    daemon: ScriptedDaemon, options: tuple[str, ...], seconds: float | None
+) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(LoadModel)
+        assert request.keep_alive_s == seconds
         line.send(ModelReply(id=request.id, model=TINY))
 
     assert run("load", "llama", *options, "--address", daemon.play(script)).exit_code == 0

@@ -309,8 +309,9 @@ def test_what_nobody_will_adopt(tmp_path: Path, why: dict[str, int]) -> None:
     assert "is left from process" in result.finding
 
 
-def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path) -> None:
-    header = Header(dead_process(), 1, VERSION, State.COMPLETE, 4096, 1, "ab" * 32, "pages", "größe", "/state")
+@pytest.mark.parametrize("state", [State.COMPLETE, State.ASLEEP])
+def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path, state: State) -> None:
+    header = Header(dead_process(), 1, VERSION, state, 4096, 1, "ab" * 32, "pages", "größe", "/state")
     (tmp_path / "djinnd-weights").write_bytes(header.pack() + bytes(4096))
     (result,) = arena.check(tmp_path)
     assert "has the pages of größe" in result.finding and "directory /state takes" in result.remedy

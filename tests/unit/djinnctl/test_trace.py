@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from djinn_client import Span, TraceReply
 from djinn_client.protocol import Failure, GetTrace
-from djinnctl.chrome_trace import chrome
+from djinnctl.chrome_trace import TRACKS, chrome, gaps, summary, told
 from djinnctl.cli import main
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 from tools.bench import plot
@@ -66,6 +67,51 @@ def test_a_copy_has_its_rate() -> None:
     assert args[0] == SPANS[0].args
 
 
+GAPS = [
+    Span("copy", "block 1", 0.0, 100.0),
+    Span("step", "step", 5.0, 150.0),
+    Span("compute", "prologue", 5.0, 5.0),
+    Span("compute", "epilogue", 140.0, 10.0),  # what a step waits for is no gap between steps
+    Span("pages up", "promote 3", 150.0, 600.0),
+    Span("step", "step", 200.0, 100.0),
+    Span("compute", "prologue", 201.0, 9.0),
+    Span("compute", "epilogue", 210.0, 90.0),
+    Span("copy", "block 2", 250.0, 50.0),
+    Span("pages down", "demote 1", 260.0, 1.0),
+    Span("step", "step", 305.0, 45.0),
+    Span("compute", "prologue", 305.0, 10.0),
+    Span("copy", "block 1", 305.0, 95.0),
+    Span("compute", "epilogue", 340.0, 10.0),
+]
+
+
+def test_gaps_are_between_steps_and_between_the_ring_s_copies() -> None:
+    """Shorter ones than a device needs by itself are none."""
+    assert gaps(GAPS) == [
+        Span("compute gaps", "gap", 150.0, 51.0, {"until": "prologue"}),
+        Span("copy gaps", "gap", 100.0, 150.0, {"until": "block 2"}),
+    ]
+    assert gaps(SPANS) == gaps(GAPS[:3]) == gaps([]) == []
+
+
+def test_gaps_and_pages_have_tracks_of_their_own() -> None:
+    reply = TraceReply(id=0, device="cuda:0", spans=GAPS)
+    events = chrome(reply)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [names[thread] for thread in sorted(names)] == list(TRACKS)
+    tracks: dict[str, list[tuple[float, float]]] = {name: [] for name in TRACKS}
+    for event in events:
+        if event["ph"] == "X":
+            tracks[names[event["tid"]]].append((event["ts"], event["ts"] + event["dur"]))
+    assert tracks["compute gaps"] == [(150.0, 201.0)] and tracks["copy gaps"] == [(100.0, 250.0)]
+    assert (len(tracks["pages up"]), len(tracks["pages down"])) == (1, 1)
+    for one, other in (("compute", "compute gaps"), ("copy", "copy gaps")):
+        both = sorted(tracks[one] + tracks[other])
+        assert all(before[1] <= after[0] for before, after in pairwise(both))
+    assert summary(reply, Path("f"))["gaps"] == pytest.approx({"compute": 51e-6, "copy": 150e-6})
+    assert "14 spans, gaps: 0.051 ms of compute, 0.15 ms of copy; https" in told(summary(reply, Path("f")))
+
+
 def test_the_file_is_what_the_plot_of_a_timeline_reads(
     daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path
 ) -> None:
@@ -86,8 +132,8 @@ def test_the_file_is_what_the_plot_of_a_timeline_reads(
 def test_as_json_it_says_what_was_written(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
     file = str(tmp_path / "trace.json")
     result = run(daemon, "-o", file, "--steps", "9", "--seconds", "1.5", "--json")
-    told = {"file": file, "device": "cuda:0", "steps": 1, "spans": 5, "seconds": 0.0009}
-    assert json.loads(result.stdout) == pytest.approx(told)
+    expected = {"file": file, "device": "cuda:0", "steps": 1, "spans": 5, "gaps": {"compute": 0, "copy": 0}}
+    assert json.loads(result.stdout) == expected | {"seconds": pytest.approx(0.0009)}
     assert (asked[0].steps, asked[0].seconds) == (9, 1.5)
 
 

@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnctl.units import UNITS, count, duration, exact_size, interval, parse_resident, parse_size, rate, size
+from djinnctl.units import (
+    UNITS,
+    count,
+    duration,
+    exact_size,
+    interval,
+    parse_resident,
+    parse_seconds,
+    parse_size,
+    rate,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,19 @@ def test_what_is_no_number_of_blocks(text: str) -> None:
 )
 def test_parse_size(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5min", 300.0), (" 1.5 h ", 5400.0), ("250ms", 0.25), ("30s", 30.0), ("0", 0.0), ("0s", 0.0)]
+)
+def test_parse_seconds(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["5", "min", "-1s", "5m", "5 min more", "", "1e3s", "nan"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a time; write a number with ms, s, min, h"):
+        parse_seconds(text)
 
 
 @pytest.mark.parametrize("text", ["4GB", "4", "GiB", "-1GiB", "4gib", "4 GiB more", "", "1e3MiB", "٤GiB "[:-1] + "x"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.paged_model import PagedModel
+from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered
 from tests.support.engine_thread import FOREVER, EngineThread
@@ -353,6 +355,32 @@ def test_truncate_cuts_an_idle_session(serving: EngineThread) -> None:
     assert use.kv_tokens == 12
     tokens, _ = serving.outcome(serving.run("s", [], 3))
     assert tokens == reference.greedy(FOLDER, prompt(20)[:12], 3)
+
+
+# --- what steps take ------------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_steps_that_nobody_waited_for_is_part_of_the_next_one_s(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt of three chunks, only the last gives a token. Here each is over when it has been queued."""
+    run, complete = ModelRunner.run, Scheduler.complete
+    steps: list[tuple[int, float]] = []
+
+    def slow(runner: ModelRunner, batch: Any) -> Any:
+        time.sleep(0.02)
+        return run(runner, batch)
+
+    def seen(scheduler: Scheduler, batch: Any, tokens: Any, seconds: float) -> Any:
+        steps.append((batch.tokens, seconds))
+        return complete(scheduler, batch, tokens, seconds)
+
+    monkeypatch.setattr(ModelRunner, "run", slow)
+    monkeypatch.setattr(Scheduler, "complete", seen)
+    serving.outcome(serving.run("s", prompt(150), 2))
+    (*chunks, last), after = steps[:3], steps[3]
+    assert chunks == [(64, 0.0), (64, 0.0)] and last[0] == 22 and after[0] == 1
+    assert last[1] >= 3 * 0.02 and after[1] >= 0.02
 
 
 # --- steps that fail ------------------------------------------------------------------------------------------------

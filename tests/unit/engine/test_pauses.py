@@ -43,6 +43,16 @@ def test_a_session_that_was_paused_goes_on_as_if_nothing_had_been(engine: Tiered
     assert more == expected([*PROMPT, *tokens, 5])
 
 
+def test_a_session_that_is_more_than_its_tenant_may_have_on_disk_goes_on_where_it_was(engine: Tiered) -> None:
+    (info,) = engine.report().models
+    tokens, limit = engine.ran("s"), 2 * info.page_bytes
+    engine.engine._tiers.set_tenants([messages.TenantLimits(0, disk_kv=limit)])
+    told = engine.refused("s", "disk")
+    assert told.code == "quota_exceeded" and "exceed the quota disk_kv" in told.message
+    assert told.data == {"quota": "disk_kv", "limit": limit, "used": limit}
+    assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_also_in_mid_generation_and_others_run_meanwhile(engine: Tiered, tier: str) -> None:
     engine.open("other")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from djinnd import messages
-from djinnd.engine import tiers as tiers_module
 from djinnd.engine.loading import PagesResult
+from djinnd.scheduler import waits
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
 
 
@@ -87,7 +87,7 @@ def test_or_a_moment_before_it_is_expected(engine: Tiered) -> None:
 
 
 def test_a_wait_that_is_too_short_to_be_worth_it_does_nothing(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers_module, "_WORTH", 1e9)
+    monkeypatch.setattr(waits, "WORTH", 1e9)
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True, expected_s=1.0))
     use = engine.use("s")
@@ -98,7 +98,7 @@ def test_but_who_has_left_is_expected_however_soon_it_is(engine: Tiered, monkeyp
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
-    monkeypatch.setattr(tiers_module, "_WORTH", 1e9)
+    monkeypatch.setattr(waits, "WORTH", 1e9)
     engine.send(messages.Signal("s", waits=True, expected_s=0.01))
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
@@ -112,7 +112,87 @@ def test_who_has_left_is_fetched_as_much_earlier_as_its_pages_take(engine: Tiere
     engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
     engine.report()
     early = time.monotonic() + 1800 - engine.engine._scheduler.session("s").wakes_at
-    assert early > tiers_module._LEAD * 600
+    assert early > waits.LEAD * 600
+
+
+def learned(engine: Tiered, session: str, *seconds: float, tool: str = "search") -> None:
+    """As if the session's tenant had waited for the tool so long."""
+    tenant = engine.engine._scheduler.session(session).tenant
+    for each in seconds:
+        engine.engine._tiers._waits.begin("earlier", tenant, tool, 0.0)
+        engine.engine._tiers._waits.end("earlier", each)
+
+
+def test_who_waits_for_a_tool_that_is_known_is_back_when_it_usually_is(engine: Tiered) -> None:
+    engine.ran("s")
+    learned(engine, "s", 0.3, 0.3, 0.3)
+    engine.send(messages.Signal("s", waits=True, tool="search"))
+    engine.use_when("s", "waiting", on_device=False)
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
+def test_what_its_client_expects_goes_before_what_was_learned(engine: Tiered) -> None:
+    engine.ran("s")
+    learned(engine, "s", 3000.0, 3000.0, 3000.0)
+    engine.send(messages.Signal("s", waits=True, tool="search"))
+    engine.report()
+    session = engine.engine._scheduler.session("s")
+    assert 2000.0 < session.wakes_at - time.monotonic() <= 3000.0
+    engine.send(messages.Signal("s", waits=True, expected_s=500.0, tool="search"))
+    engine.report()
+    assert 300.0 < session.wakes_at - time.monotonic() <= 500.0
+    engine.send(messages.Signal("s", waits=True, tool="read"))
+    engine.report()
+    assert (session.waits, session.wakes_at) == (True, 0.0), "nobody knows how long that takes"
+
+
+def test_a_known_wait_that_is_too_short_to_be_worth_it_does_nothing(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "WORTH", 1e9)
+    engine.ran("s")
+    learned(engine, "s", 1.0, 1.0, 1.0, tool="")
+    engine.send(messages.Signal("s", waits=True))
+    use = engine.use("s")
+    assert (use.state, use.pages) == ("idle", 3)
+
+
+def test_waits_are_learned_from_signal_to_signal_and_from_signal_to_call(engine: Tiered) -> None:
+    tools = engine.engine._tiers._waits._tools
+    engine.ran("s")
+    for seen in range(1, 3):
+        engine.send(messages.Signal("s", waits=True, tool="search"), messages.Signal("s", waits=False))
+        engine.report()
+        assert {tool: each.seen for (_, tool), each in tools.items()} == {"search": seen}
+    engine.send(messages.Signal("s", waits=True, tool="read"))
+    engine.ran("s", [5])
+    assert {tool: each.seen for (_, tool), each in tools.items()} == {"search": 2, "read": 1}
+    engine.ran("s", [5])
+    engine.send(messages.Signal("s", waits=False))
+    engine.report()
+    assert {tool: each.seen for (_, tool), each in tools.items()} == {"search": 2, "read": 1}
+
+
+def test_a_session_that_closes_ends_no_wait(engine: Tiered) -> None:
+    engine.open("t")
+    engine.send(messages.Signal("t", waits=True, tool="search"), messages.Close("t"), messages.Signal("t", waits=False))
+    engine.report()
+    assert engine.engine._tiers._waits._tools == {}
+
+
+def test_what_matters_to_a_session_stays_until_it_says_otherwise(engine: Tiered) -> None:
+    engine.report()
+    session = engine.engine._scheduler.session("s")
+    for is_waiting, bulk, then in (
+        (False, True, True),
+        (True, None, True),
+        (False, None, True),
+        (False, False, False),
+        (True, True, True),
+    ):
+        engine.send(messages.Signal("s", waits=is_waiting, bulk=bulk))
+        engine.report()
+        assert session.bulk is then
 
 
 def test_signals_of_a_session_that_is_not_there_do_nothing(engine: Tiered) -> None:
@@ -126,6 +206,36 @@ def test_who_waits_and_asks_after_all_goes_on(engine: Tiered) -> None:
     run = engine.run_message("s", [5], NEW)
     engine.send(messages.Signal("s", waits=True), run)
     assert engine.outcome(run.request)[0] == expected([*PROMPT, *tokens, 5])
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_tenant_has_in_each_tier(engine: Tiered) -> None:
+    engine.open("t", tenant=7)
+    assert engine.ran("s") == engine.ran("t") == expected()
+    (info,) = engine.report().models
+    tiers, three = engine.engine._tiers, 3 * info.page_bytes
+    assert tiers.uses_of_tenants() == [messages.TenantUse(0, three, 0, 0), messages.TenantUse(7, three, 0, 0)]
+    engine.paused("s", "disk")
+    assert tiers.uses_of_tenants() == [messages.TenantUse(0, 0, 0, three), messages.TenantUse(7, three, 0, 0)]
+
+
+def test_a_tenant_keeps_what_it_may_on_the_host_and_computes_the_rest_anew(engine: Tiered) -> None:
+    (info,) = engine.report().models
+    tiers = engine.engine._tiers
+    tiers.set_tenants([messages.TenantLimits(0, host_kv=2 * info.page_bytes)])
+    tokens = engine.ran("s")
+    assert engine.paused("s").pages == 2
+    (use,) = tiers.uses_of_tenants()
+    assert (use.device_kv, use.host_kv) == (0, 2 * info.page_bytes)
+    engine.open("t", tenant=7)
+    engine.ran("t")
+    assert engine.paused("t").pages == 3
+    engine.send(messages.Resume("s"))
+    assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
+    tiers.set_tenants([messages.TenantLimits(0, host_kv=0)])
+    assert [use.tenant for use in tiers.uses_of_tenants() if use.host_kv] == [7]
 
 
 # --- the next engine --------------------------------------------------------------------------------------------------

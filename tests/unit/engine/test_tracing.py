@@ -14,6 +14,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.tracing import Tracer
 from tests.support.engine_thread import EngineThread
+from tests.support.tiered import Tiered
 from tests.support.traces import check_streaming
 from tests.support.troubled import TroubledDevice
 
@@ -131,15 +132,36 @@ def test_a_step_that_fails_counts_and_has_no_span(scene: Scene) -> None:
 
 def test_copies_between_steps_are_recorded(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
-    scene.device.copy(torch.zeros(4), torch.ones(4), name="promote 1")
+    scene.device.copy(torch.zeros(4), torch.ones(4), name="block 0")
     scene.step(1)
-    scene.device.copy(torch.zeros(4), torch.ones(4), name="promote 2")
+    scene.device.copy(torch.zeros(4), torch.ones(4), name="block 2")
     scene.device.synchronize()
     scene.tracer.answer()
-    assert [span.name for span in scene.spans() if span.track == "copy"] == ["promote 1", "block 1"]
+    assert [span.name for span in scene.spans() if span.track == "copy"] == ["block 0", "block 1"]
 
 
-# --- in an engine that streams --------------------------------------------------------------------------------------
+# --- in a real engine -----------------------------------------------------------------------------------------------
+
+
+def test_pages_that_leave_and_come_back_have_tracks_of_their_own() -> None:
+    with Tiered() as engine:
+        engine.load_with_tiers()
+        engine.open("s")
+        engine.ran("s")
+        engine.send(messages.Trace(99, steps=1, seconds=60.0))
+        paused = engine.paused("s")
+        engine.send(messages.Resume("s"), engine.run_message("s", [5], 1))
+        traced = engine.until(messages.Traced, messages.Stepped, messages.Finished)
+    (step,) = (span for span in traced.spans if span.track == "step")
+    page_bytes = paused.nbytes // paused.pages
+    for track, name in (("pages down", "demote"), ("pages up", "promote")):
+        copies = [span for span in traced.spans if span.track == track]
+        pages = sum(int(span.name.removeprefix(f"{name} ")) for span in copies)
+        assert 1 <= pages <= paused.pages, "what has been demoted before stays on the host"
+        assert sum(span.args["bytes"] for span in copies) == pages * page_bytes
+        assert all(span.start_us + span.duration_us <= step.start_us for span in copies), "the step needs them"
+        assert all(span.duration_us > 0 for span in copies)
+    assert "copy" not in {span.track for span in traced.spans}, "every block is resident"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinnd.kvcache.page_pool import SCRATCH, OutOfPages, PagePool
+from djinnd.kvcache.tenancy import ANYBODY
 
 ALICE, BOB = 1000, 1001
 
@@ -45,6 +46,46 @@ def test_a_shared_page_is_free_when_its_last_holder_releases_it() -> None:
     pool.release(pages[:1])
     assert pool.free == 2
     pool.check_integrity()
+
+
+def test_a_page_counts_once_for_its_tenant_while_somebody_holds_it() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(2, ALICE)
+    pool.allocate(1, BOB)
+    pool.share(pages, ALICE)
+    assert (pool.used_by(ALICE), pool.used_by(BOB), pool.used_by(7)) == (2, 1, 0)
+    pool.release(pages)
+    assert pool.uses() == {ALICE: 2, BOB: 1}
+    pool.release(pages)
+    assert pool.uses() == {BOB: 1}
+    pool.share(pages[:1], ALICE)
+    assert pool.used_by(ALICE) == 1 and pool.tenant(pages[0]) == ALICE
+    pool.resize(3)
+    assert pool.uses() == {ALICE: 1, BOB: 1}
+    pool.check_integrity()
+
+
+def test_a_public_page_counts_for_nobody() -> None:
+    pool = PagePool(3)
+    [page] = pool.allocate(1, ALICE)
+    pool.make_public(page)
+    pool.share([page], BOB)
+    assert pool.uses() == {ANYBODY: 1} and pool.used_by(ALICE) == pool.used_by(BOB) == 0
+    pool.release([page, page])
+    assert pool.uses() == {}
+    with pytest.raises(AssertionError, match="held by nobody"):
+        pool.tenant(page)
+    pool.allocate(2, BOB)
+    assert pool.used_by(BOB) == 2
+    pool.check_integrity()
+
+
+def test_the_audit_finds_a_page_that_counts_for_another_tenant() -> None:
+    pool = PagePool(3)
+    [page] = pool.allocate(1, ALICE)
+    pool._last_tenant[page] = BOB
+    with pytest.raises(AssertionError, match="tenants use"):
+        pool.check_integrity()
 
 
 def test_a_page_that_nobody_holds_is_not_released() -> None:

@@ -6,6 +6,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Move, Paging, Transfer, Way
 from djinnd.kvcache.prefixes import Key, root
+from djinnd.kvcache.tenancy import ANYBODY
 from djinnd.kvcache.tier import Tier
 
 PAGE = 4  # tokens
@@ -275,6 +276,70 @@ def test_a_page_that_two_moves_find_bad_is_forgotten_once() -> None:
         assert transfer.failed
     desk.paging.check_integrity()
     assert desk.find(tokens).keys == ()
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_its_tenant_s_in_every_tier() -> None:
+    desk, _ = on_disk(8)
+    assert desk.paging.host is not None and desk.paging.disk is not None
+    assert desk.paging.disk.tenancy.uses() == {TENANT: 2} and desk.paging.host.tenancy.uses() == {}
+    desk.paging.load("back", TENANT, desk.find(list(range(8))))
+    desk.copy_all()
+    assert desk.paging.host.tenancy.uses() == {TENANT: 2} == desk.kv.pool.uses()
+
+
+def test_and_nobody_s_where_it_is_public() -> None:
+    desk = Desk()
+    desk.kv.public.mark(range(4), PAGE)
+    tokens = desk.session("a", 8)
+    desk.save("a", tokens)
+    desk.copy_all()
+    assert desk.paging.host is not None
+    assert desk.paging.host.tenancy.uses() == {ANYBODY: 1, TENANT: 1} == desk.kv.pool.uses()
+
+
+def test_of_a_session_that_is_more_than_its_tenant_may_have_there_the_first_pages_are_saved() -> None:
+    desk = Desk()
+    assert desk.paging.host is not None
+    desk.paging.host.tenancy.limit(TENANT, 2)
+    tokens = desk.session("a", 16)
+    transfer = desk.save("a", tokens)
+    desk.copy_all()
+    assert transfer.failed and desk.find(tokens).tokens == 8
+    assert desk.paging.host.used == 2
+
+
+def test_what_is_on_disk_comes_piece_by_piece_through_the_little_that_its_tenant_may_have_on_the_host() -> None:
+    desk, tokens = on_disk(16)
+    assert desk.paging.host is not None
+    desk.paging.host.tenancy.limit(TENANT, 2)
+    for computed in (0, 8):
+        found = desk.find(tokens, computed)
+        transfer = desk.paging.load("back", TENANT, found)
+        assert (transfer.missing, transfer.tokens) == (2, computed + 8)
+        desk.copy_all()
+        desk.kv.arrived("back", found.keys[:2], transfer.tokens)
+
+
+def test_and_is_not_found_by_who_may_have_nothing_there() -> None:
+    desk, tokens = on_disk(8)
+    assert desk.paging.host is not None
+    desk.paging.host.tenancy.limit(TENANT, 0)
+    assert desk.find(tokens) == Found(0, 0, ())
+    desk.paging.host.tenancy.limit(TENANT, 1)
+    assert desk.find(tokens).tokens == 8
+
+
+def test_the_oldest_are_written_out_once_where_their_tenant_may_have_fewer_on_disk() -> None:
+    desk, _ = saved(64, host=16, disk=16)
+    assert desk.paging.disk is not None
+    desk.paging.disk.tenancy.limit(TENANT, 1)
+    for written in (1, 1, 0, 0):  # each of the oldest tenth and one
+        assert desk.paging.write_out_oldest(1) == written
+        desk.copy_all()
+    assert desk.paging.disk.used == 1
 
 
 # --- another process --------------------------------------------------------------------------------------------------

@@ -38,10 +38,10 @@ def test_the_layout_that_the_next_process_relies_on() -> None:
     table = new_table(2)
     tier = Tier(table, 2)
     fill(tier, 7)
-    tier.prepare(key(8))
+    tier.prepare(key(8), tenant=1000)
     expected = [
         COMPLETE.to_bytes(8, "little"), key(7), (7).to_bytes(8, "little"), (1).to_bytes(8, "little"), bytes(24),
-        FILLING.to_bytes(8, "little"), key(8), bytes(40),
+        FILLING.to_bytes(8, "little"), key(8), bytes(16), (1001).to_bytes(8, "little"), bytes(16),
     ]  # fmt: skip
     assert table[:128] == b"".join(expected)
     assert not any(table[128:])
@@ -208,6 +208,7 @@ def test_what_no_caller_does() -> None:
         ("state", FREE, "slot 0 is 2, the table says 0"),
         ("key", key(9), "keys and slots disagree"),
         ("touched", 2, "another order of use"),
+        ("owner", 1001, "the table names another tenant"),
     ],
 )
 def test_the_audit_finds_a_table_that_somebody_else_has_written(field: str, value: int | bytes, finding: str) -> None:

@@ -31,7 +31,7 @@ def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bo
 
 def compose(queue: ModelQueue, step: int = 1, max_tokens: int = 64, max_rows: int = 16) -> list[tuple[str, int, int]]:
     """(session, start, count) of each row; the queue must be sound afterwards."""
-    rows = queue.compose(step, max_tokens, max_rows)
+    rows = queue.composer.compose(step, max_tokens, max_rows)
     queue.check_integrity()
     return [(row.session.id, row.start, row.count) for row in rows]
 
@@ -48,7 +48,7 @@ def test_rows_of_one_token_come_first_and_all_in_order_of_arrival() -> None:
 def test_a_row_says_what_the_step_has_to_do() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 10, computed=4)
-    (row,) = queue.compose(step=3, max_tokens=64, max_rows=4)
+    (row,) = queue.composer.compose(step=3, max_tokens=64, max_rows=4)
     assert session.request and session.request.state is RequestState.RUNNING
     assert row == Row(session, session.request, start=4, count=6, first_block=0, last_block=6, samples=True)
     assert session.touched == 3
@@ -57,10 +57,10 @@ def test_a_row_says_what_the_step_has_to_do() -> None:
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 10)
-    (row,) = queue.compose(step=1, max_tokens=6, max_rows=4)
+    (row,) = queue.composer.compose(step=1, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (6, False)
     session.computed = 6
-    (row,) = queue.compose(step=2, max_tokens=6, max_rows=4)
+    (row,) = queue.composer.compose(step=2, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (10, True)
 
 
@@ -68,7 +68,7 @@ def test_a_forward_pass_never_samples() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 3)
     session.request = Request(id=1, first=0, prompt_end=3, max_tokens=0, logits_from=0)
-    (row,) = queue.compose(step=1, max_tokens=6, max_rows=4)
+    (row,) = queue.composer.compose(step=1, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (3, False)
 
 
@@ -165,17 +165,17 @@ def test_a_released_session_arrives_anew() -> None:
 
 def test_a_prompt_longer_than_the_model_is_refused_with_the_figures() -> None:
     queue = queue_of(pages=100, max_context=64)
-    queue.check_fits(64)
+    queue.check_fits(1000, 64)
     with pytest.raises(PromptTooLong, match="would have 65 tokens, m takes 64") as caught:
-        queue.check_fits(65)
+        queue.check_fits(1000, 65)
     assert caught.value.data == {"tokens": 65, "max_context": 64}
 
 
 def test_a_session_that_no_pool_could_hold_is_refused_with_the_figures() -> None:
     queue = queue_of(pages=3)
-    queue.check_fits(12)
+    queue.check_fits(1000, 12)
     with pytest.raises(OutOfMemory, match=r"needs 4 pages of 2.5 MiB for 13 tokens, the pool of m has 3") as caught:
-        queue.check_fits(13)
+        queue.check_fits(1000, 13)
     assert caught.value.data == {"pages": 4, "capacity": 3, "page_bytes": 5 << 19}
 
 

@@ -1,45 +1,62 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import pytest
 
+from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-from djinnd.scheduler.policy import Budget, eviction_order, serving_order
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy, Room, eviction_order
+from djinnd.scheduler.step_times import StepTimes
 
 
-def session(name: str, remaining: int = 1, touched: int = 0) -> Session:
-    return Session(name, "m", 1000, "interactive", tokens=[7] * (remaining + 2), computed=2, touched=touched)
+def session(name: str, remaining: int = 1, touched: int = 0, klass: Class = "batch") -> Session:
+    return Session(name, "m", 1000, klass, tokens=[7] * (remaining + 2), computed=2, touched=touched)
 
 
 def names(sessions: list[Session]) -> list[str]:
     return [session.id for session in sessions]
 
 
-def shares(budget: Budget, sessions: list[Session]) -> list[int]:
+def known(seconds: Mapping[int, float]) -> StepTimes:
+    """Steps of so many tokens take so long."""
+    times = StepTimes()
+    for tokens, takes in seconds.items():
+        for _ in range(2):
+            times.note(tokens, takes)
+    return times
+
+
+def room(
+    order: list[Session],
+    max_tokens: int = 4096,
+    max_rows: int = 256,
+    times: StepTimes | None = None,
+    policy: Policy = Policy(),  # noqa: B008
+) -> Room:
+    decoding = Counter(session.klass for session in order if session.remaining == 1)
+    protected = Counter(s.klass for s in order if s.remaining == 1 and s.klass != "batch" and not s.bulk)
+    by_class = {klass: decoding[klass] for klass in CLASSES}
+    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected)
+
+
+def shares(room: Room, sessions: list[Session]) -> list[int]:
     """What each gets when each takes its share in turn."""
     counts = []
     for session in sessions:
-        counts.append(budget.share(session.remaining))
+        counts.append(room.share(session.klass, session.remaining))
         if counts[-1]:
-            budget.take(session.remaining, counts[-1])
+            room.take(session.remaining, counts[-1], shields=not session.bulk)
     return counts
-
-
-def test_who_comes_first_is_served_first() -> None:
-    sessions = [session("b"), session("a"), session("c")]
-    assert serving_order(iter(sessions)) == sessions
 
 
 def test_the_idle_give_way_first_then_the_held_then_the_last_to_arrive() -> None:
     idle = [session("idle-late", touched=9), session("idle-early", touched=3)]
     held = [session("held-late", touched=8), session("held-early", touched=2)]
-    order = [session("first"), session("served"), session("third"), session("fourth")]
-    evicted = list(eviction_order(idle, held, order, order[1]))
-    assert names(evicted) == ["idle-early", "idle-late", "held-early", "held-late", "fourth", "third"]
-
-
-def test_the_last_in_order_takes_from_nobody_who_stands_before_it() -> None:
-    order = [session("first"), session("served")]
-    assert list(eviction_order([], [], order, order[1])) == []
+    order = [session("first"), session("second")]
+    evicted = list(eviction_order(idle, held, order))
+    assert names(evicted) == ["idle-early", "idle-late", "held-early", "held-late", "second", "first"]
 
 
 @pytest.mark.parametrize(
@@ -60,21 +77,108 @@ def test_the_last_in_order_takes_from_nobody_who_stands_before_it() -> None:
         ([1, 20], 8, 1, [1, 0]),
     ],
 )
-def test_a_budget_is_shared_out(remaining: list[int], max_tokens: int, max_rows: int, expected: list[int]) -> None:
+def test_room_is_shared_out(remaining: list[int], max_tokens: int, max_rows: int, expected: list[int]) -> None:
     order = [session(str(i), count) for i, count in enumerate(remaining)]
-    assert shares(Budget(order, max_tokens, max_rows), order) == expected
+    assert shares(room(order, max_tokens, max_rows), order) == expected
 
 
 def test_a_share_that_nobody_took_is_left_for_the_next() -> None:
     order = [session("a", 6), session("b", 6), session("c", 1), session("d", 1)]
-    budget = Budget(order, max_tokens=8, max_rows=3)
-    assert budget.share(6) == 6  # a finds no pages
-    assert shares(budget, order[1:]) == [6, 1, 1]
+    left = room(order, max_tokens=8, max_rows=3)
+    assert left.share("batch", 6) == 6  # a finds no pages
+    assert shares(left, order[1:]) == [6, 1, 1]
 
 
 def test_what_a_chunk_did_not_need_is_left_for_the_next() -> None:
-    order = [session("a", 6), session("b", 6)]
-    budget = Budget(order, max_tokens=8, max_rows=3)
-    assert budget.share(6) == 6
-    budget.take(6, 1)  # the rest of its prompt had been computed
-    assert budget.share(6) == 6
+    left = room([session("a", 6), session("b", 6)], max_tokens=8, max_rows=3)
+    assert left.share("batch", 6) == 6
+    left.take(6, 1, shields=False)  # the rest of its prompt had been computed
+    assert left.share("batch", 6) == 6
+
+
+def test_those_who_decode_in_a_lower_class_leave_a_prompt_its_row() -> None:
+    order = [
+        session("i", klass="interactive"),
+        session("p", 6, klass="interactive"),
+        *(session(f"b{n}") for n in "123"),
+    ]
+    assert shares(room(order, max_tokens=8, max_rows=3), order) == [1, 6, 1, 0, 0]
+
+
+# --- the time between tokens ----------------------------------------------------------------------------------------
+
+LINEAR = {tokens: 0.001 * tokens for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)}
+FLAT = dict.fromkeys((1, 16, 1024), 0.1)  # as a streamed model's
+
+
+def test_lower_classes_join_as_far_as_the_slowdown_lets_them() -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(10)] + [session(f"b{n}") for n in range(10)]
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 15
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)) == 10
+
+
+def test_nobody_is_held_back_where_a_row_costs_nothing_or_nobody_knows() -> None:
+    order = [session("i", klass="interactive"), session("b", 2000), *(session(f"b{n}") for n in range(10))]
+    for times in (known(FLAT), StepTimes()):
+        assert shares(room(order, times=times, policy=Policy(slowdown=1.0)), order) == [1, 2000] + [1] * 10
+
+
+def test_each_class_that_joins_slows_the_highest_down_no_further() -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(100)]
+    order += [session(f"a{n}", klass="agent") for n in range(100)] + [session(f"b{n}") for n in range(100)]
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 150
+
+
+def test_a_prompt_is_read_in_chunks_beside_those_that_decode() -> None:
+    decoding = [session(f"i{n}", klass="interactive") for n in range(200)]
+    order = [*decoding, session("prompt", 2000, klass="interactive"), session("next", 2000, klass="interactive")]
+    counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=2.0)), order)
+    assert counts[:200] == [1] * 200
+    assert 190 <= counts[200] <= 210 and counts[201] == 0
+
+
+def test_some_of_a_prompt_is_read_in_any_case_of_one() -> None:
+    order = [session("i", klass="interactive"), *(session(f"p{n}", 2000, klass="interactive") for n in range(2))]
+    assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, LEAST_CHUNK, 0]
+
+
+def test_but_none_of_a_lower_class_where_it_would_hold_up_a_higher_one() -> None:
+    order = [session("i", klass="interactive"), session("a", klass="agent"), session("p", 2000, klass="agent")]
+    assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, 0, 0]
+
+
+def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_higher_one() -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(100)]
+    order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 150
+
+
+def test_a_step_may_take_so_long_in_any_case() -> None:
+    order = [session("i", klass="interactive"), session("p", 2000, klass="interactive")]
+    policy = Policy(slowdown=1.0, between_tokens=0.5)
+    assert shares(room(order, times=known(LINEAR), policy=policy), order)[1] == pytest.approx(500, rel=0.05)
+
+
+def test_a_prompt_that_is_read_is_not_held_up_by_lower_classes() -> None:
+    order = [session("p", 100, klass="interactive"), session("b", 2000)]
+    counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)
+    assert counts[0] == 100 and counts[1] == pytest.approx(50, abs=5)
+
+
+def test_who_works_in_bulk_protects_nothing() -> None:
+    bulk = session("i", klass="interactive")
+    bulk.bulk = True
+    order = [bulk, session("p", 2000, klass="interactive"), session("b", 2000)]
+    assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)[:2] == [1, 2000]
+
+
+def test_the_lowest_class_reads_its_prompts_whatever_decodes_in_it() -> None:
+    order = [session("b"), session("p", 2000)]
+    assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, 2000]
+
+
+def test_only_those_who_have_a_row_make_room_for_a_chunk() -> None:
+    """Of 1,000 that decode, eight have a row: their step must not be slowed down as if it were theirs of all."""
+    order = [session("p", 2000, klass="interactive"), *(session(f"i{n}", klass="interactive") for n in range(1000))]
+    counts = shares(room(order, max_rows=8, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)
+    assert counts[:8] == [LEAST_CHUNK, *[1] * 7]

@@ -9,8 +9,11 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.model_queue import ModelLoad
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Load, Scheduler
+from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
 
@@ -464,6 +467,185 @@ def test_the_audit_finds_a_session_in_no_queue() -> None:
     daemon.scheduler._queues["m"].sessions.clear()
     with pytest.raises(AssertionError, match=r"\['a'\] are not in their queue"):
         daemon.scheduler.check_integrity()
+
+
+# --- time, classes and tenants --------------------------------------------------------------------------------------
+
+
+def test_time_only_goes_forward() -> None:
+    scheduler = Scheduler(8, 8)
+    scheduler.tick(3.0)
+    scheduler.tick(3.0)
+    with pytest.raises(AssertionError):
+        scheduler.tick(2.9)
+
+
+def test_a_running_session_changes_its_class_with_the_next_step_and_loses_nothing() -> None:
+    device = VirtualDevice(max_rows=1)
+    first = device.open("first", "agent")
+    device.open("second", "agent")
+    device.run(0.1)
+    assert set(device.rows) == {"first"}
+    device.scheduler.set_class("second", "interactive")
+    for _ in range(3):
+        device.step()
+    assert device.rows["second"] == 3
+    computed = first.computed
+    device.scheduler.set_class("second", "batch")
+    device.step()
+    assert first.computed == computed + 1 and first.klass == "agent"
+    device.scheduler.set_class("ghost", "batch")
+    device.scheduler.check_integrity()
+
+
+def test_the_class_of_a_held_or_idle_session_counts_when_it_runs() -> None:
+    device = VirtualDevice(max_rows=1)
+    device.open("other", "agent", tenant=2)
+    held = device.open("held", "batch")
+    request = held.request
+    assert request is not None
+    device.scheduler.hold(request.id)
+    device.scheduler.set_class("held", "interactive")
+    device.release(request)
+    device.step()
+    assert device.batches[-1] == [("held", 1)]
+
+
+def test_each_tenant_is_charged_for_what_its_rows_took_and_together_for_the_whole_step() -> None:
+    device = VirtualDevice(seconds=rising(0.1, 0.01), weights={3: 2.0}, policy=Policy(slowdown=100.0))
+    device.open("a", "agent", tenant=1)
+    device.open("b", "agent", tenant=2, prompt=41)
+    device.open("c", "batch", tenant=3, prompt=21)
+    batch = device.step()
+    assert batch is not None and batch.tokens == 63
+    shares = device.scheduler._shares
+    row = device.seconds(3) / 3
+    clocks = [shares.clock("agent", 1), shares.clock("agent", 2), shares.clock("batch", 3) * 2.0]
+    assert clocks == pytest.approx([row, row + 40 * 0.01, row + 20 * 0.01], rel=0.05)
+    assert sum(clocks) == pytest.approx(device.now)
+
+
+def test_a_step_that_only_decodes_is_charged_in_full_though_it_took_longer_than_such_steps_do() -> None:
+    device = VirtualDevice(seconds=rising(0.1, 0.0))
+    for tenant in (1, 2):
+        device.open(f"s{tenant}", tenant=tenant)
+    device.seconds = rising(0.7, 0.0)
+    device.step()
+    assert [device.scheduler._shares.clock("agent", tenant) for tenant in (1, 2)] == pytest.approx([0.35, 0.35])
+
+
+def test_steps_that_nobody_waited_for_are_charged_with_the_next_that_somebody_did() -> None:
+    device = VirtualDevice(max_tokens=32)
+    device.open("s", tenant=1, prompt=64)
+    for seconds in (0.0, 0.3):
+        batch = device.scheduler.next_batch()
+        assert batch is not None
+        device.scheduler.complete(batch, [0] * sum(row.samples for row in batch.rows), seconds)
+    assert device.scheduler._shares.clock("agent", 1) == pytest.approx(0.3)
+
+
+def test_within_a_tenant_the_deadline_that_must_be_begun_first_comes_first() -> None:
+    """It is what is left to be generated that makes a deadline pressing, where nobody is served yet."""
+    device = VirtualDevice(max_rows=1, seconds=rising(0.1, 0.0))
+    device.open("none")
+    device.open("late", deadline=60.0, max_tokens=10)
+    device.open("soon", deadline=30.0, max_tokens=10)
+    device.open("long", deadline=60.0, expected_tokens=500, max_tokens=1000)
+    device.step()
+    assert device.batches == [[("long", 1)]]
+    device.scheduler.close("long")
+    device.run(4.0)
+    assert [names[0][0] for names in device.batches[1:]] == ["soon"] * 10 + ["late"] * 10 + ["none"] * 20
+
+
+def test_a_deadline_gives_nobody_more_than_its_tenants_share() -> None:
+    device = VirtualDevice(max_rows=1, seconds=rising(0.1, 0.0))
+    device.open("urgent", tenant=1, deadline=0.5)
+    device.open("patient", tenant=2)
+    device.run(20.0)
+    assert abs(device.rows["urgent"] - device.rows["patient"]) <= 4
+
+
+def test_the_model_with_the_higher_class_runs_until_the_other_has_aged() -> None:
+    device = VirtualDevice("m", "n", seconds=rising(0.1, 0.0), policy=Policy(ageing=2.0))
+    device.open("high", "interactive", model="m")
+    device.open("low", "batch", model="n")
+    for _ in range(20):
+        device.step()
+    assert device.rows == {"high": 20}
+    for _ in range(2 * ROWS):
+        device.step()
+    assert device.rows["low"] == ROWS
+
+
+def test_models_where_somebody_has_aged_take_turns_whatever_the_clocks_of_their_classes_say() -> None:
+    """Steps are so slow that in the crowd somebody has always aged."""
+    device = VirtualDevice("m", "n", seconds=rising(0.5, 0.0), max_rows=1, policy=Policy(ageing=1.0))
+    for number in range(4):
+        device.open(f"crowd-{number}", "batch", tenant=1, model="m")
+    device.open("high", "interactive", tenant=2, model="n")
+    device.scheduler._shares.charge("interactive", 2, 1000.0)
+    for _ in range(64):
+        device.step()
+    assert device.rows["high"] >= 24
+
+
+def test_models_take_turns_by_their_tenants_clocks_also_where_one_was_alone_for_long() -> None:
+    device = VirtualDevice("m", "n", seconds=rising(0.1, 0.0))
+    device.open("old", tenant=1, model="m")
+    device.run(60.0)
+    before = device.rows["old"]
+    device.open("new", tenant=2, model="n")
+    device.run(10.0)
+    assert device.rows["old"] - before >= 40 and device.rows["new"] >= 40
+
+
+def test_a_tenant_on_two_models_has_no_more_than_one_on_one() -> None:
+    device = VirtualDevice("m", "n", seconds=rising(0.1, 0.0), max_rows=1)
+    device.open("a-m", tenant=1, model="m")
+    device.open("a-n", tenant=1, model="n")
+    device.open("b-m", tenant=2, model="m")
+    device.run(40.0)
+    assert device.used["agent", 1] == pytest.approx(device.used["agent", 2], rel=0.1)
+
+
+def test_who_has_aged_beside_an_endless_prompt_reads_a_little_of_its_own() -> None:
+    device = VirtualDevice(max_rows=4, max_tokens=128, policy=Policy(ageing=0.5))
+    device.open("reads", "interactive", prompt=16_000 - 1, max_tokens=1)
+    device.open("low", "batch", prompt=1000)
+    while not device.rows["low"]:
+        device.step()
+    assert ("low", LEAST_CHUNK) in device.batches[-1]
+
+
+def test_a_decoding_of_lower_classes_leaves_the_prompt_of_a_higher_one_its_row() -> None:
+    device = VirtualDevice(max_rows=8, seconds=rising(0.01, 0.0))
+    device.open("i", "interactive")
+    for number in range(20):
+        device.open(f"b{number}", "batch", tenant=2)
+    device.run(0.5)
+    device.open("p", "interactive", prompt=20)
+    device.step()
+    assert device.rows["p"] == 1
+
+
+def test_nobody_in_a_step_gives_its_pages_to_another_in_it() -> None:
+    """One that is given pages which its tenant shares holds some at once: that must not put it before those that have
+    their rows already."""
+    daemon = Daemon(pages=4)
+    for name, tenant in (("a", 1000), ("first", 1000), ("late", 1001)):
+        daemon.open(name, tenant=tenant)
+    daemon.submit("a", prompt=4, max_tokens=0)
+    daemon.step()
+    daemon.submit("late", prompt=4, max_tokens=8)
+    daemon.step()
+    daemon.submit("first", prompt=14, max_tokens=1)
+    for _ in range(3):
+        batch = daemon.scheduler.next_batch()
+        assert batch is not None
+        for row in batch.rows:
+            assert daemon.kv["m"].fits(row.session.id, row.end)
+        daemon.complete(batch)
 
 
 # --- forks ----------------------------------------------------------------------------------------------------------

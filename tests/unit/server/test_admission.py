@@ -22,6 +22,7 @@ def generate(**fields):
         {"token_ids": [1], "stop_token_ids": [99]},
         {"max_tokens": 1, "logprobs": 20},
         {"max_tokens": admission.MAX_NEW_TOKENS, "logprobs": 0},
+        {"expected_tokens": 1 << 40, "deadline_s": 86400.0},
     ],
 )
 def test_what_may_be_asked(fields):
@@ -37,6 +38,11 @@ def test_what_may_be_asked(fields):
         ({"max_tokens": 1 << 40}, "max_tokens"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
         ({"logprobs": -1}, "logprobs is -1"),
+        ({"expected_tokens": -1}, "expected_tokens is -1; it must be 0 .not known. or a count"),
+        ({"deadline_s": -0.5}, "deadline_s is -0.5; it must be from 0"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan"),
+        ({"deadline_s": float("inf")}, "deadline_s is inf"),
+        ({"deadline_s": 86401.0}, "deadline_s is 86401; it must be from 0 .none. to 86400 seconds, a day"),
         ({"stop": [""]}, "empty"),
         ({"stop": ["a"] * 17}, "17 stop strings are too many"),
         ({"stop": ["a" * 257]}, "257 characters"),

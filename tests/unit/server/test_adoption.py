@@ -116,6 +116,24 @@ def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor,
     assert why in caplog.text
 
 
+def test_what_sleeps_is_adopted_as_that_until_it_is_granted_again(state, successor):
+    before = Arena(str(state))
+    weights, pages = before.grant("m", 4096, FINGERPRINT), before.grant("m", 8192, "cd" * 32, "pages")
+    before.complete("m")
+    assert not before.is_asleep("m") and not before.is_asleep("nobody")
+    before.rest("m")
+    assert before.is_asleep("m") and before.is_complete("m") and before.findings() == []
+    before.grant("half", 4096, FINGERPRINT)
+    before.rest("half")
+    assert not before.is_asleep("half") and not before.is_complete("half"), "what is half filled is of no use"
+    before.leave()
+    assert successor.adopt() == ["m"] and successor.is_asleep("m")
+    assert successor.grant("m", 4096, FINGERPRINT) == weights._replace(complete=True)
+    assert not successor.is_asleep("m")
+    assert successor.grant("m", 8192, "cd" * 32, "pages") == pages
+    assert header_of(pages.name).state is State.COMPLETE
+
+
 def test_of_two_of_one_model_one_is_adopted_and_the_other_removed(state, successor):
     names = [left_by(state) for _ in range(2)]
     assert successor.adopt() == ["llama"]

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from djinn_client.protocol import HEADER, Done, FrameDecoder, Ping, encode
-from djinnd.server.connection import HIGH_WATER, Connection
+from djinnd.server.connection import FRAMES_A_TURN, HIGH_WATER, Connection
 
 BIG = 1 << 20
 
@@ -288,5 +288,86 @@ def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
         connection.close()
         assert len(os.listdir("/proc/self/fd")) == before - 1
         os.close(fd)
+
+    scene(act, accept_fds=True)
+
+
+def test_a_flood_leaves_others_their_turn_and_loses_nothing(scene):
+    """A flood of small frames lies in one socket when a single frame comes in another."""
+
+    async def act(connection, owner, peer):
+        flood = [encode(Ping(id=n)) for n in range(100 * FRAMES_A_TURN)]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            other = Owner()
+            beside = Connection(ours, other, 1 << 20, BIG)
+            data = memoryview(b"".join(flood))
+            data = data[peer.send(data) :]
+            await owner.until("frame")
+            theirs.send(encode(Ping(id=7)))
+            await other.until("frame")
+            heard = len(owner.heard)
+            assert heard < 20 * FRAMES_A_TURN, "some turns, not all"
+            while data:
+                try:
+                    data = data[peer.send(data) :]
+                except BlockingIOError:
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                while len(owner.heard) < len(flood):
+                    await asyncio.sleep(0)
+            assert [what[1] for what in owner.heard] == [frame[HEADER.size :] for frame in flood]
+            beside.close()
+            await asyncio.sleep(0)
+
+    scene(act)
+
+
+def test_a_connection_that_closes_in_a_flood_hands_out_no_more(scene):
+    async def act(connection, owner, peer):
+        peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)))
+        await owner.until("frame")
+        connection.close()
+        await owner.until("closed")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(owner.heard) == FRAMES_A_TURN + 1
+
+    scene(act)
+
+
+def test_a_flood_that_ends_in_garbage_is_heard_to_there(scene):
+    async def act(connection, owner, peer):
+        peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)) + b"this is no frame at all")
+        await owner.until("broken")
+        assert [what[0] for what in owner.heard] == ["frame"] * 3 * FRAMES_A_TURN + ["broken"]
+
+    scene(act)
+
+
+def test_an_end_behind_a_flood_is_seen_when_all_is_handed_out(scene):
+    async def act(connection, owner, peer):
+        peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)))
+        peer.shutdown(socket.SHUT_WR)
+        await owner.until("closed")
+        assert len(owner.heard) == 3 * FRAMES_A_TURN + 1
+
+    scene(act)
+
+
+def test_descriptors_in_a_flood_stay_with_their_frames(scene):
+    async def act(connection, owner, peer):
+        with open(os.devnull) as file:
+            small = b"".join(encode(Ping(id=n)) for n in range(2 * FRAMES_A_TURN))
+            for round in range(3):
+                peer.send(small)
+                socket.send_fds(peer, [encode(Ping(id=100 + round), 1)], [file.fileno()])
+        async with asyncio.timeout(20):
+            while len(owner.heard) < 3 * (2 * FRAMES_A_TURN + 1):
+                await asyncio.sleep(0)
+        with_fds = [place for place, (_, _, fds) in enumerate(owner.heard) if fds]
+        assert with_fds == [n * (2 * FRAMES_A_TURN + 1) - 1 for n in (1, 2, 3)]
+        for place in with_fds:
+            os.close(*owner.heard[place][2])
 
     scene(act, accept_fds=True)

@@ -89,7 +89,7 @@ def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
         assert first != second
         step = messages.Stepped(
             [messages.Token(first, 11), messages.Token(second, 12), messages.Token(999, 13)],
-            [messages.Started(second, 5.0), messages.Started(first, 4.0)],
+            [messages.Started(second, 5.0, woken=True), messages.Started(first, 4.0)],
         )
         scene.say(step, finished(first), messages.Stepped([messages.Token(first, 14)]), finished(second))
         await scene.until(lambda: len(two.told) == 3)
@@ -98,6 +98,7 @@ def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
             ("token", 11),
             ("finished", finished(first)),
         ]
+        assert (one.told[0], two.told[0]) == (("started", 4.0, False), ("started", 5.0, True))
 
     play(act)
 

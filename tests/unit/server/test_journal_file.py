@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from djinnd.server import journal_file
-from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Withdrawn
+from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.socket_path import StartError
 
 ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
@@ -50,6 +50,23 @@ def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
     )
     assert one.used > two.created and not one.shared
     file.close()
+
+
+def classes(folder: Path) -> dict[str, str]:
+    file = JournalFile(str(folder))
+    try:
+        return {session.id: session.priority for session in file.sessions()}
+    finally:
+        file.close()
+
+
+def test_a_class_that_was_changed_stays_so(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, TWO, Reclassified("one", "batch")], [Reclassified("one", "interactive")])
+    assert classes(tmp_path) == {"one": "interactive", "two": "batch"}
+    write(
+        tmp_path, [Reclassified("two", "agent"), Extended("two", 0, [1])], [Closed("one"), Reclassified("one", "batch")]
+    )
+    assert classes(tmp_path) == {"two": "agent"}, "a session that is closed has none"
 
 
 def test_cut_and_closed(tmp_path: Path) -> None:
@@ -106,7 +123,7 @@ def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
         file.append([SYSTEM])
         file.close()
     with sqlite3.connect(tmp_path / NAME) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+        assert db.execute("PRAGMA user_version").fetchone() == (journal_file.VERSION,)
     db.close()
     file = JournalFile(str(tmp_path))
     assert file.prefixes() == [SYSTEM]
@@ -136,7 +153,7 @@ def test_another_version_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / NAME) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(StartError, match="has version 9 and this djinnd reads 2"):
+    with pytest.raises(StartError, match=f"has version 9 and this djinnd reads {journal_file.VERSION}"):
         JournalFile(str(tmp_path))
     with sqlite3.connect(tmp_path / NAME) as db:
         db.execute("PRAGMA user_version = 2")

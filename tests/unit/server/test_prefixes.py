@@ -16,6 +16,7 @@ from djinnd.server.journal import Journal
 from djinnd.server.journal_file import Published
 from djinnd.server.prefixes import PrefixTable
 from tests.support.engine import PAGE_SIZE
+from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.served import Wire, is_listening, wait_for
 
 SYSTEM = list(range(3 * PAGE_SIZE + 5))
@@ -197,18 +198,12 @@ def test_the_next_daemon_has_them(daemon, death):
         assert told(client) == ["public: 48 tokens before session 0"]
 
 
+@only_root
 def test_only_an_administrator_may(serve):
-    """Another user, by SO_PEERCRED."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may speak as another user")
     daemon = serve()
-    os.chmod(daemon.folder, 0o755)
-    os.chmod(daemon.address, 0o666)
-    os.seteuid(65534)
-    try:
+    open_to_all(daemon.folder, daemon.address)
+    with as_user():
         wire = Wire(daemon.address)
-    finally:
-        os.seteuid(0)
     requests = [PublishPrefix(id=1, session="0"), ListPrefixes(id=2), WithdrawPrefix(id=3, prefix="0")]
     with wire:
         refused = [wire.ask(request) for request in requests]

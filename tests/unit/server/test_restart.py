@@ -17,6 +17,7 @@ import djinn_client as djinn
 from djinn_client import Client
 from djinn_client.protocol import Done, Generate, Generated, GetStatus, OpenSession, Piece, Restart
 from tests.support.engine import Script
+from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.served import ROOT, Served, Wire, is_listening, wait_for
 from tests.support.serving import TINY
 
@@ -179,18 +180,12 @@ def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
     assert daemon.left_behind() == []
 
 
+@only_root
 def test_only_an_administrator_may_restart(serve, folder):
-    """Another user, by SO_PEERCRED."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may speak as another user")
     daemon = serve()
-    os.chmod(daemon.folder, 0o755)
-    os.chmod(daemon.address, 0o666)
-    os.seteuid(65534)
-    try:
+    open_to_all(daemon.folder, daemon.address)
+    with as_user():
         wire = Wire(daemon.address)
-    finally:
-        os.seteuid(0)
     with wire:
         refused = wire.ask(Restart(id=1, warm=True))
     assert (refused.code, refused.message) == ("not_permitted", "only an administrator may restart the daemon")

@@ -39,7 +39,7 @@ def running_generation(daemon, wire, max_tokens, **fields):
     return session.session.id
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_daemon_stops_at_once_and_leaves_nothing(serve, number):
     daemon = serve()
     with daemon.client() as client:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
-from djinnd.config import Limits
+from djinn_client.errors import ModelNotFound, NotPermitted, QuotaExceeded, SessionBusy, SessionLost, SessionNotFound
+from djinnd.config import Limits, Quota
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
+from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionTable
+
+UNLIMITED = Quotas({}, lambda user: ())
 
 
 @dataclass(eq=False)
@@ -33,9 +36,9 @@ class FakeCall:
 def table():
     """A table and the sessions that it has closed, with limits of this."""
 
-    def make(**limits):
+    def make(quotas=UNLIMITED, **limits):
         closed = []
-        return SessionTable(Limits(**limits), closed.append, Journal("")), closed
+        return SessionTable(Limits(**limits), quotas, closed.append, Journal("")), closed
 
     return make
 
@@ -80,6 +83,26 @@ def test_limits_of_a_user_and_of_all(table):
     sessions.close(first)
     sessions.open(FakeClient(3), "m", "agent")
     assert len(sessions) == 3
+
+
+def test_quotas_hold_for_sessions_and_forks_of_the_users_that_they_are_of(table):
+    rule = Quota(users=(1,), sessions=2, highest_class="agent")
+    sessions, _ = table(Quotas({"few": rule}, lambda user: ()))
+    limited, free = FakeClient(1), FakeClient(2)
+    with pytest.raises(QuotaExceeded, match="highest_class is agent"):
+        sessions.open(limited, "m", "interactive")
+    parent = sessions.open(limited, "m", "agent")
+    with pytest.raises(QuotaExceeded, match="highest_class is agent"):
+        sessions.fork(parent, limited, "interactive")
+    fork = sessions.fork(parent, limited, "batch")
+    for again in (lambda: sessions.fork(parent, limited, None), lambda: sessions.open(limited, "m", "batch")):
+        with pytest.raises(QuotaExceeded, match=r"quotas\.few\.sessions is 2"):
+            again()
+    assert fork.tenant is parent.tenant and sessions.count(1) == 2
+    for _ in range(3):
+        sessions.open(free, "m", "interactive")
+    sessions.close(fork)
+    sessions.open(limited, "m", "agent")
 
 
 def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(table):

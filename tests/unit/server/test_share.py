@@ -14,6 +14,7 @@ from djinnd.server.arena import Arena
 from djinnd.server.journal import Journal
 from djinnd.server.models import Models
 from djinnd.server.prefixes import PrefixTable
+from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, sweep
 
@@ -73,7 +74,10 @@ def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
 
 def models_with(made, tmp_path):
     journal = Journal("")
-    sessions, prefixes = SessionTable(Limits(), lambda session: None, journal), PrefixTable(Limits(), journal)
+    sessions, prefixes = (
+        SessionTable(Limits(), Quotas({}, lambda user: ()), lambda session: None, journal),
+        PrefixTable(Limits(), journal),
+    )
     arena = Arena(str(tmp_path))
     models = Models({}, sessions, arena, lambda name: pytest.fail("no engine is needed"), tmp_path, prefixes)
     models.add_shared(made)

@@ -30,7 +30,7 @@ from djinnctl.units import size
 MAGIC = b"DJARENA1"
 OWNER = struct.Struct("<8sQQ")
 CONTENT = struct.Struct("<8xQQIIQQ64x16s1920s2048s")
-VERSION, COMPLETE = 3, 2
+VERSION, WHOLE = 3, (2, 3)  # states: complete, and complete of a model that slept
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
 
@@ -118,7 +118,7 @@ def _inspect(name: str, fd: int) -> Object:
         return Object(name, nbytes, "live", pid)
     if len(header) == CONTENT.size:
         _, _, version, state, payload, _, *texts = CONTENT.unpack(header)
-        if (version, state, CONTENT.size + payload) == (VERSION, COMPLETE, nbytes):
+        if (version, CONTENT.size + payload) == (VERSION, nbytes) and state in WHOLE:
             return Object(name, nbytes, "adoptable", pid, *map(_text, texts))
     return Object(name, nbytes, "stale", pid)
 

@@ -1,4 +1,4 @@
-"""What the server makes sure of before an engine reads a client's window."""
+"""What the server makes sure of before an engine reads a client's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
-from djinnd.server.export import open_window
+from djinnd.server.handed_over import open_window
 
 NBYTES = 3 * 4096 + 512
 
@@ -24,10 +24,10 @@ def closed_after(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def refused(fd: int, words: str) -> None:
+def refused(fd: int, words: str, for_good: bool = False) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidRequest, match=words):
-        open_window(fd, NBYTES)
+        open_window(fd, NBYTES, "the KV", for_good=for_good)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -36,7 +36,7 @@ def test_a_sealed_window_is_opened_for_reading(seal: int) -> None:
     with closed_after(new_window("kv", NBYTES)) as fd:
         os.pwrite(fd, b"kv", NBYTES - 2)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
-        with closed_after(open_window(fd, NBYTES)) as ours:
+        with closed_after(open_window(fd, NBYTES, "the KV", for_good=False)) as ours:
             assert ours != fd and os.pread(ours, 9, NBYTES - 2) == b"kv"
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.write(ours, b"x")
@@ -50,11 +50,20 @@ def test_every_seal_is_needed(missing: int) -> None:
         refused(fd, f"its seals are {(SEALS | FUTURE_WRITE) & ~missing:#x}")
 
 
+def test_what_is_handed_over_for_good_may_not_be_written_to_by_who_has_it_mapped() -> None:
+    with closed_after(new_window("weights", NBYTES)) as fd:
+        seal_for_writers(fd)
+        refused(fd, f"its seals are {SEALS | FUTURE_WRITE:#x}", for_good=True)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        with closed_after(open_window(fd, NBYTES, "the weights", for_good=True)):
+            pass
+
+
 @pytest.mark.parametrize("nbytes", [1, NBYTES - 1, NBYTES + 1])
 def test_a_window_of_another_size(nbytes: int) -> None:
     with closed_after(new_window("kv", nbytes)) as fd:
         seal_for_writers(fd)
-        refused(fd, f"the window has {nbytes:,} bytes; the KV that was announced has {NBYTES:,}")
+        refused(fd, f"the window of the KV has {nbytes:,} bytes; what was announced has {NBYTES:,}")
 
 
 def test_a_window_with_holes() -> None:

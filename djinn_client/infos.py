@@ -1,0 +1,85 @@
+"""What the daemon tells of each thing that it holds: sessions, models, devices, public prefixes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from djinn_client.scheduling import Class, Latency
+
+Tier = Literal["device", "host", "disk"]  # where a page is
+
+
+class SessionInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    priority: Class
+    user: int
+    state: str  # idle, waiting, arriving, paused, queued, running, held, detached
+    tokens: int
+    kv_tokens: int  # tokens whose KV is on the device
+    pages: int  # held on the device
+    host_pages: int = 0  # found on the host
+    disk_pages: int = 0
+    page_bytes: int = 0
+    age_s: float
+    idle_s: float
+    attached: int  # connections
+    foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
+    latency: Latency = Latency()  # of its calls so far
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    name: str
+    path: str
+    fingerprint: str = ""  # of the weights and the configuration, the same on every machine
+    family: str = ""
+    state: str = ""  # available, loading, ready, asleep, failed
+    dtype: str = ""
+    parameters: int = 0
+    blocks: int = 0
+    blocks_plain: int = 0  # resident as in the checkpoint
+    blocks_packed: int = 0  # resident in the 12-bit code
+    blocks_streamed: int = 0
+    streamed_bytes: int = 0  # over the bus in one pass
+    ring_bytes: int = 0  # of device memory
+    scratch_bytes: int = 0  # of device memory, where packed blocks are decoded
+    vocab: int = 0
+    max_context: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    page_size: int = 0  # tokens
+    page_bytes: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    host_pages: int = 0  # that the host tier has room for
+    host_pages_used: int = 0
+    disk_pages: int = 0
+    disk_pages_used: int = 0
+    sessions: int = 0
+    idle_s: float = 0.0  # since the last call of it, where it is ready or asleep; 0 while there is one
+    error: str = ""
+    notes: list[str] = []  # why blocks stay plain, and such
+
+
+class DeviceInfo(msgspec.Struct, kw_only=True):
+    name: str  # "cpu", "cuda:0"
+    description: str
+    budget_bytes: int
+    used_bytes: int
+    state: str  # starting, ready, lost
+    pid: int
+    restarts: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+
+
+class PrefixInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    tokens: int  # that are public: full pages
+    user: int  # who has marked it
+    created: float  # seconds since 1970

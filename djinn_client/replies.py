@@ -1,0 +1,220 @@
+"""What the daemon answers, a struct a message. djinn_client.protocol has their union and the frames."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from djinn_client.image import Image
+from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier
+from djinn_client.kv_layout import KvLayout
+from djinn_client.placing import ModelPlan
+from djinn_client.scheduling import Latency, QuotaUse, Why
+
+FinishReason = Literal["length", "stop", "cancelled"]
+
+
+class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
+    id: int
+
+
+class Welcome(Reply, tag="welcome"):
+    version: str  # the daemon's, as `djinnctl version` prints it
+    user: int  # the uid that the daemon knows the caller by
+    admin: bool
+
+
+class Done(Reply, tag="done"):
+    """Final reply of a request that has nothing to tell."""
+
+
+class Failure(Reply, tag="failure"):
+    code: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class Progress(Reply, tag="progress"):
+    """Not final: how far a model's loading has come. `done` and `total` in bytes; 0 total where there is no measure."""
+
+    model: str
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Natural-log probabilities after temperature 1 and no penalty, for one generated token."""
+
+    token: float
+    top: dict[int, float] = {}
+
+
+class Piece(Reply, tag="piece"):
+    """Not final: text that has come, and the tokens it came with. Text lags behind where a character is unfinished
+    or a stop string may have begun."""
+
+    text: str
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0  # that this call brought
+    generated_tokens: int = 0
+    session_tokens: int = 0  # in the session after the call
+    computed_tokens: int = 0  # that the model ran for the prompt: less than the context where KV was kept
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds from the daemon's receipt of the call."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class Generated(Reply, tag="generated"):
+    """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: list[Logprobs] = []
+
+
+class Logits(Reply, tag="logits"):
+    """Final reply of Forward: float32 [tokens, vocab], row-major, in the memfd that travels with this frame (sealed
+    against shrinking and growing), or in `inline` for a peer that takes no descriptors."""
+
+    tokens: int
+    vocab: int
+    timings: Timings
+    inline: bytes | None = None
+
+
+class SessionOpened(Reply, tag="session"):
+    session: SessionInfo
+
+
+class PauseReply(Reply, tag="paused"):
+    """Final reply of PauseSession: the pages that the session has in the tier now, and what moving them took."""
+
+    tier: Tier
+    pages: int
+    nbytes: int
+    seconds: float
+
+
+class WhyReply(Reply, tag="why_reply"):
+    """Final reply of ExplainSession."""
+
+    why: Why
+
+
+class Quotas(Reply, tag="quota_list"):
+    quotas: list[QuotaUse]
+
+
+class PrefixPublished(Reply, tag="prefix_published"):
+    prefix: PrefixInfo
+
+
+class Prefixes(Reply, tag="prefix_list"):
+    prefixes: list[PrefixInfo]
+
+
+class PrefixWithdrawn(Reply, tag="prefix_withdrawn"):
+    """`in_force`: the model is loaded, and goes on sharing the prefix until it is loaded the next time."""
+
+    in_force: bool
+
+
+class TokenIds(Reply, tag="token_ids"):
+    token_ids: list[int]
+
+
+class SessionExported(Reply, tag="exported"):
+    """Final reply of ExportSession. With `kv`, a memfd comes with it that has the KV of the first `kv_tokens` tokens in
+    this form, sealed against shrinking and growing."""
+
+    token_ids: list[int]
+    fingerprint: str  # of the model
+    kv: KvLayout | None = None
+    kv_tokens: int = 0
+
+
+class Sessions(Reply, tag="session_list"):
+    sessions: list[SessionInfo]
+
+
+class ModelReply(Reply, tag="model"):
+    model: ModelInfo
+
+
+class ShareDescribed(Reply, tag="share_described"):
+    share: str
+    model: str
+    image: Image
+
+
+class PlanReply(Reply, tag="plan_reply"):
+    plan: ModelPlan
+
+
+class BudgetReply(Reply, tag="budget_reply"):
+    """Final reply of SetBudget; `seconds` is what the change took."""
+
+    budget_bytes: int
+    used_bytes: int
+    seconds: float
+    models: list[ModelInfo]
+
+
+class Models(Reply, tag="model_list"):
+    models: list[ModelInfo]
+
+
+class StatusReply(Reply, tag="status_reply"):
+    version: str
+    pid: int
+    uptime_s: float
+    address: str
+    state: str  # starting, ready, draining
+    devices: list[DeviceInfo]
+    models: list[ModelInfo]
+    sessions: dict[str, int]  # by class
+    requests_running: int
+    requests_queued: int
+    connections: int
+    arena_bytes: int  # POSIX shared memory that the daemon holds
+    latency: dict[str, Latency] = {}  # by class, since the daemon began
+    integrity: list[str] = []  # findings, where a check was asked for
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Something that a device did. On a track one span follows another.
+
+    track       its spans                                             their args
+    step        `step`                                                model, rows, tokens that the rows bring
+    compute     `prologue`, `block N` with its decoding, `epilogue`   of a block: place (plain, packed or streamed)
+    copy        `block N`, a piece of it, queued in one of the steps  bytes
+    pages up    `promote N`, a copy of N neighbouring pages           bytes
+    pages down  `demote N`, likewise                                  bytes
+    """
+
+    track: str
+    name: str
+    start_us: float  # since the first span began
+    duration_us: float
+    args: dict[str, Any] = {}
+
+
+class TraceReply(Reply, tag="trace_reply"):
+    """Final reply of GetTrace: spans by time. None, where nothing ran."""
+
+    device: str
+    spans: list[Span]

@@ -1,0 +1,250 @@
+"""What a client asks of the daemon, a struct a message. djinn_client.protocol has their union and the frames."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from djinn_client.image import Dtype
+from djinn_client.infos import Tier
+from djinn_client.kv_layout import KvLayout
+from djinn_client.placing import Placing
+from djinn_client.sampling import Sampling
+from djinn_client.scheduling import Class
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
+    id: int
+
+
+class Hello(Request, tag="hello"):
+    client: str = ""
+    token: str = ""  # remote listeners only
+
+
+class Ping(Request, tag="ping"):
+    pass
+
+
+class OpenSession(Request, tag="open"):
+    model: str
+    priority: Class = "interactive"
+
+
+class AttachSession(Request, tag="attach"):
+    session: str
+
+
+class ForkSession(Request, tag="fork"):
+    """Opens a session with the model, the tokens and the KV of another one of the caller's, which is idle. They go
+    their own ways from there."""
+
+    session: str
+    priority: Class | None = None  # None: the other's
+
+
+class CloseSession(Request, tag="close"):
+    session: str
+
+
+class Generate(Request, tag="generate"):
+    """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates."""
+
+    session: str
+    text: str | None = None
+    token_ids: list[TokenId] | None = None
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: list[str] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n likeliest
+    stream: bool = False  # Pieces as they come; otherwise only the final reply
+    expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
+    deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
+
+
+class Forward(Request, tag="forward"):
+    """Extends the session by the tokens and answers with the logits of each."""
+
+    session: str
+    token_ids: list[TokenId]
+
+
+class Truncate(Request, tag="truncate"):
+    session: str
+    length: int
+
+
+class GetTokens(Request, tag="tokens"):
+    session: str
+
+
+class ExportSession(Request, tag="export"):
+    """Answered by SessionExported. `kv`: with the KV of all its tokens; what of it is not there is computed first."""
+
+    session: str
+    kv: bool = True
+
+
+class ImportSession(Request, tag="import"):
+    """Opens a session that has these tokens. Answered by SessionOpened, after Progress while the model is loaded.
+
+    With `kv`, a descriptor comes with it: a memfd with the KV of the first `kv_tokens` tokens in this form, and nothing
+    else; all of its memory reserved, sealed against shrinking and growing, and against writing or future writing. Such
+    a session shares no KV with others but its forks, and ends with the engine that has it: SessionLost."""
+
+    model: str
+    token_ids: list[TokenId]
+    priority: Class = "interactive"
+    fingerprint: str = ""  # of the model that they are of; "": any
+    kv: KvLayout | None = None
+    kv_tokens: int = 0
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """One-way: ends the request `target` of this connection; its final reply says `cancelled`."""
+
+    target: int
+
+
+class PauseSession(Request, tag="pause"):
+    """The session gets no step until ResumeSession, and its pages leave the device for `tier`, which is a lower one.
+    Answered by PauseReply when they are there. What runs on it goes on at resume, what comes meanwhile waits."""
+
+    session: str
+    tier: Tier = "host"
+
+
+class ResumeSession(Request, tag="resume"):
+    """Answered by Done. A session that is not paused stays as it is."""
+
+    session: str
+
+
+class SetPriority(Request, tag="set_priority"):
+    """The session has this class from now on, a call that runs on it too. Answered by Done."""
+
+    session: str
+    priority: Class
+
+
+class ExplainSession(Request, tag="why"):
+    """Answered by WhyReply: why the session is running, or not."""
+
+    session: str
+
+
+class GetQuotas(Request, tag="quotas"):
+    """Answered by Quotas: the caller's; with `all`, for administrators, those of every user that has a session."""
+
+    all: bool = False
+
+
+class PublishPrefix(Request, tag="publish_prefix"):
+    """Sessions of all users that begin with the first `tokens` tokens of this one share their pages from now on; None:
+    all that it has. Answered by PrefixPublished. For administrators: see docs/sessions.md for what it tells."""
+
+    session: str
+    tokens: int | None = None
+
+
+class ListPrefixes(Request, tag="prefixes"):
+    """Answered by Prefixes. For administrators."""
+
+
+class WithdrawPrefix(Request, tag="withdraw_prefix"):
+    """Answered by PrefixWithdrawn. For administrators."""
+
+    prefix: str
+
+
+class GetStatus(Request, tag="status"):
+    check: bool = False  # audit the pools too: what was found is in StatusReply.integrity
+
+
+class GetTrace(Request, tag="trace"):
+    """What the device does in its next `steps` steps, or in `seconds`, whichever ends first. For administrators."""
+
+    steps: int = 4
+    seconds: float = 10.0
+
+
+class ListSessions(Request, tag="sessions"):
+    pass
+
+
+class ListModels(Request, tag="models"):
+    pass
+
+
+class LoadModel(Request, tag="load"):
+    """Answers with Progress until the model is there. `kv_bytes` 0, and None of the others: as the daemon sees fit.
+    `keep_alive_s` holds for a model that is loaded already, too."""
+
+    model: str
+    kv_bytes: int = 0
+    host_kv_bytes: int | None = None  # for pages in host memory; 0: none
+    disk_kv_bytes: int | None = None  # for pages on disk; 0: none
+    placing: Placing | None = None  # None: as configured
+    keep_alive_s: float | None = None  # without a call, after which it goes to sleep; 0: never
+
+
+class PlanModel(Request, tag="plan"):
+    """What loading would come to. The model may be loaded or not, and nothing about it changes."""
+
+    model: str
+    memory_bytes: int = 0  # 0: the device's budget
+    kv_bytes: int = 0  # 0: as configured
+    placing: Placing | None = None  # None: as configured
+
+
+class UnloadModel(Request, tag="unload"):
+    model: str
+    force: bool = False  # closes the sessions that use it
+
+
+class ShareModel(Request, tag="share"):
+    """The first of two requests that hand a model over. Answered by ShareDescribed: what the daemon wants to be given.
+
+    A descriptor comes with it: a memfd that begins with the `files` of the model, name → bytes, one after another.
+    The share belongs to this connection, and ends with it, when limits.session_grace is over."""
+
+    model: str  # "": the daemon makes a name up
+    files: dict[str, int]
+    stored: Dtype  # of the weights, as the client has them
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # to compute in
+    kv_bytes: int = 0  # 0: as the daemon sees fit
+    placing: Placing = Placing()
+    public: bool = False  # other users may have sessions of it, too
+
+
+class ShareWeights(Request, tag="share_weights"):
+    """The second. Answers with Progress until the model is there.
+
+    A descriptor comes with it: a memfd that is the image, sealed against shrinking, growing and writing."""
+
+    share: str
+
+
+class EndShare(Request, tag="end_share"):
+    """No new session may use the model; when the last has gone, it goes. Done also where there is no such share."""
+
+    share: str
+
+
+class SetBudget(Request, tag="set_budget"):
+    """Changes the device's budget while sessions run: blocks that no longer fit stream, or become resident again."""
+
+    memory_bytes: int
+
+
+class Restart(Request, tag="restart"):
+    """The daemon drains and starts again as the same process. Answered by Done before it drains; sessions end with it.
+
+    `warm`: what is in shared memory of the loaded models stays there, and they are loaded again from it."""
+
+    warm: bool = False

@@ -1,0 +1,40 @@
+"""How a generation chooses its tokens."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from djinn_client.errors import InvalidRequest
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Temperature 0 is greedy; 0 or 1 switches the other limits off, as named."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off; prompt and output, as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # 0: off; output only
+    seed: int | None = None  # None: the daemon draws one
+
+    def validate(self) -> None:
+        """Raises InvalidRequest for a value outside its range; NaN is outside every range."""
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.01, 100.0),
+            ("presence_penalty", -100.0, 100.0),
+        ):
+            value = getattr(self, name)
+            if math.isnan(value) or not low <= value <= high:
+                raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}", field=name)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p is 0, which leaves no token; use temperature=0 for greedy", field="top_p")
+        if not 0 <= self.top_k < 1 << 31:
+            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (off) or a positive count", field="top_k")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise InvalidRequest(f"seed is {self.seed}; it must be from 0 to 2^63-1", field="seed")

@@ -1,0 +1,67 @@
+"""What an engine says of itself: how far it has come, what its models and sessions hold, and what an audit finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from djinn_client.protocol import ModelInfo
+from djinnd import messages
+from djinnd.device import Device
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.tiers import Tiers
+from djinnd.scheduler.scheduler import Scheduler
+
+
+class Figures:
+    """`runners` by model, and the numbers of requests `under_way`: as they are at any time."""
+
+    def __init__(
+        self,
+        device: Device,
+        scheduler: Scheduler,
+        tiers: Tiers,
+        runners: Mapping[str, ModelRunner],
+        under_way: Collection[int],
+    ) -> None:
+        self.steps = 0
+        self.generated = 0  # tokens
+        self._device = device
+        self._scheduler = scheduler
+        self._tiers = tiers
+        self._runners = runners
+        self._under_way = under_way
+
+    def report(self, message: messages.Inquire) -> messages.Report:
+        load, now = self._scheduler.load(), time.monotonic()
+        budget = self._device.budget
+        return messages.Report(
+            request=message.request,
+            budget_bytes=budget.total,
+            used_bytes=budget.used,
+            steps=self.steps,
+            generated_tokens=self.generated,
+            running=load.running + load.held,
+            queued=load.queued,
+            models=[self.info(runner) for runner in self._runners.values()],
+            sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
+            tenants=self._tiers.uses_of_tenants(),
+            findings=self._audit() if message.check else [],
+        )
+
+    def info(self, runner: ModelRunner) -> ModelInfo:
+        info = runner.info()
+        self._tiers.fill(info)
+        return info
+
+    def _audit(self) -> list[str]:
+        findings = []
+        for name, audited in (("scheduler", self._scheduler), ("budget", self._device.budget)):
+            try:
+                audited.check_integrity()
+            except AssertionError as error:
+                findings.append(f"{name}: {error}")
+        windows = {request for runner in self._runners.values() for request in runner.windows}
+        if stray := windows.difference(self._under_way):
+            findings.append(f"engine: windows of ended requests {sorted(stray)}")
+        return findings

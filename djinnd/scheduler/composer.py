@@ -1,0 +1,258 @@
+"""Who of one model's active sessions has a row in the next step: their order, the room that they share, and what each
+is charged with when the step has run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, takewhile
+
+from djinn_client.protocol import CLASSES, Class
+from djinnd.core.batch import Row
+from djinnd.core.request import RequestState
+from djinnd.core.session import Session
+from djinnd.scheduler.ageing import Ageing
+from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
+from djinnd.scheduler.line import Line
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy, Room
+from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.shares import Shares
+from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.why import PAGES, QUOTA, ROOM
+
+ROW_S = 1e-3  # device seconds of a row, while nobody knows
+Account = tuple[Class, int]  # of a tenant in a class
+Evictable = Callable[[float], Iterator[Session]]
+
+
+class Composer:
+    """Of one model. `shares` and `quotas` are the device's, of all its models. `evictable`: whose pages make room at a
+    time, first to last; of the active, the last in order are the first."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        num_blocks: int,
+        shares: Shares,
+        quotas: DeviceQuotas,
+        policy: Policy,
+        evictable: Evictable,
+    ) -> None:
+        self.times = StepTimes()
+        self.served = 0  # the last step that was this model's
+        self._residence = residence
+        self._kv = residence.kv
+        self._num_blocks = num_blocks
+        self._shares = shares
+        self._quotas = quotas
+        self._policy = policy
+        self._evictable = evictable
+        self._line = Line()
+        self._ageing = Ageing(policy.ageing)
+        self._is_short = False  # of pages, in the last step
+        self._seated: set[str] = (
+            set()
+        )  # who held pages before the step, if it is: no place changes while it is composed
+        self._victims: list[Session] | None = None  # of the step that is being composed: most need none
+
+    def set_policy(self, policy: Policy) -> None:
+        self._policy, self._ageing.after = policy, policy.ageing
+
+    def join(self, session: Session, now: float) -> None:
+        session.passed_over = ""
+        self._line.join(session, self._latest_start(session))
+        self._ageing.joined(session, now)
+
+    def leave(self, session: Session) -> None:
+        """Where it does not stand, nothing happens."""
+        self._line.leave(session)
+        self._ageing.left(session)
+
+    def set_class(self, session: Session, klass: Class) -> None:
+        """As the last of that class."""
+        self._line.leave(session)
+        session.klass = klass
+        self._line.join(session, self._latest_start(session))
+
+    def in_order(self, now: float) -> Iterator[Session]:
+        """The sessions, first to last."""
+        row_s = self.times.predict(1) or ROW_S
+        return self._line.in_order(self._shares, row_s, self._seated.__contains__, self._ageing.first(now))
+
+    def _latest_start(self, session: Session) -> float:
+        """When it has to be served in every step, to meet its deadline."""
+        request = session.request
+        assert request is not None
+        missing = (request.expected_tokens or request.max_tokens) - (len(session.tokens) - request.prompt_end)
+        return request.deadline - max(missing, 1) * self.times.predict(1)
+
+    def tenants(self, klass: Class) -> Collection[int]:
+        """Those with a session of that class that waits for a row."""
+        return self._line.tenants(klass)
+
+    def claim(self, tenant: int) -> Claim | None:
+        """Of the tenant's foremost session here, by which its sessions on several models go before each other."""
+        aged = self._ageing.chosen
+        if aged is not None and aged.tenant == tenant:
+            return -1, _number(aged)
+        own = self._line.foremost_of(tenant)
+        return None if own is None else (own[0], min(map(_number, own[1])))
+
+    def urgency(self, now: float) -> tuple[int, float, int] | None:
+        """By this, models take turns: the highest class that waits for a row, and the clock of its tenant that is
+        furthest behind, or that ageing has put one first, whatever its class; and when the model was served last.
+        None: nobody waits. Whose pages are moving cannot have a row, and does not count."""
+        aged = self._ageing.first(now)
+        if aged is not None and not self._residence.is_moving(aged):
+            return -1, 0.0, self.served
+        is_moving = self._residence.is_moving if self._residence.sessions_move else None
+        for rank, klass in enumerate(CLASSES):
+            clocks = [self._shares.clock(klass, tenant) for tenant in self._line.tenants(klass, is_moving)]
+            if clocks:
+                return rank, min(clocks), self.served
+        return None
+
+    def compose(self, step: int, max_tokens: int, max_rows: int, now: float = 0.0) -> tuple[Row, ...]:
+        """Serves the active sessions in their order while pages and room last. Rows of one token come first. Nobody,
+        where all wait for pages that are being copied.
+
+        Once pages are short, nobody who holds none starts: those further back must not live on what the first in
+        line waits for.
+        """
+        residence, kv = self._residence, self._kv
+        self._seated, self._victims = set(kv.sessions) if self._is_short else set(), None
+        residence.claimed = 0
+        aged = self._ageing.first(now)
+        is_moving = residence.is_moving if residence.sessions_move else None
+        order = self.in_order(now)
+        if is_moving is not None:
+            order = (session for session in order if not is_moving(session))
+        first = next(order, None)
+        if first is None:
+            return ()
+        room = self._room(max_tokens, max_rows)
+        rows = []
+        short = False
+        at_quota: set[int] = set()  # tenants
+        for session in chain((first,), order):
+            if room.is_full:
+                break
+            tokens = len(session.tokens)
+            remaining = tokens - session.computed
+            count = room.share(session.klass, remaining)
+            if session is aged:
+                count = min(count, LEAST_CHUNK)
+            if count == 0:
+                session.passed_over = ROOM
+            elif (short and session.id not in kv.sessions) or (is_moving is not None and is_moving(session)):
+                session.passed_over = PAGES
+            elif session.tenant in at_quota and session.id not in kv.sessions:
+                session.passed_over = QUOTA
+            elif (remaining > 1 or not kv.fits(session.id, tokens)) and not self._secured(session, now):
+                if session.passed_over == QUOTA:
+                    at_quota.add(session.tenant)
+                elif not residence.is_arriving(session):
+                    short = True
+                is_moving = residence.is_moving
+            else:
+                count = min(count, session.remaining)
+                shields = not session.bulk and session is not aged
+                room.take(remaining, count, shields=shields)
+                rows.append(self._row(session, count, step))
+        assert rows or self._quotas.pages_move or residence.anything_moves or first.passed_over == QUOTA, (
+            f"step {step}: nobody of the active sessions goes on, {first.id} first"
+        )
+        self._is_short, residence.claimed = short, None
+        for row in rows:
+            self._ageing.served(row.session, now)
+        if rows:
+            self.served = step
+        rows.sort(key=_is_chunk)
+        return tuple(rows)
+
+    def _secured(self, session: Session, now: float) -> bool:
+        """Whether it has the pages for a row."""
+        if not self._quotas.make_way(session, self._residence, lambda: self._behind(session, now)):
+            session.passed_over = QUOTA
+            return False
+        session.passed_over = PAGES
+        return self._residence.secure(session, self._behind(session, now))
+
+    def _behind(self, session: Session, now: float) -> Iterator[Session]:
+        """Whose pages make room for it: nobody's who stands before it. So the first in line can have every page there
+        is, and always goes on."""
+        if self._victims is None:
+            self._victims = list(self._evictable(now))
+        holders = self._kv.sessions
+        behind = takewhile(lambda other: other is not session, self._victims)
+        yield from (other for other in behind if other.id in holders and not self._is_spared(other, session))
+
+    def _is_spared(self, other: Session, session: Session) -> bool:
+        """Where what leaves is lost, two long prompts would be interrupted by each other for ever, by turns of their
+        tenants or by ageing: no other of its class or a lower one interrupts one that is being read. Nobody else begins
+        meanwhile."""
+        return (
+            self._residence.paging.host is None
+            and session.remaining > 1
+            and other in self._line
+            and other.remaining > 1
+            and other.touched == self.served
+            and self._kv.fits(other.id, len(other.tokens))
+            and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
+        )
+
+    def _room(self, max_tokens: int, max_rows: int) -> Room:
+        """Before anybody is asked."""
+        is_moving = self._residence.is_moving if self._residence.sessions_move else None
+        decoding, protected = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
+        for klass in CLASSES:
+            decode = [session for session in self._line.of(klass) if len(session.tokens) - session.computed == 1]
+            if is_moving is not None:
+                decode = [session for session in decode if not is_moving(session)]
+            decoding[klass] = len(decode)
+            if klass != CLASSES[-1]:
+                protected[klass] = sum([not session.bulk for session in decode])
+        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected)
+
+    def _row(self, session: Session, count: int, step: int) -> Row:
+        request = session.request
+        assert request is not None
+        if request.state is RequestState.QUEUED:
+            request.move("start")
+        session.touched, session.passed_over = step, ""
+        samples = request.max_tokens > 0 and count == session.remaining
+        return Row(session, request, session.computed, count, 0, self._num_blocks, samples)
+
+    def ran(self, rows: Sequence[Row], seconds: float) -> None:
+        """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:
+        nobody has waited for it, and the seconds of the next step, of whichever model, are of both."""
+        shares = self._shares
+        if not seconds or shares.owes:
+            for row in rows:
+                shares.defer(row.session.klass, row.session.tenant, row.count)
+            if seconds:
+                shares.settle(seconds)
+            return
+        tokens = sum([row.count for row in rows])
+        self.times.note(tokens, seconds)
+        further = tokens - len(rows)
+        alike = min(seconds, self.times.predict(len(rows)) or seconds * len(rows) / tokens) if further else seconds
+        a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
+        charges: dict[Account, float] = defaultdict(float)
+        for row in rows:
+            charges[row.session.klass, row.session.tenant] += a_row + (row.count - 1) * a_token
+        for (klass, tenant), charge in charges.items():
+            shares.charge(klass, tenant, charge)
+
+    def check_integrity(self, active: dict[str, Session]) -> None:
+        self._line.check_integrity(active)
+        assert {s.id for s in self._ageing} == active.keys(), "the line and those who age in it differ"
+
+
+def _number(session: Session) -> int:
+    assert session.request is not None
+    return session.request.id
+
+
+def _is_chunk(row: Row) -> bool:
+    return row.count > 1

@@ -1,0 +1,116 @@
+"""How many bytes of pages each tenant may hold on the device, of all models together.
+
+At its quota, a tenant's sessions give way to each other: on the same model those that come after the one that needs
+pages; on others the idle, and those whose clients read too slowly. Where that is not enough because sessions run on
+several models, those of one of them lead, and the others' give way to them, too: of the model where the tenant's
+foremost session runs, by class and then by age. So two that wait for each other's pages do not wait for ever, and do
+not take them from each other in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.residence import Residence
+
+Claim = tuple[int, int]  # the less, the earlier: rank of a class, and a request's number
+
+
+class Holder(Protocol):
+    """One model's sessions."""
+
+    kv: KvManager
+
+    @property
+    def pages_move(self) -> bool:
+        """Some page is on its way, or will be."""
+
+    def claim(self, tenant: int) -> Claim | None:
+        """Of the tenant's foremost session that waits for a row. None: none does."""
+
+    def leaves(self, tenant: int) -> bool:
+        """Pages of the tenant are on their way out."""
+
+    def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
+        """Has sessions of the tenant leave whose pages are so many bytes together, or all that can; those that do
+        already count. `active`: also such as wait for a row. False: there is none."""
+
+
+class DeviceQuotas:
+    def __init__(self) -> None:
+        self._limits: dict[int, int] = {}  # bytes, by tenant; who is not there has none
+        self._holders: dict[KvManager, Holder] = {}
+
+    def add(self, holder: Holder) -> None:
+        self._holders[holder.kv] = holder
+
+    def remove(self, kv: KvManager) -> None:
+        del self._holders[kv]
+
+    def set(self, tenant: int, limit: int | None) -> None:
+        if limit is None:
+            self._limits.pop(tenant, None)
+        else:
+            self._limits[tenant] = limit
+
+    def most(self, tenant: int, kv: KvManager) -> int | None:
+        """Pages of this model that the tenant may hold where it holds no others. None: any number."""
+        limit = self._limits.get(tenant)
+        return None if limit is None else limit // kv.page_bytes
+
+    def held(self, tenant: int) -> int:
+        """Bytes, of all models."""
+        return sum([kv.pool.used_by(tenant) * kv.page_bytes for kv in self._holders])
+
+    def has_room(self, tenant: int, kv: KvManager) -> bool:
+        """For one page more of this model."""
+        limit = self._limits.get(tenant)
+        return limit is None or self.held(tenant) + kv.page_bytes <= limit
+
+    def excess(self, session: Session, kv: KvManager, pages: int) -> int:
+        """Of its tenant's pages that the session does not hold, how many, of the size of this model's, have to go
+        before it holds `pages`. Where the limit has been lowered that is at most all of them: one session at a time
+        goes on."""
+        limit = self._limits.get(session.tenant)
+        missing = pages - kv.pages_held(session.id)
+        if limit is None or missing <= 0:
+            return 0
+        held = self.held(session.tenant)
+        over = held + missing * kv.page_bytes - limit
+        if over <= 0:
+            return 0
+        others = held - kv.own_pages(session.id, session.tenant) * kv.page_bytes
+        return -(-min(over, others) // kv.page_bytes)
+
+    def make_way(self, session: Session, residence: Residence, candidates: Callable[[], Iterable[Session]]) -> bool:
+        """Whether its tenant may hold the pages for all its tokens. Where those would be too many, others of its
+        sessions leave: the first of `candidates`, or some of other models. False: not yet."""
+        kv, tenant = residence.kv, session.tenant
+        pages = kv.pages_for(len(session.tokens))
+        while (excess := self.excess(session, kv, pages)) > 0:
+            gave_way = residence.give_way(excess, tenant, candidates())
+            gave_way = gave_way or self._retire_elsewhere(tenant, kv, excess * kv.page_bytes)
+            if not gave_way or any(holder.leaves(tenant) for holder in self._holders.values()):
+                return False
+        return True
+
+    def _retire_elsewhere(self, tenant: int, kv: KvManager, nbytes: int) -> bool:
+        """Has sessions of the tenant on other models leave, for the sake of one of this model. False: none can."""
+        others = [holder for holder in self._holders.values() if holder.kv is not kv]
+        if any(holder.retire(tenant, nbytes, active=False) for holder in others):
+            return True
+        mine = self._holders[kv].claim(tenant)
+        if mine is None:
+            return False
+        claims = [(holder.claim(tenant), holder) for holder in others]
+        return any(
+            holder.retire(tenant, nbytes, active=True) for claim, holder in claims if claim is not None and mine < claim
+        )
+
+    @property
+    def pages_move(self) -> bool:
+        """Of any model."""
+        return any(holder.pages_move for holder in self._holders.values())

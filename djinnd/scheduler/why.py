@@ -1,0 +1,93 @@
+"""Why a session is running, or not: what the scheduler knows of it, in a sentence with its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from djinnd.core.request import RequestState
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.residence import Residence
+
+MOST_AHEAD = 1000  # sessions that are named
+
+ROOM, PAGES, QUOTA = "room", "pages", "quota"  # Session.passed_over
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`figures`: those of the sentence. `ahead`: ids of active sessions of the model that are served before it."""
+
+    state: str
+    reason: str
+    figures: dict[str, int | float | str] = field(default_factory=dict)
+    ahead: list[str] = field(default_factory=list)
+
+
+def explain(
+    session: Session, residence: Residence, order: Iterable[Session], last_step: int, now: float
+) -> Explanation:
+    """`order`: the model's active sessions; `last_step`: that had a row of any of them."""
+    request = session.request
+    if session.paused:
+        return Explanation("paused", "it is paused: resume it")
+    if residence.is_arriving(session):
+        return _arriving(session, residence.kv)
+    if request is None:
+        return _idle(session, residence.kv, now)
+    if request.state is RequestState.HELD:
+        return Explanation("held", "its client has not read what it was sent: it goes on when that has been read")
+    if session.touched == last_step and last_step and not residence.is_leaving(session):
+        left = request.max_tokens - max(len(session.tokens) - request.prompt_end, 0)
+        return Explanation("running", "it had a row in the model's last step", {"step": last_step, "tokens_left": left})
+    return _passed_over(session, residence, order, now)
+
+
+def _arriving(session: Session, kv: KvManager) -> Explanation:
+    pages = kv.pages_held(session.id)
+    return Explanation(
+        "arriving",
+        f"its KV is on its way to the device, into {pages:,} pages of {kv.page_bytes:,} bytes",
+        {"pages": pages, "page_bytes": kv.page_bytes},
+    )
+
+
+def _idle(session: Session, kv: KvManager, now: float) -> Explanation:
+    pages = kv.pages_held(session.id)
+    here = f"{pages:,} of its pages are on the device" if pages else "none of its pages are on the device"
+    if not session.waits:
+        return Explanation("idle", f"no call runs on it; {here}", {"pages": pages})
+    figures: dict[str, int | float | str] = {"pages": pages}
+    if not session.wakes_at:
+        return Explanation("waiting", f"its client said that it waits for something else; {here}", figures)
+    figures["back_in_s"] = round(session.wakes_at - now, 3)
+    back = f"its pages come back in {max(session.wakes_at - now, 0.0):.1f} s"
+    return Explanation("waiting", f"its client said that it waits for something else: {back}; {here}", figures)
+
+
+def _passed_over(session: Session, residence: Residence, order: Iterable[Session], now: float) -> Explanation:
+    kv = residence.kv
+    before = takewhile(lambda other: other is not session, order)
+    ahead = [other.id for other in islice(before, MOST_AHEAD)]
+    waited = now - session.row_at
+    figures: dict[str, int | float | str] = {"waited_s": round(waited, 3), "ahead": len(ahead)}
+    first = f"it has had no row for {waited:.1f} s: {len(ahead):,} sessions are served before it, and"
+    request = session.request
+    assert request is not None
+    if request.deadline < math.inf:
+        figures["deadline_in_s"] = round(request.deadline - now, 3)
+    if session.passed_over == PAGES or residence.is_leaving(session):
+        needed = kv.pages_for(len(session.tokens)) - kv.pages_held(session.id)
+        free, capacity = kv.pool.free, kv.pool.capacity
+        figures |= {"pages_needed": needed, "pages_free": free, "pages": capacity}
+        reason = f"{first} it needs {needed:,} pages more, where {free:,} of {capacity:,} are free"
+    elif session.passed_over == QUOTA:
+        held = kv.pages_held(session.id)
+        reason = f"{first} its user's sessions hold as many bytes on the device as their quota device_kv lets them"
+        figures |= {"pages_held": held}
+    else:
+        reason = f"{first} they leave no room in a step: their rows fill it, or one more would hold them up"
+    return Explanation(request.state.value, reason, figures, ahead)

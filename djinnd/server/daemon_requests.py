@@ -1,0 +1,111 @@
+"""What is asked of the daemon as a whole: how it is, and what only its administrators may change or see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from djinn_client import protocol
+from djinn_client.errors import NotPermitted
+from djinn_client.protocol import BudgetReply, Done, PrefixPublished, PrefixWithdrawn, TraceReply
+from djinnd.messages import PublicPrefix, Trace
+from djinnd.server import admission
+from djinnd.server.client import Answer, Call
+from djinnd.server.models import Models
+from djinnd.server.prefixes import PrefixTable
+from djinnd.server.sessions import SessionTable
+from djinnd.server.status import Status
+from djinnd.server.stopping import Restart
+from djinnd.server.supervisor import Supervisor
+
+
+class DaemonRequests:
+    """`restart` begins one."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        models: Models,
+        prefixes: PrefixTable,
+        supervisor: Supervisor,
+        status: Status,
+        restart: Callable[[Restart], None],
+    ) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._prefixes = prefixes
+        self._supervisor = supervisor
+        self._status = status
+        self._begin_restart = restart
+
+    async def ping(self, call: Call, request: protocol.Ping) -> Answer:
+        return Answer(Done(id=call.id))
+
+    async def get_status(self, call: Call, request: protocol.GetStatus) -> Answer:
+        if request.check:
+            _expect_admin(call, "have the daemon check itself")
+        return Answer(await self._status.reply(call.id, request.check, call.client))
+
+    async def get_quotas(self, call: Call, request: protocol.GetQuotas) -> Answer:
+        if request.all:
+            _expect_admin(call, "see the quotas of all users")
+        users = {call.client.user, *(session.user for session in self._sessions if request.all)}
+        return Answer(protocol.Quotas(id=call.id, quotas=await self._status.quota_uses(sorted(users))))
+
+    async def set_budget(self, call: Call, request: protocol.SetBudget) -> Answer:
+        _expect_admin(call, "change the budget of device memory")
+        admission.check_budget(request.memory_bytes)
+        changed = await self._supervisor.set_budget(request.memory_bytes)
+        return Answer(
+            BudgetReply(
+                id=call.id,
+                budget_bytes=changed.budget_bytes,
+                used_bytes=changed.used_bytes,
+                seconds=changed.seconds,
+                models=[self._status.model_info(model) for model in self._models if model.engine is not None],
+            )
+        )
+
+    async def trace(self, call: Call, request: protocol.GetTrace) -> Answer:
+        _expect_admin(call, "trace the device: it shows what all users do")
+        admission.check_trace(request)
+        engine = await self._supervisor.engine()
+        traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
+        return Answer(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
+
+    async def restart(self, call: Call, request: protocol.Restart) -> Answer:
+        """Answered before the daemon drains, and told before the connection is closed."""
+        _expect_admin(call, "restart the daemon")
+        self._begin_restart("warm" if request.warm else "cold")
+        return Answer(Done(id=call.id))
+
+    # --- public prefixes --------------------------------------------------------------------------------------------
+
+    async def publish_prefix(self, call: Call, request: protocol.PublishPrefix) -> Answer:
+        """Between publishing it and telling the engine nothing is awaited: an engine that has loaded the model by then
+        is told here, and one that loads it later by the loader."""
+        _expect_admin(call, "make a prefix public: other users' sessions share its pages")
+        session = self._sessions.lookup(request.session, call.client)
+        model = await self._models.once_ready(session)
+        session.expect_idle()
+        count = admission.public_tokens(request, len(session.tokens), model.described[0].page_size)
+        shared = model.share is not None
+        prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
+        if model.engine is not None:  # else the next one is told when it has loaded the model
+            model.engine.send(PublicPrefix(model.name, prefix.tokens))
+        return Answer(PrefixPublished(id=call.id, prefix=prefix.info))
+
+    async def list_prefixes(self, call: Call, request: protocol.ListPrefixes) -> Answer:
+        _expect_admin(call, "list the public prefixes")
+        return Answer(protocol.Prefixes(id=call.id, prefixes=[prefix.info for prefix in self._prefixes]))
+
+    async def withdraw_prefix(self, call: Call, request: protocol.WithdrawPrefix) -> Answer:
+        _expect_admin(call, "withdraw a public prefix")
+        prefix = self._prefixes.withdraw(request.prefix)
+        in_force = any(model.name == prefix.model and model.engine is not None for model in self._models)
+        return Answer(PrefixWithdrawn(id=call.id, in_force=in_force))
+
+
+def _expect_admin(call: Call, what: str) -> None:
+    """Raises NotPermitted."""
+    if not call.client.is_admin:
+        raise NotPermitted(f"only an administrator may {what}")

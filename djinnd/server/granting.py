@@ -1,0 +1,99 @@
+"""What engines ask of the arena, and what else becomes of the models' objects in it.
+
+Giving and taking gigabytes takes seconds, so all that reserves or frees memory runs in a thread, one change after
+another, in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from djinn_client.errors import OutOfMemory
+from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Holding, HostReleased, NeedArena
+from djinnd.server.arena import Arena
+from djinnd.server.engine_client import EngineClient
+from djinnd.server.model import Model
+from djinnd.server.share import Share
+
+T = TypeVar("T")
+
+
+class Granting:
+    """Of Models, which hears the engines, and whose arena it is."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()  # that engines have asked for
+
+    # --- what engines say: see engine_client.Audience ---------------------------------------------------------------
+
+    def need(self, engine: EngineClient, message: NeedArena, model: Model | None) -> None:
+        """`model`: the one of that name, if there is any more."""
+        if message.holds == "pages" and (model is None or model.state not in ("loading", "ready")):
+            engine.send(ArenaRefused(message.request, f"{message.model} has been unloaded"))
+        elif message.holds == "weights" and model is not None and model.share is not None:
+            _grant_window(engine, message, model.share)
+        else:
+            # Pages that are there are of use however many they are, unless somebody has said how many there shall be.
+            any_size = message.holds == "pages" and model is not None and model.kv.host is None
+            self._begin(self._grant(engine, message, any_size))
+
+    def filled(self, message: ArenaFilled) -> None:
+        self._arena.complete(message.model)
+
+    def released(self, message: HostReleased) -> None:
+        """In turn with grants: what a later engine is granted is another object."""
+        self._begin(self.remove(message.model, "weights"))
+
+    def _begin(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool) -> None:
+        grant = partial(self._arena.grant, holds=message.holds, any_size=any_size)
+        try:
+            name, offset, complete = await self._in_turn(grant, message.model, message.nbytes, message.fingerprint)
+        except OutOfMemory as error:
+            engine.send(ArenaRefused(message.request, error.message, error.data))
+        except OSError as error:
+            engine.send(ArenaRefused(message.request, f"no shared memory for {message.model}: {error}"))
+        else:
+            engine.send(ArenaReady(message.request, name, offset, complete))
+
+    # --- what the server wants --------------------------------------------------------------------------------------
+
+    async def remove(self, model: str, holds: Holding | None = None) -> None:
+        """See Arena.remove."""
+        await self._in_turn(self._arena.remove, model, holds)
+
+    async def remove_incomplete(self, model: str) -> None:
+        await self._in_turn(self._arena.remove_incomplete, model)
+
+    async def close(self, keep_blocks: bool) -> None:
+        """When no engine is there. Returns when the arena is empty, or left to the next daemon."""
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._in_turn(self._arena.leave if keep_blocks else self._arena.close)
+
+    async def _in_turn(self, act: Callable[..., T], *arguments: Any) -> T:
+        async with self._lock:
+            return await asyncio.to_thread(act, *arguments)
+
+
+def _grant_window(engine: EngineClient, message: NeedArena, share: Share) -> None:
+    """Weights that a client shares are not in the arena."""
+    if message.nbytes != share.nbytes:
+        told = f"the engine now lays {share.model} out otherwise than when it was shared: share it again"
+        engine.send(ArenaRefused(message.request, told))
+        return
+    try:
+        window = os.dup(share.window)
+    except OSError as error:
+        engine.send(ArenaRefused(message.request, f"no descriptor for the weights of {share.model}: {error}"))
+    else:
+        engine.send(ArenaReady(message.request, "", 0, complete=True), [window])

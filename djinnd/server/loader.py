@@ -1,0 +1,193 @@
+"""A model's ways onto an engine and off it: its load, its way to sleep, and its unload.
+
+Each is a task, `Model.changing`. A model has one at a time, which goes on also when nobody waits for it any more. The
+states that they lead to are drawn in models.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory
+from djinn_client.placing import ModelPlan, Placing
+from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
+from djinnd.server.arena import Arena
+from djinnd.server.checkpoints import find_checkpoint
+from djinnd.server.engine_client import EngineClient
+from djinnd.server.granting import Granting
+from djinnd.server.keep_alive import KeepAlive
+from djinnd.server.model import Model
+from djinnd.server.prefixes import PrefixTable
+from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.vocabulary import Vocabulary
+
+log = logging.getLogger("djinnd.server")
+
+
+class Loader:
+    """Of Models. `models`: all that there are at the time; `gone` is called with one that is loaded no more, or could
+    not be; `page_folder`: for the pages that engines keep on disk, which outlive the daemon."""
+
+    def __init__(
+        self,
+        models: Iterable[Model],
+        sessions: SessionTable,
+        prefixes: PrefixTable,
+        arena: Arena,
+        granting: Granting,
+        engine_for: Callable[[str], Awaitable[EngineClient]],
+        page_folder: Path,
+        gone: Callable[[Model], None],
+    ) -> None:
+        self.keep_alive = KeepAlive(sessions, self.sleep)
+        self._models = models
+        self._sessions = sessions
+        self._prefixes = prefixes
+        self._arena = arena
+        self._granting = granting
+        self._engine_for = engine_for
+        self._page_folder = page_folder
+        self._gone = gone
+        self._download_lock = asyncio.Lock()  # one at a time: they hold a thread each, for long
+
+    async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+        """What loading the model would come to. Raises ModelNotFound, and what the engine refuses."""
+        folder = await self._checkpoint(model)
+        engine = await self._engine_for(model.name)
+        fields = model.load_fields(folder, model.placed(placing))
+        kv_bytes = kv_bytes or model.kv.device
+        planned: Planned = await engine.call(Plan, **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes)
+        return planned.plan
+
+    def load(self, model: Model) -> None:
+        wakes = model.state == "asleep"
+        model.state, model.error = "loading", ""
+        model.changing = asyncio.create_task(self._load(model, wakes))
+        model.changing.add_done_callback(_seen)
+
+    def sleep(self, model: Model) -> None:
+        """Has the engine give back all device memory of a model that is ready and that nobody calls. Its sessions stay,
+        and so does what the arena has of it; pages that are on the device leave it, as far as the host has room."""
+        assert model.engine is not None and model.changing is None
+        engine, model.engine, model.state = model.engine, None, "asleep"
+        self._arena.rest(model.name)
+        model.changing = asyncio.create_task(self._fall_asleep(model, engine))
+        model.changing.add_done_callback(_seen)
+
+    async def unload(self, model: Model) -> None:
+        """Of a model without sessions. Raises InvalidRequest while it is being loaded."""
+        if model.changing is not None and model.state == "asleep":
+            await model.join()
+        if model.changing is not None:
+            raise InvalidRequest(f"{model.name} is being loaded: wait for it")
+        assert not self._sessions.of_model(model.name)
+        self.keep_alive.end(model)
+        engine, model.engine, model.state = model.engine, None, "available"
+        model.changing = asyncio.create_task(self._unload(model, engine))
+        await model.join()
+
+    def stop(self) -> None:
+        for model in self._models:
+            self.keep_alive.end(model)
+            if model.changing is not None:
+                model.changing.cancel()
+
+    async def close(self) -> None:
+        """After `stop`. Returns when nothing changes any more."""
+        changes = [model.changing for model in self._models if model.changing is not None]
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    async def _load(self, model: Model, wakes: bool) -> None:
+        """Between the engine's word that it has the model and telling it of prefixes and sessions nothing is awaited:
+        whoever finds the model ready finds its sessions open there."""
+        try:
+            folder = await self._checkpoint(model)
+            vocabulary = await asyncio.to_thread(Vocabulary.read, model.name, folder)
+            await self._left_by_others()
+            engine = await self._engine_for(model.name)
+            if model.kv.host == 0:
+                await self._granting.remove(model.name, "pages")
+            fields = model.load_fields(folder, model.placing) | model.kv.fields
+            loaded: Loaded = await engine.call(Load, **fields, disk_folder=self._disk_folder(model))
+        except Exception as error:
+            await self._load_failed(model, error, wakes)
+            raise
+        finally:
+            model.changing = model.progress = None
+        model.info, model.vocabulary, model.engine, model.state = loaded.model, vocabulary, engine, "ready"
+        model.used = time.monotonic()
+        self.keep_alive.begin(model)
+        for prefix in self._prefixes.of_model(model.name, shared=model.share is not None):
+            engine.send(PublicPrefix(model.name, prefix.tokens))
+        for session in self._sessions.of_model(model.name):
+            open_in(engine, session)
+        log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
+
+    async def _left_by_others(self) -> None:
+        """Returns when models that are on their way out have given their device memory back."""
+        leaving = [model.changing for model in self._models if model.changing is not None and model.is_leaving]
+        if leaving:
+            await asyncio.wait(leaving)
+
+    async def _load_failed(self, model: Model, error: Exception, wakes: bool) -> None:
+        """One that was asleep, and only lacks memory or an engine, sleeps on."""
+        message = error.message if isinstance(error, DjinnError) else repr(error)
+        log.error("model_failed model=%s error=%s", model.name, message)
+        sleeps_on = wakes and isinstance(error, OutOfMemory | EngineLost)
+        model.state, model.error = "asleep" if sleeps_on else "failed", message
+        keep = sleeps_on or isinstance(error, EngineLost)
+        await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
+        if sleeps_on:
+            self._arena.rest(model.name)
+        else:
+            self._gone(model)
+
+    async def _checkpoint(self, model: Model) -> Path:
+        async with self._download_lock:
+            return await asyncio.to_thread(find_checkpoint, model.name, model.source.path)
+
+    def _disk_folder(self, model: Model) -> str:
+        """Pages of weights that a client shares are not kept: the next weights of that name may be others, and nothing
+        would tell."""
+        return str(self._page_folder) if model.share is None else ""
+
+    # --- off the engine ---------------------------------------------------------------------------------------------
+
+    async def _fall_asleep(self, model: Model, engine: EngineClient) -> None:
+        log.info("model_falls_asleep model=%s keep_alive=%g", model.name, model.keep_alive)
+        try:
+            with suppress(EngineLost):  # then its memory is given back, too
+                await engine.call(Unload, model=model.name, keep_pages=True)
+        finally:
+            model.changing = None
+        log.info("model_asleep model=%s", model.name)
+
+    async def _unload(self, model: Model, engine: EngineClient | None) -> None:
+        try:
+            if engine is not None:
+                with suppress(EngineLost):  # then it is unloaded, too
+                    await engine.call(Unload, model=model.name)
+            await self._granting.remove(model.name)
+        finally:
+            model.changing = None
+        self._gone(model)
+        log.info("model_unloaded model=%s", model.name)
+
+
+def open_in(engine: EngineClient, session: SessionRecord) -> None:
+    engine.set_tenants([session.tenant.limits])
+    engine.send(
+        Open(session.id, session.model, session.user, session.priority, session.tokens, paused=session.is_paused)
+    )
+
+
+def _seen(change: asyncio.Task[None]) -> None:
+    if not change.cancelled():
+        change.exception()  # nobody may be waiting for it

@@ -1,0 +1,99 @@
+"""A model as the server knows it: how it is to be loaded, where it is, and who waits for it. See models.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from djinn_client.placing import Placing
+from djinn_client.protocol import ModelInfo
+from djinnd import config
+from djinnd.messages import Loading
+from djinnd.server.engine_client import EngineClient
+from djinnd.server.kv_sizes import KvSizes
+from djinnd.server.share import Share
+from djinnd.server.vocabulary import Vocabulary
+
+ModelState = Literal["available", "loading", "ready", "asleep", "failed"]
+OnLoading = Callable[[Loading], None]
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """`info` and `vocabulary` are set when it is ready for the first time, and stay.
+
+    `used`, CLOCK_MONOTONIC: when it was last asked for, or was ready, or a session of it that has gone last had a call;
+    `in_use` counts what keeps it awake beside the calls of its sessions. See keep_alive.py."""
+
+    name: str
+    source: config.Model
+    kv: KvSizes
+    placing: Placing
+    keep_alive: float  # seconds; 0: it never goes to sleep
+    state: ModelState = "available"
+    error: str = ""
+    info: ModelInfo | None = None
+    vocabulary: Vocabulary | None = None
+    engine: EngineClient | None = None  # while it is ready
+    changing: asyncio.Task[None] | None = None  # its load, its way to sleep, or its unload
+    progress: Loading | None = None
+    listeners: list[OnLoading] = field(default_factory=list)
+    share: Share | None = None  # where its weights are, of a model that a client shares
+    used: float = field(default_factory=time.monotonic)
+    in_use: int = 0
+    next_look: asyncio.TimerHandle | None = None  # of KeepAlive
+
+    @classmethod
+    def configured(cls, name: str, source: config.Model) -> Model:
+        return cls(name, source, KvSizes.configured(source), source.placing, source.keep_alive)
+
+    def forget_wishes(self) -> None:
+        """What somebody wanted otherwise than configured."""
+        self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
+        self.keep_alive = self.source.keep_alive
+
+    @property
+    def described(self) -> tuple[ModelInfo, Vocabulary]:
+        """Of a model that has been ready."""
+        assert self.info is not None and self.vocabulary is not None
+        return self.info, self.vocabulary
+
+    def placed(self, wish: Placing | None) -> Placing:
+        """Where its blocks are to go. Weights that a client shares lie as they do, and there is no other copy of
+        them."""
+        if wish is None or self.share is None:
+            return wish or self.placing
+        return replace(wish, packing=self.share.placing.packing, keep_host=True)
+
+    def load_fields(self, folder: Path, placing: Placing) -> dict[str, Any]:
+        """What Load and Plan have in common."""
+        return {
+            "model": self.name,
+            "path": str(folder),
+            "dtype": self.source.dtype,
+            "max_context": self.source.max_context,
+            "placing": placing,
+            "shared": None if self.share is None else self.share.stored,
+        }
+
+    @property
+    def is_leaving(self) -> bool:
+        """It is giving its device memory back."""
+        return self.changing is not None and self.state in ("asleep", "available")
+
+    async def join(self, on_loading: OnLoading = lambda _: None) -> None:
+        """Waits for the change that is under way, which goes on also when the caller goes."""
+        assert self.changing is not None
+        if self.progress is not None:
+            on_loading(self.progress)
+        self.listeners.append(on_loading)
+        try:
+            await asyncio.shield(self.changing)
+        finally:
+            self.listeners.remove(on_loading)

@@ -1,0 +1,95 @@
+"""What is asked of models: to be listed, planned, loaded and unloaded, and those that clients share.
+
+Who asks may do so, and asks for what can be: that is checked here. What becomes of a model is models.py's and
+sharing.py's.
+"""
+
+from __future__ import annotations
+
+import os
+
+from djinn_client import protocol
+from djinn_client.errors import InvalidRequest, NotPermitted
+from djinn_client.protocol import Done, ModelReply, PlanReply, ShareDescribed
+from djinnd.server import admission
+from djinnd.server.client import Answer, Call, Client
+from djinnd.server.kv_sizes import KvSizes
+from djinnd.server.models import Model, Models
+from djinnd.server.sessions import SessionTable
+from djinnd.server.sharing import Sharing
+from djinnd.server.status import Status
+
+
+class ModelRequests:
+    def __init__(self, sessions: SessionTable, models: Models, sharing: Sharing, status: Status) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._sharing = sharing
+        self._status = status
+
+    async def list_models(self, call: Call, request: protocol.ListModels) -> Answer:
+        return Answer(protocol.Models(id=call.id, models=await self._status.model_infos(call.client)))
+
+    async def load(self, call: Call, request: protocol.LoadModel) -> Answer:
+        admission.check_load(request)
+        kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
+        model = self._models.find_open(request.model, call.client)
+        if model.state in ("loading", "ready", "asleep"):
+            loaded = f"{model.name} is {'being loaded' if model.state == 'loading' else 'loaded'} already"
+            if kv.over(model.kv) != model.kv:
+                raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
+            if request.placing not in (None, model.placing):
+                raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
+            if request.keep_alive_s not in (None, model.keep_alive):
+                self._expect_own(model, call.client)
+                self._models.set_keep_alive(model, request.keep_alive_s)
+        await self._models.ready(request.model, call.tell_loading, kv, request.placing, request.keep_alive_s)
+        model = self._models.find(request.model)
+        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def plan(self, call: Call, request: protocol.PlanModel) -> Answer:
+        admission.check_plan(request)
+        self._models.find_visible(request.model, call.client)
+        plan = await self._models.plan(request.model, request.memory_bytes, request.kv_bytes, request.placing)
+        return Answer(PlanReply(id=call.id, plan=plan))
+
+    async def unload(self, call: Call, request: protocol.UnloadModel) -> Answer:
+        model = self._models.find_visible(request.model, call.client)
+        sessions = self._sessions.of_model(model.name)
+        if sessions and not request.force:
+            raise InvalidRequest(f"{len(sessions)} sessions use {model.name}: close them, or unload it with force")
+        self._expect_own(model, call.client)
+        for session in sessions:
+            self._sessions.close(session)
+        if model.share is not None:
+            await self._sharing.withdraw(model.share)
+        else:
+            await self._models.unload(model)
+        return Answer(Done(id=call.id))
+
+    def _expect_own(self, model: Model, client: Client) -> None:
+        """Raises NotPermitted where others use the model, or share it."""
+        if model.share is not None and not model.share.is_of(client):
+            raise NotPermitted(f"{model.name} is another user's: only that user, or an administrator, may do that")
+        if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
+            raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
+
+    # --- shares -----------------------------------------------------------------------------------------------------
+
+    async def share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
+        admission.check_share(request)
+        self._sharing.check(call.client, request)
+        share, image = await self._sharing.describe(call.client, request, call.take_descriptor())
+        return Answer(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
+
+    async def share_weights(self, call: Call, request: protocol.ShareWeights) -> Answer:
+        fd = call.take_descriptor()
+        try:
+            model = await self._sharing.accept(call.client, request.share, fd, call.tell_loading)
+        finally:
+            os.close(fd)
+        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def end_share(self, call: Call, request: protocol.EndShare) -> Answer:
+        await self._sharing.end(call.client, request.share)
+        return Answer(Done(id=call.id))

@@ -1,0 +1,169 @@
+"""What each tenant may have: which rule of the configuration is a user's, and what is left of its tokens a second.
+
+Of the other quotas the sessions are counted in sessions.py, and weight and pages are kept by engines, which are told
+`Tenant.limits`. A rule that has changed holds for what begins after that. Times come from the caller.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pwd
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from djinn_client.errors import QuotaExceeded
+from djinn_client.scheduling import CLASSES, Class, QuotaUse
+from djinnd.config import Quota
+from djinnd.messages import TenantLimits, TenantUse
+from djinnd.server.bucket import Bucket
+from djinnd.server.rate import Rate
+
+BURST = 10.0  # seconds of its rate that a tenant who used nothing may use at once
+_WINDOW = 10.0  # seconds over which use is averaged
+
+
+class Rule(NamedTuple):
+    """`name` is that in the configuration; "" where no rule matches, and there is no limit."""
+
+    name: str
+    quota: Quota
+
+
+class Tenant:
+    """A user, the rule that holds for it, and the tokens that it uses. All of its sessions have this."""
+
+    def __init__(self, user: int, rule: Rule, at: float) -> None:
+        self.user = user
+        self._use = Rate(_WINDOW, at)
+        self._bucket: Bucket | None = None  # where the rule has tokens_per_s
+        self.follow(rule, at)
+
+    def follow(self, rule: Rule, at: float) -> None:
+        """From now on."""
+        self.rule = rule
+        rate = rule.quota.tokens_per_s
+        if rate is None:
+            self._bucket = None
+        elif self._bucket is None:
+            self._bucket = Bucket(rate, rate * BURST, at)
+        else:
+            self._bucket.resize(rate, rate * BURST, at)
+
+    @property
+    def quota(self) -> Quota:
+        return self.rule.quota
+
+    @property
+    def limits(self) -> TenantLimits:
+        quota = self.quota
+        return TenantLimits(self.user, quota.weight, quota.device_kv, quota.host_kv, quota.disk_kv)
+
+    def expect_session(self, own: int, priority: Class) -> None:
+        """There is room for one more of this class, where the tenant has `own`. Raises QuotaExceeded."""
+        self.expect_class(priority)
+        limit = self.quota.sessions
+        if limit is not None and own >= limit:
+            told = f"you have {own:,} sessions, and {self._key('sessions')} is {limit:,}: close some"
+            raise QuotaExceeded(told, quota="sessions", rule=self.rule.name, limit=limit, used=own)
+
+    def expect_class(self, priority: Class) -> None:
+        """Raises QuotaExceeded."""
+        highest = self.quota.highest_class
+        if CLASSES.index(priority) < CLASSES.index(highest):
+            may = " or ".join(CLASSES[CLASSES.index(highest) :])
+            told = f"{self._key('highest_class')} is {highest}, and {priority} is above that: ask for {may}"
+            raise QuotaExceeded(told, quota="highest_class", rule=self.rule.name, limit=highest, used=priority)
+
+    def expect_tokens(self, at: float) -> None:
+        """Raises QuotaExceeded where the tenant has used more than it may have."""
+        rate = self.quota.tokens_per_s
+        wait_s = 0.0 if self._bucket is None else self._bucket.wait_s(at)
+        if rate is None or not wait_s:
+            return
+        retry_s = math.ceil(wait_s * 1e3) / 1e3
+        raise QuotaExceeded(
+            f"you have used {math.ceil(wait_s * rate):,} tokens too many: {self._key('tokens_per_s')} is {rate:,.10g}, "
+            f"and {rate * BURST:,.10g} at once: try again in {retry_s:g} s",
+            quota="tokens_per_s",
+            rule=self.rule.name,
+            limit=rate,
+            used=round(self._use.per_second(at), 3),
+            retry_s=retry_s,
+        )
+
+    def charge(self, tokens: int, at: float) -> None:
+        """Tokens that were computed for the tenant: of a prompt, or of an output."""
+        self._use.count(tokens, at)
+        if self._bucket is not None:
+            self._bucket.take(tokens, at)
+
+    def use(self, sessions: int, most_sessions: int, held: TenantUse | None, at: float) -> QuotaUse:
+        """What the tenant has: so many sessions, of which nobody may have more than that, and pages as the engine says
+        (None: it has said nothing)."""
+        quota = self.quota
+        return QuotaUse(
+            user=self.user,
+            rule=self.rule.name,
+            weight=quota.weight,
+            highest_class=quota.highest_class,
+            sessions=sessions,
+            sessions_limit=most_sessions if quota.sessions is None else min(quota.sessions, most_sessions),
+            device_kv=held.device_kv if held else 0,
+            device_kv_limit=quota.device_kv,
+            host_kv=held.host_kv if held else 0,
+            host_kv_limit=quota.host_kv,
+            disk_kv=held.disk_kv if held else 0,
+            disk_kv_limit=quota.disk_kv,
+            tokens_per_s=self._use.per_second(at),
+            tokens_per_s_limit=quota.tokens_per_s,
+        )
+
+    def _key(self, quota: str) -> str:
+        return f"quotas.{self.rule.name}.{quota}"
+
+
+class Quotas:
+    """The rules, and every tenant that was seen."""
+
+    def __init__(self, rules: Mapping[str, Quota], groups_of: Callable[[int], Collection[int]]) -> None:
+        self._rules = rules
+        self._groups_of = groups_of
+        self._tenants: dict[int, Tenant] = {}
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(list(self._tenants.values()))
+
+    def tenant(self, user: int, at: float) -> Tenant:
+        """Always the same one, so that what was used does not go with a session."""
+        tenant = self._tenants.get(user)
+        if tenant is None:
+            tenant = self._tenants[user] = Tenant(user, self._rule_of(user), at)
+        return tenant
+
+    def reload(self, rules: Mapping[str, Quota], at: float) -> None:
+        """These rules hold from now on, and the groups that users are in now."""
+        self._rules = rules
+        for tenant in self:
+            tenant.follow(self._rule_of(tenant.user), at)
+
+    def _rule_of(self, user: int) -> Rule:
+        """The first that matches."""
+        groups: Collection[int] | None = None  # asked for when a rule wants them: who has them may be far away
+        for name, quota in self._rules.items():
+            if user in quota.users or not (quota.users or quota.groups):
+                return Rule(name, quota)
+            if quota.groups:
+                groups = self._groups_of(user) if groups is None else groups
+                if not set(quota.groups).isdisjoint(groups):
+                    return Rule(name, quota)
+        return Rule("", Quota())
+
+
+def groups_of(user: int) -> Collection[int]:
+    """All of them; none for a user that this machine does not know."""
+    try:
+        entry = pwd.getpwuid(user)
+    except KeyError:
+        return ()
+    return os.getgrouplist(entry.pw_name, entry.pw_gid)

@@ -1,0 +1,70 @@
+"""What an engine is to compute for a session: an output, or logits.
+
+Between finding the engine and sending to it, which making the run does, nothing is awaited: the engine lives, and has
+the session as it is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from djinn_client.protocol import Forward, Generate
+from djinnd.server import admission
+from djinnd.server.client import Answer, Call
+from djinnd.server.models import Models
+from djinnd.server.queueing import Place, Queue
+from djinnd.server.runs import ForwardRun, GenerateRun
+from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.vocabulary import Vocabulary
+
+LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
+
+
+class WorkRequests:
+    def __init__(self, sessions: SessionTable, models: Models, queue: Queue) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._queue = queue
+
+    async def generate(self, call: Call, request: Generate) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        with self._admitted(call, session) as place:
+            info, vocabulary = (await self._models.once_ready(session)).described
+            admission.check_generate(request, info, vocabulary.has_text)
+            prompt = await _prompt(request, vocabulary, first=not session.tokens)
+            admission.check_prompt(prompt, len(session.tokens), info, room=1)
+            stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
+            engine = await self._models.ready(session.model)
+            session.expect_model()
+            run = GenerateRun(call, session, engine, place, request, prompt, stop_tokens, vocabulary)
+            call.client.started(call, run)
+            return await run.done
+
+    async def forward(self, call: Call, request: Forward) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        with self._admitted(call, session) as place:
+            info, _ = (await self._models.once_ready(session)).described
+            admission.check_forward(request, len(session.tokens), info)
+            engine = await self._models.ready(session.model)
+            session.expect_model()
+            run = ForwardRun(call, session, engine, place, request)
+            call.client.started(call, run)
+            return await run.done
+
+    @contextmanager
+    def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:
+        """Before any work is done for it. Raises SessionBusy, QuotaExceeded, Busy."""
+        with session.in_use(call):
+            session.tenant.expect_tokens(call.received)
+            with self._queue.place(session.user, call.received) as place:
+                yield place
+
+
+async def _prompt(request: Generate, vocabulary: Vocabulary, first: bool) -> list[int]:
+    if request.text is None:
+        return request.token_ids or []
+    if len(request.text) > LONG_TEXT:
+        return await asyncio.to_thread(vocabulary.encode, request.text, first)
+    return vocabulary.encode(request.text, first)

@@ -1,0 +1,179 @@
+"""Quotas of a real daemon: who is over one is told which, nobody else notices, and SIGHUP changes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import yaml
+
+import djinn_client as djinn
+from djinn_client.protocol import CloseSession, Failure, ImportSession, SessionOpened
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.bystander import Bystander
+from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
+from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
+from tests.support.served import Wire
+
+pytestmark = only_root
+
+SLOW, STARVED, STUDENT = 54321, 54322, 54323  # numbers that no user has
+GUESTS: dict[str, Any] = {"users": [NOBODY], "sessions": 2, "highest_class": "agent"}
+RULES = {
+    "guests": GUESTS,
+    "slow": {"users": [SLOW], "tokens_per_s": 2},
+    "starved": {"users": [STARVED], "tokens_per_s": 0.001},
+}
+
+
+@contextmanager
+def other_s(daemon: Daemon, user: int = NOBODY, **options: Any) -> Iterator[djinn.Session]:
+    with as_user(user):
+        session = djinn.Session(MODEL, address=daemon.address, **options)
+    with session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Daemon]:
+    """Each test has its own user, and everybody else may have all."""
+    with DaemonStarter() as start:
+        daemon = start({"quotas": RULES})
+        open_to_all(daemon.folder, daemon.address)
+        djinn.load(MODEL, address=daemon.address)
+        yield daemon
+
+
+def refusal(error: pytest.ExceptionInfo[djinn.QuotaExceeded]) -> tuple[Any, ...]:
+    data = error.value.data
+    return data["quota"], data["rule"], data["limit"], data["used"]
+
+
+def test_sessions_opened_forked_and_imported(limited: Daemon) -> None:
+    with ExitStack() as stack, Bystander(limited.address):
+        first = stack.enter_context(other_s(limited, priority="agent"))
+        with as_user():
+            second = stack.enter_context(first.fork())
+            for again in (first.fork, lambda: djinn.Session(MODEL, priority="batch", address=limited.address)):
+                with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.guests\.sessions is 2") as error:
+                    again()
+                assert refusal(error) == ("sessions", "guests", 2, 2)
+            wire = stack.enter_context(Wire(limited.address))
+        importing = ImportSession(id=1, model=MODEL, token_ids=[1, 2], priority="batch")
+        refused = wire.ask(importing)
+        assert isinstance(refused, Failure) and (refused.code, refused.data["quota"]) == ("quota_exceeded", "sessions")
+        for _ in range(3):
+            stack.enter_context(djinn.Session(MODEL, address=limited.address))
+        second.close()
+        imported = wire.ask(importing)
+        assert isinstance(imported, SessionOpened)
+        wire.ask(CloseSession(id=1, session=imported.session.id))
+
+
+def test_no_session_of_a_class_above_the_highest(limited: Daemon) -> None:
+    with pytest.raises(djinn.QuotaExceeded, match="ask for agent or batch") as error, other_s(limited):
+        pytest.fail("it is interactive")
+    assert refusal(error) == ("highest_class", "guests", "agent", "interactive")
+    with other_s(limited, priority="agent") as session, djinn.Session(MODEL, address=limited.address) as mine:
+        with as_user(), pytest.raises(djinn.QuotaExceeded):
+            session.fork(priority="interactive")
+        with pytest.raises(djinn.QuotaExceeded):
+            session.set_priority("interactive")
+        session.set_priority("batch")
+        mine.set_priority("batch")
+        mine.set_priority("interactive")
+
+
+def test_tokens_a_second(limited: Daemon) -> None:
+    with other_s(limited, STARVED) as session, Bystander(limited.address):
+        assert len(session.generate([1, 2, 3], max_tokens=7, ignore_eos=True).token_ids) == 7  # what began may end
+        for call in (
+            lambda: session.generate([1], max_tokens=1),
+            lambda: list(session.stream([1], max_tokens=1)),
+            lambda: session.forward([1]),
+        ):
+            with pytest.raises(
+                djinn.QuotaExceeded, match=r"quotas\.starved\.tokens_per_s is 0\.001.*try again"
+            ) as error:
+                call()
+            quota, rule, limit, used = refusal(error)
+            assert (quota, rule, limit) == ("tokens_per_s", "starved", 0.001) and used > 0
+            assert 9000 < error.value.data["retry_s"] <= 10_000  # 10 tokens, of which 0.01 were there
+        assert len(session.token_ids) == 10
+        with as_user(STARVED), limited.client() as client:
+            (use,) = client.quotas()
+        assert (use.user, use.rule, use.sessions) == (STARVED, "starved", 1)
+        assert use.tokens_per_s_limit == 0.001 and use.tokens_per_s > 0
+
+
+def test_who_is_over_it_goes_on_in_time(limited: Daemon) -> None:
+    with other_s(limited, SLOW) as session:
+
+        def goes_on() -> bool:
+            try:
+                return len(session.generate([1], max_tokens=1, ignore_eos=True).token_ids) == 1
+            except djinn.QuotaExceeded:
+                return False
+
+        wait_for(lambda: not goes_on())
+        wait_for(goes_on)
+
+
+def reload(daemon: Daemon, config: dict[str, Any], told: str = "djinnd_reloaded ") -> None:
+    """SIGHUP; returns when it says that it is done."""
+    daemon.configure(config)
+    before = daemon.log.count(told)
+    daemon.signal(signal.SIGHUP)
+    wait_for(lambda: daemon.log.count(told) > before)
+
+
+def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon(errors=["djinnd_reload_refused"])
+    open_to_all(daemon.folder, daemon.address)
+    with other_s(daemon) as first, other_s(daemon, STUDENT) as student:
+        file = daemon.folder / "djinnd.yaml"
+        reload(daemon, {"quotas": {"guests": GUESTS | {"sessions": 1, "weight": 2}}})
+        with pytest.raises(djinn.QuotaExceeded), other_s(daemon, priority="batch"):
+            pytest.fail("it is one too many")
+        with other_s(daemon, STUDENT):
+            pass
+        assert len(first.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2, "it is still there"
+
+        good = file.read_text()
+        reload(daemon, {"quotas": {"guests": {"sesions": 5}}}, told="djinnd_reload_refused ")
+        line = 1 + next(place for place, text in enumerate(file.read_text().splitlines()) if "sesions" in text)
+        assert f"{file}:{line}: unknown key quotas.guests.sesions; did you mean sessions?" in daemon.log
+        with pytest.raises(djinn.QuotaExceeded), other_s(daemon, priority="batch"):
+            pytest.fail("it is one too many, as before")
+        assert len(student.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
+
+        assert yaml.safe_load(good)["quotas"]["guests"]["sessions"] == 1
+        reload(daemon, {"limits": {"queue": 7}, "scheduling": {"ageing": "3s"}})
+        wait_for(lambda: "policy_set slowdown=1.4 between_tokens=0 ageing=3" in daemon.log)
+        with other_s(daemon, priority="interactive"):
+            pass
+        with daemon.client() as client:
+            assert client.status(check=True).integrity == []
+
+
+def test_djinnctl_quota(limited: Daemon) -> None:
+    def quota(*arguments: str) -> str:
+        command = [sys.executable, "-m", "djinnctl", "quota", "--address", limited.address, *arguments]
+        done = subprocess.run(command, env=clean_environ(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with other_s(limited, priority="agent") as session:
+        session.generate([1, 2, 3], max_tokens=2, ignore_eos=True)
+        (mine,) = json.loads(quota("--json"))
+        assert (mine["user"], mine["rule"], mine["sessions"]) == (os.geteuid(), "", 0)
+        theirs = {use["user"]: use for use in json.loads(quota("--all", "--json"))}[NOBODY]
+        assert (theirs["rule"], theirs["highest_class"], theirs["sessions"]) == ("guests", "agent", 1)
+        assert "guests" in quota("--all")

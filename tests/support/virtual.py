@@ -1,0 +1,219 @@
+"""A scheduler on a virtual clock: a device whose steps take what a curve says, and a log of what each step did to whom.
+
+Each step is checked as it runs: that nobody waits longer than ageing lets him, that no step is slower than the policy
+says, and that whoever is left out was left out for a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import count
+
+from djinn_client.protocol import CLASSES, Class
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.ageing import ROWS
+from djinnd.scheduler.composer import Composer
+from djinnd.scheduler.policy import DEFAULT, LEAST_CHUNK, Policy
+from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.step_times import StepTimes
+
+PAGE = 16  # tokens
+MAX_CONTEXT = 1 << 14
+FOREVER = 1 << 13  # tokens: no test runs so long
+EVERY = 16  # steps, between two audits
+
+
+def rising(base: float, token: float) -> Callable[[int], float]:
+    """Steps take `base` seconds, and so much more with each token."""
+    return lambda tokens: base + token * tokens
+
+
+STEPS = rising(0.01, 0.0001)
+
+
+class VirtualDevice:
+    """Requests are served until they end. `used` is device time by class and tenant: that of a step that only decodes
+    is shared out evenly between its rows, what further tokens add to it by tokens."""
+
+    def __init__(
+        self,
+        *models: str,
+        seconds: Callable[[int], float] = STEPS,
+        pages: int = 1 << 14,
+        max_tokens: int = 512,
+        max_rows: int = 64,
+        policy: Policy = DEFAULT,
+        weights: Mapping[int, float] | None = None,
+    ) -> None:
+        """How long steps take has been measured already."""
+        self.scheduler = Scheduler(max_tokens, max_rows, policy)
+        self.seconds = seconds
+        self.kv = {name: KvManager(pages + 1, PAGE, 1 << 20, MAX_CONTEXT) for name in models or ("m",)}
+        for name, kv in self.kv.items():
+            self.scheduler.add_model(name, kv, MAX_CONTEXT, num_blocks=2)
+            for tokens in sorted({round(2 ** (bucket / 2)) for bucket in range(27)}) * 2:
+                self.composer(name).times.note(tokens, seconds(tokens))
+        for tenant, weight in (weights or {}).items():
+            self.scheduler.set_tenant(tenant, weight, None)
+        self.now = 0.0
+        self.used: defaultdict[tuple[Class, int], float] = defaultdict(float)
+        self.rows: defaultdict[str, int] = defaultdict(int)  # by session
+        self.batches: list[list[tuple[str, int]]] = []  # sessions and tokens
+        self._due: dict[str, float] = {}  # by when a session has its next row
+        self._ids = count(1)
+
+    def composer(self, model: str = "m") -> Composer:
+        return self.scheduler._queues[model].composer
+
+    def active(self, model: str = "m") -> list[Session]:
+        return list(self.scheduler._queues[model].active.values())
+
+    def open(
+        self,
+        name: str,
+        klass: Class = "agent",
+        tenant: int = 1,
+        prompt: int = 1,
+        max_tokens: int = FOREVER,
+        model: str = "m",
+        **more: object,
+    ) -> Session:
+        """With a request, whose prompt nobody else has."""
+        session = Session(name, model, tenant, klass)
+        self.scheduler.open(session)
+        self.ask(session, prompt, max_tokens, **more)
+        return session
+
+    def ask(self, session: Session, prompt: int = 1, max_tokens: int = FOREVER, **more: object) -> Request:
+        first = len(session.tokens)
+        request = Request(next(self._ids), first, first + prompt, max_tokens, **more)  # type: ignore[arg-type]
+        self.scheduler.tick(self.now)
+        self.scheduler.submit(session.id, request, [request.id] * prompt)
+        self._waits(session)
+        return request
+
+    def idle(self, seconds: float) -> None:
+        self.now += seconds
+        self.scheduler.tick(self.now)
+
+    def release(self, request: Request) -> None:
+        self.scheduler.tick(self.now)
+        self.scheduler.release(request.id)
+        for session in self.scheduler.sessions():
+            if session.request is request:
+                self._waits(session)
+
+    def step(self) -> Batch | None:
+        self.scheduler.tick(self.now)
+        aged = {name: self.composer(name)._ageing.first(self.now) for name in self.kv}
+        pages_are_short = {name: kv.pool.free < self._pages_to_come(name) for name, kv in self.kv.items()}
+        remaining = {session.id: session.remaining for session in self.scheduler.sessions()}
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            assert not any(self.active(name) for name in self.kv), "somebody waits, and nobody runs"
+            return None
+        step = Step(self, batch, aged[batch.model], remaining)
+        step.check_protection()
+        if not pages_are_short[batch.model]:
+            step.check_left_out()
+        self._take(batch)
+        return batch
+
+    def _pages_to_come(self, model: str) -> int:
+        kv = self.kv[model]
+        return sum(kv.pages_for(len(s.tokens)) - kv.pages_held(s.id) for s in self.active(model))
+
+    def _take(self, batch: Batch) -> None:
+        self.batches.append([(row.session.id, row.count) for row in batch.rows])
+        seconds = self.seconds(batch.tokens)
+        each = self.seconds(len(batch.rows)) / len(batch.rows)
+        extra = (seconds - each * len(batch.rows)) / max(batch.tokens - len(batch.rows), 1)
+        for row in batch.rows:
+            self.used[row.session.klass, row.session.tenant] += each + (row.count - 1) * extra
+            self.rows[row.session.id] += 1
+            self._waits(row.session)
+        for session in self.active(batch.model):
+            assert self.now <= self._due[session.id], f"{session.id} starves"
+        self.now += seconds
+        self.scheduler.tick(self.now)
+        self.scheduler.complete(batch, [0] * sum(row.samples for row in batch.rows), seconds)
+        if len(self.batches) % EVERY == 0:
+            self.scheduler.check_integrity()
+
+    def _waits(self, session: Session) -> None:
+        """From now on: ageing serves those first who have waited longer. Without lower tiers, it takes its pages from
+        nobody who reads a prompt."""
+        active = self.active(session.model)
+        longest = self.seconds(self.scheduler.max_batch_tokens) * len(self.kv)
+        period = max(self.scheduler.policy.ageing, ROWS * longest) + longest
+        self._due[session.id] = self.now + len(active) * period
+        if self._pages_to_come(session.model) > self.kv[session.model].pool.free:
+            self._due[session.id] += longest * max([len(other.tokens) for other in active], default=0)
+
+    def run(self, seconds: float) -> None:
+        """Or until nobody asks for anything."""
+        until = self.now + seconds
+        while self.now < until and self.step() is not None:
+            pass
+
+
+class Step:
+    """One that was composed, and has not run."""
+
+    def __init__(self, device: VirtualDevice, batch: Batch, aged: Session | None, remaining: dict[str, int]) -> None:
+        self.batch = batch
+        self.remaining = remaining  # tokens by session, before the step was composed
+        self.times: StepTimes = device.composer(batch.model).times
+        self.policy = device.scheduler.policy
+        self.limits = (device.scheduler.max_batch_tokens, device.scheduler.max_rows)
+        served = {row.session for row in batch.rows}
+        self.left_out = [session for session in device.active(batch.model) if session not in served]
+        self.rows = [row for row in batch.rows if row.session is not aged]
+        self.aged_tokens = batch.tokens - sum(row.count for row in self.rows)
+
+    def tokens(self, *classes: Class) -> int:
+        return sum(row.count for row in self.rows if row.session.klass in classes)
+
+    def shielded(self, *classes: Class) -> int:
+        return sum(row.count for row in self.rows if row.session.klass in classes and not row.session.bulk)
+
+    def decoding(self, klass: Class) -> int:
+        """Those of a class that decode, and must not be slowed down."""
+        here = [row.session for row in self.rows] + self.left_out
+        return sum(s.klass == klass and not s.bulk and self.remaining[s.id] == 1 for s in here)
+
+    def allowed(self, tokens: int) -> float:
+        """Seconds that a step may take which slows so many down."""
+        if not tokens:
+            return math.inf
+        return max(self.policy.slowdown * self.times.predict(tokens), self.policy.between_tokens) + 1e-9
+
+    def check_protection(self) -> None:
+        for place, klass in enumerate(CLASSES[:-1]):
+            above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
+            took = self.times.predict(self.batch.tokens)
+            assert not self.tokens(*below) or took <= self.allowed(self.shielded(*above)), f"{klass}: lower classes"
+            through = self.times.predict(self.aged_tokens + self.tokens(*above))
+            chunks = sum(r.count for r in self.rows if r.session.klass == klass and self.remaining[r.session.id] > 1)
+            own = self.decoding(klass)
+            may = self.allowed(self.shielded(*above[:-1]) + own) if own else math.inf
+            assert chunks <= LEAST_CHUNK or through <= may, f"{klass}: its own prompts"
+
+    def check_left_out(self) -> None:
+        """Where pages are not short."""
+        if self.batch.tokens == self.limits[0] or len(self.batch.rows) == self.limits[1]:
+            return
+        with_one_more = self.times.predict(self.batch.tokens + 1)
+        for session in self.left_out:
+            above = CLASSES[: CLASSES.index(session.klass)]
+            slowed = self.shielded(*above)
+            may = min((self.allowed(self.shielded(*above[: end + 1])) for end in range(len(above))), default=math.inf)
+            own = self.decoding(session.klass) if session.klass != CLASSES[-1] else 0
+            if self.remaining[session.id] > 1 and own:
+                may = min(may, self.allowed(slowed + own))
+            assert with_one_more >= may - 1e-6, f"{session.id} is left out though there is room"

@@ -1,0 +1,194 @@
+"""What becomes of sessions that are in each other's way: nobody takes turns for nothing, and each pays for its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.protocol import CLASSES
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Paging, Way
+from djinnd.kvcache.tenancy import Tenancy
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.scheduler import Scheduler
+from tests.support.virtual import VirtualDevice, rising
+
+PAGE = 4  # tokens
+MINE, THEIRS = 1000, 1001
+SLOW = rising(0.1, 0.01)
+
+
+def copy_all(scheduler: Scheduler, model: str) -> None:
+    """What is under way in the model's tiers happens now."""
+    paging = scheduler.residence(model).paging
+    while (move := paging.take()) is not None:
+        over = paging.landed(move)
+        if move.way is not Way.PROMOTE:
+            over += paging.sealed(move, 0)
+        scheduler.over(model, over)
+
+
+# --- where what leaves is lost --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenants", [(1, 2), (1, 1)])
+def test_a_prompt_is_read_to_its_end_whoever_waits_for_its_pages(tenants: tuple[int, int]) -> None:
+    """Each takes more than twice as long as ageing lets others wait, and the pool has room for one."""
+    device = VirtualDevice(pages=150, max_tokens=64, seconds=SLOW)
+    first, second = (device.open(f"s{n}", tenant=tenant, prompt=1984, max_tokens=1) for n, tenant in enumerate(tenants))
+    device.run(2.5 * 31 * SLOW(64))
+    assert first.request is None and second.request is None
+
+
+def test_but_for_a_higher_class() -> None:
+    device = VirtualDevice(pages=150, max_tokens=64, seconds=SLOW)
+    batch = device.open("batch", "batch", prompt=1984, max_tokens=2)
+    device.run(5.0)
+    device.open("interactive", "interactive", prompt=1984, max_tokens=2)
+    device.step()
+    assert device.batches[-1][0][0] == "interactive" and batch.computed == 0
+
+
+def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
+    device = VirtualDevice(pages=80, max_tokens=256)
+    for name, deadline in (("a", 3.0), ("b", 3.05)):
+        device.open(name, prompt=1000, max_tokens=50, deadline=deadline)
+    device.run(60.0)
+    assert device.rows["a"] + device.rows["b"] < 2 * (4 + 50) + 8
+
+
+# --- several models -------------------------------------------------------------------------------------------------
+
+
+def two_models(**tiers: Tier) -> Scheduler:
+    scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
+    for name in "mn":
+        kv = KvManager(17, PAGE, 1, max_context=64)
+        paging = Paging(kv)
+        if f"{name}_host" in tiers:
+            paging.use_host(tiers[f"{name}_host"])
+        if f"{name}_disk" in tiers:
+            paging.use_disk(tiers[f"{name}_disk"])
+        scheduler.add_model(name, kv, 64, 2, paging)
+    return scheduler
+
+
+def ask(scheduler: Scheduler, name: str, model: str, prompt: int, number: int, max_tokens: int = 1) -> Session:
+    if name not in {session.id for session in scheduler.sessions()}:
+        scheduler.open(Session(name, model, MINE, "agent"))
+    session = scheduler.session(name)
+    first = len(session.tokens)
+    scheduler.submit(name, Request(number, first, first + prompt, max_tokens), [number] * prompt)
+    return session
+
+
+def run(scheduler: Scheduler) -> Batch | None:
+    batch = scheduler.next_batch()
+    if batch is not None:
+        scheduler.complete(batch, [5] * sum(row.samples for row in batch.rows), 0.01)
+    return batch
+
+
+def tier(slots: int, tenancy: Tenancy) -> Tier:
+    return Tier(bytearray(Tier.table_bytes(slots)), slots, tenancy)
+
+
+def test_whoever_waits_for_a_host_slot_that_another_model_s_pages_pass_through_waits() -> None:
+    """At its quota of host memory a tenant has a slot when one of its pages, on whichever model, gives way."""
+    host, disk = Tenancy(), Tenancy()
+    scheduler = two_models(m_host=tier(8, host), m_disk=tier(8, disk), n_host=tier(8, host))
+    mine, other = ask(scheduler, "a", "m", 8, 1), ask(scheduler, "b", "n", 8, 2)
+    while run(scheduler):
+        pass
+    for name, session in (("m", mine), ("n", other)):
+        scheduler.wait(session.id)
+        copy_all(scheduler, name)
+    paging = scheduler.residence("m").paging
+    keys = scheduler.residence("m").keys(mine)
+    paging.write_out(mine.id, keys)
+    copy_all(scheduler, "m")
+    paging.forget_on_host(keys)
+    for name in "mn":  # the devices remember nothing
+        kv = scheduler.residence(name).kv
+        kv.resize(17)
+        kv._prefixes.forget(range(1, 17))
+    host.limit(MINE, 2)
+    scheduler.wake(other.id)  # reads the only two slots that the tenant may have
+    ask(scheduler, "a", "m", 4, 3)
+    assert scheduler.next_batch() is None
+    copy_all(scheduler, "n")
+    assert scheduler.next_batch() is None
+    copy_all(scheduler, "m")
+    assert run(scheduler) is not None
+
+
+def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
+    scheduler = two_models(m_host=tier(16, Tenancy()))
+    gone = ask(scheduler, "gone", "m", 8, 1)
+    run(scheduler)
+    scheduler.wait("gone")
+    copy_all(scheduler, "m")
+    kv = scheduler.residence("m").kv
+    kv.resize(17)
+    kv._prefixes.forget(range(1, 17))
+    for name, model, klass in (("low", "m", "batch"), ("high", "n", "agent")):
+        ask(scheduler, name, model, 4, len(name), max_tokens=9)
+        scheduler.set_class(name, klass)  # type: ignore[arg-type]
+    scheduler.set_class("gone", "interactive")
+    ask(scheduler, "gone", "m", 4, 9)
+    batch = run(scheduler)  # finds that it is on the host
+    assert batch and scheduler.residence("m").is_arriving(gone)
+    batches = [run(scheduler) for _ in range(3)]
+    assert {batch.model for batch in batches if batch} == {"n"}
+
+
+# --- who is charged -------------------------------------------------------------------------------------------------
+
+
+def clocks(scheduler: Scheduler) -> float:
+    return sum(scheduler._shares.clock(klass, tenant) for klass in CLASSES for tenant in (MINE, THEIRS))
+
+
+def test_all_of_a_step_s_time_is_charged_also_where_it_was_slower_than_such_steps_are() -> None:
+    device = VirtualDevice()
+    device.open("a", tenant=MINE, prompt=40), device.open("b", "batch", tenant=THEIRS)
+    scheduler = device.scheduler
+    for _ in range(3):
+        before = clocks(scheduler)
+        batch = scheduler.next_batch()
+        assert batch
+        scheduler.complete(batch, [5] * sum(row.samples for row in batch.rows), 3.0)
+        assert clocks(scheduler) - before == pytest.approx(3.0)
+
+
+def test_a_step_that_nobody_waited_for_is_paid_for_by_who_had_it_when_another_model_s_is() -> None:
+    device = VirtualDevice("m", "n", max_tokens=100)
+    device.open("prompt", tenant=MINE, prompt=150, model="m")
+    scheduler = device.scheduler
+    batch = scheduler.next_batch()
+    assert batch and batch.tokens == 100
+    scheduler.complete(batch, [], 0.0)
+    device.open("decodes", "interactive", tenant=THEIRS, model="n")
+    batch = scheduler.next_batch()
+    assert batch and batch.model == "n"
+    known = device.composer("n").times.predict(1)
+    scheduler.complete(batch, [5], 1.01)
+    charged = [scheduler._shares.clock(klass, tenant) for klass, tenant in (("agent", MINE), ("interactive", THEIRS))]
+    assert charged == [pytest.approx(1.0), pytest.approx(0.01)]
+    assert device.composer("n").times.predict(1) == known
+
+
+# --- why ------------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_to_leave_for_others_is_told_that_it_waits_for_pages() -> None:
+    scheduler = two_models(m_host=tier(16, Tenancy()))
+    ask(scheduler, "low", "m", 40, 1, max_tokens=9)
+    scheduler.set_class("low", "batch")
+    run(scheduler)
+    ask(scheduler, "high", "m", 40, 2, max_tokens=9)
+    run(scheduler)
+    assert scheduler.residence("m").is_leaving(scheduler.session("low"))
+    assert "pages more" in scheduler.why("low").reason

@@ -1,0 +1,264 @@
+"""A tenant's pages on the device stay within its quota, at the cost of its own sessions and nobody else's."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from djinn_client.errors import QuotaExceeded
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Way
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.scheduler import Scheduler
+
+PAGE = 4  # tokens
+PAGE_BYTES = 1 << 20
+MINE, THEIRS = 1000, 1001
+
+
+class Daemon:
+    """After every step nobody has more than the quota that was set for him."""
+
+    def __init__(self, *models: str, pages: int = 64) -> None:
+        self.scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
+        self.kv = {name: KvManager(pages + 1, PAGE, PAGE_BYTES, max_context=64) for name in models or ("m",)}
+        for name, kv in self.kv.items():
+            self.scheduler.add_model(name, kv, 64, num_blocks=2)
+        self.limits: dict[int, int] = {}
+        self._ids = count(1)
+
+    def limit(self, tenant: int, pages: int | None) -> None:
+        self.limits.pop(tenant, None)
+        if pages is not None:
+            self.limits[tenant] = pages
+        self.scheduler.set_tenant(tenant, 1.0, None if pages is None else pages * PAGE_BYTES)
+
+    def held(self, tenant: int) -> int:
+        return sum(kv.pool.used_by(tenant) for kv in self.kv.values())
+
+    def submit(self, name: str, tokens: int, tenant: int = MINE, model: str = "m", max_tokens: int = 4) -> Request:
+        if name not in {session.id for session in self.scheduler.sessions()}:
+            self.scheduler.open(Session(name, model, tenant, "agent"))
+        first, number = len(self.scheduler.session(name).tokens), next(self._ids)
+        request = Request(number, first, first + tokens, max_tokens)
+        self.scheduler.submit(name, request, [number % 10] * tokens)  # no two have the same prompt
+        return request
+
+    def step(self) -> list[str]:
+        """The sessions that had a row."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return []
+        self._complete(batch)
+        return [row.session.id for row in batch.rows]
+
+    def _complete(self, batch: Batch) -> None:
+        for tenant, pages in self.limits.items():
+            assert self.held(tenant) <= pages
+        self.scheduler.complete(batch, [5] * sum(row.samples for row in batch.rows))
+        self.scheduler.check_integrity()
+
+    def run(self, *requests: Request) -> None:
+        for _ in range(200):
+            if all(request.finish_reason for request in requests):
+                return
+            self.step()
+        raise AssertionError([request.state for request in requests])
+
+
+def test_within_the_quota_all_run_at_once() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 4)
+    daemon.submit("a", 5), daemon.submit("b", 5)
+    assert daemon.step() == ["a", "b"]
+
+
+def test_one_that_would_go_beyond_it_waits_and_says_so_while_others_run() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 3)
+    first, second = daemon.submit("a", 5), daemon.submit("b", 5)
+    theirs = daemon.submit("c", 40, THEIRS)
+    assert daemon.step() == ["a", "c"]
+    assert "quota device_kv" in daemon.scheduler.why("b").reason
+    daemon.run(first, second, theirs)
+
+
+def test_idle_sessions_of_the_same_tenant_give_way_and_nobody_elses() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 3)
+    daemon.run(daemon.submit("mine", 8), daemon.submit("theirs", 8, THEIRS))
+    before = daemon.kv["m"].pages_held("theirs")
+    daemon.run(daemon.submit("next", 8))
+    assert daemon.kv["m"].pages_held("mine") == 0 and daemon.kv["m"].pages_held("theirs") == before
+
+
+def test_so_do_those_of_other_models() -> None:
+    daemon = Daemon("m", "n")
+    daemon.limit(MINE, 3)
+    daemon.run(daemon.submit("there", 8, model="n"))
+    daemon.run(daemon.submit("here", 8))
+    assert daemon.kv["n"].pages_held("there") == 0
+
+
+def test_who_comes_later_gives_way_to_who_came_first() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 4)
+    first, second = daemon.submit("a", 6, max_tokens=10), daemon.submit("b", 6, max_tokens=10)
+    daemon.run(first)
+    assert not second.finish_reason
+    daemon.run(second)
+
+
+def test_what_could_never_fit_is_refused_with_the_quota_and_its_figures() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 3)
+    with pytest.raises(QuotaExceeded, match="device_kv") as refusal:
+        daemon.submit("a", 13)
+    assert refusal.value.data == {"quota": "device_kv", "limit": 3 * PAGE_BYTES, "used": 4 * PAGE_BYTES}
+    daemon.run(daemon.submit("b", 13, THEIRS))
+
+
+def test_an_output_ends_where_the_quota_does() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 3)
+    request = daemon.submit("a", 8, max_tokens=50)
+    daemon.run(request)
+    assert request.finish_reason == "length" and len(daemon.scheduler.session("a").tokens) == 12
+
+
+def test_a_quota_that_is_lowered_lets_what_runs_come_to_its_end() -> None:
+    daemon = Daemon()
+    requests = [daemon.submit(name, 10, max_tokens=8) for name in "ab"]
+    daemon.step()
+    daemon.scheduler.set_tenant(MINE, 1.0, PAGE_BYTES)
+    daemon.run(*requests)
+
+
+def test_without_a_quota_there_is_none() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 1)
+    daemon.limit(MINE, None)
+    daemon.run(daemon.submit("a", 30))
+
+
+def test_two_that_wait_for_each_other_s_pages_on_two_models_both_come_to_their_end() -> None:
+    daemon = Daemon("m", "n")
+    daemon.limit(MINE, 6)
+    first, second = daemon.submit("a", 9, model="m", max_tokens=8), daemon.submit("b", 9, model="n", max_tokens=8)
+    daemon.run(first)
+    daemon.run(second)
+
+
+def test_who_is_held_on_another_model_gives_way() -> None:
+    daemon = Daemon("m", "n")
+    daemon.limit(MINE, 4)
+    held = daemon.submit("held", 9, model="n", max_tokens=8)
+    daemon.step()
+    daemon.scheduler.hold(held.id)
+    daemon.run(daemon.submit("a", 9))
+    daemon.scheduler.release(held.id)
+    daemon.run(held)
+
+
+def test_as_many_as_are_needed_leave_another_model_at_once() -> None:
+    daemon = Daemon("m", "n")
+    daemon.limit(MINE, 10)
+    for number in range(10):
+        daemon.run(daemon.submit(f"idle{number}", 3, model="n", max_tokens=1))
+    daemon.submit("a", 36)
+    assert daemon.step() == ["a"]
+
+
+@pytest.mark.parametrize("pages", [0, 1])
+def test_one_after_the_other_comes_to_its_end_within_a_quota_that_is_lowered_below_each(pages: int) -> None:
+    daemon = Daemon()
+    daemon.run(daemon.submit("idle", 9, max_tokens=2))
+    requests = [daemon.submit(name, 20, max_tokens=8) for name in "ab"]
+    daemon.step()
+    daemon.scheduler.set_tenant(MINE, 1.0, pages * PAGE_BYTES)
+    daemon.run(*requests)
+
+
+def test_public_pages_that_a_session_holds_are_no_room_for_the_others() -> None:
+    daemon = Daemon()
+    daemon.kv["m"].public.mark([7] * 24, PAGE)
+    for name, last in (("a", 1), ("b", 2), ("c", 3)):
+        daemon.scheduler.open(Session(name, "m", MINE, "agent"))
+        request = Request(last, 0, 25, max_tokens=12)
+        daemon.scheduler.submit(name, request, [7] * 24 + [last])
+        daemon.step()
+    daemon.scheduler.set_tenant(MINE, 1.0, 3 * PAGE_BYTES)
+    for _ in range(12):
+        daemon.step()
+        assert daemon.held(MINE) <= 3
+
+
+def test_forks_do_not_exceed_it() -> None:
+    daemon = Daemon()
+    daemon.limit(MINE, 3)
+    daemon.run(daemon.submit("parent", 7, max_tokens=3))
+    for number in range(6):
+        daemon.scheduler.fork("parent", f"child{number}", "agent")
+    assert daemon.held(MINE) == 3
+    daemon.scheduler.check_integrity()
+
+
+def test_nor_does_kv_that_comes_from_elsewhere() -> None:
+    daemon = Daemon("m", "n")
+    daemon.limit(MINE, 4)
+    daemon.run(daemon.submit("here", 6), daemon.submit("there", 6, model="n"))
+    imported = Session("imported", "m", MINE, "agent", tokens=[3] * 12)
+    daemon.scheduler.open(imported)
+    assert daemon.scheduler.secure("imported")
+    assert daemon.held(MINE) == 3
+    daemon.scheduler.open(Session("large", "m", MINE, "agent", tokens=[3] * 17))
+    with pytest.raises(QuotaExceeded, match="device_kv"):
+        daemon.scheduler.secure("large")
+
+
+def test_nor_do_sessions_that_are_expected_back() -> None:
+    daemon = Daemon()
+    paging = daemon.scheduler.residence("m").paging
+    paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+
+    def copy_all() -> None:
+        while (move := paging.take()) is not None:
+            over = paging.landed(move)
+            if move.way is not Way.PROMOTE:
+                over += paging.sealed(move, 0)
+            daemon.scheduler.over("m", over)
+
+    for name in "abcd":
+        daemon.run(daemon.submit(name, 6))
+        daemon.scheduler.wait(name)
+        copy_all()
+    daemon.kv["m"].resize(65)  # the device remembers nothing
+    daemon.kv["m"]._prefixes.forget(range(1, 65))
+    daemon.limit(MINE, 5)
+    for name in "abcd":
+        daemon.scheduler.wake(name)
+        copy_all()
+        assert daemon.held(MINE) <= 5
+    assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
+    daemon.scheduler.wait("a")
+    daemon.scheduler.wake("b")  # a's pages are on the host still: they go at once
+    copy_all()
+    assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
+
+
+def test_what_leaves_already_counts_before_others_have_to() -> None:
+    daemon = Daemon()
+    paging = daemon.scheduler.residence("m").paging
+    paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    daemon.limit(MINE, 10)
+    for name in ("a", "b", "c"):
+        daemon.run(daemon.submit(name, 6))
+    daemon.submit("new", 10)
+    for _ in range(3):
+        assert daemon.step() == []
+    queue = daemon.scheduler.residence("m")
+    assert [queue.is_leaving(daemon.scheduler.session(name)) for name in "abc"] == [True, False, False]

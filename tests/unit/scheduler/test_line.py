@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import pytest
+
+from djinn_client.protocol import Class
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.scheduler.line import SEAT, Line
+from djinnd.scheduler.shares import Shares
+
+ROW_S = 0.01
+
+
+def joined(line: Line, name: str, klass: Class = "agent", tenant: int = 1, deadline: float = math.inf) -> Session:
+    session = Session(name, "m", tenant, klass)
+    session.request = Request(1, 0, 1, 8, deadline=deadline)
+    line.join(session, latest_start=deadline)
+    return session
+
+
+def order(
+    line: Line, shares: Shares | None = None, holding: Collection[str] = (), aged: Session | None = None
+) -> list[str]:
+    line_up = line.in_order(shares or Shares(), ROW_S, holding.__contains__, aged)
+    return [session.id for session in line_up]
+
+
+def test_classes_come_strictly_one_after_the_other() -> None:
+    line = Line()
+    for name, klass in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("a2", "agent")):
+        joined(line, name, klass)  # type: ignore[arg-type]
+    assert order(line) == ["i", "a", "a2", "b"]
+    assert line.foremost() == "interactive"
+
+
+def test_the_aged_one_comes_first_and_once() -> None:
+    line = Line()
+    joined(line, "i", "interactive")
+    aged = joined(line, "b", "batch")
+    joined(line, "b2", "batch")
+    assert order(line, aged=aged) == ["b", "i", "b2"]
+
+
+def test_tenants_take_turns_row_by_row_however_many_sessions_they_have() -> None:
+    line = Line()
+    for name in ("a1", "a2", "a3", "a4", "a5"):
+        joined(line, name, tenant=1)
+    for name in ("b1", "b2"):
+        joined(line, name, tenant=2)
+    assert order(line) == ["a1", "b1", "a2", "b2", "a3", "a4", "a5"]
+
+
+def test_by_their_weights() -> None:
+    line, shares = Line(), Shares()
+    shares.set_weight(1, 3.0)
+    for number in range(9):
+        joined(line, f"a{number}", tenant=1)
+        joined(line, f"b{number}", tenant=2)
+    turns = [name[0] for name in order(line, shares)[:8]]
+    assert (turns.count("a"), turns.count("b")) == (6, 2)
+
+
+def test_whose_clock_is_behind_goes_first_until_it_has_caught_up() -> None:
+    line, shares = Line(), Shares()
+    shares.charge("agent", 1, 2.5 * ROW_S)
+    for number in range(4):
+        joined(line, f"a{number}", tenant=1)
+        joined(line, f"b{number}", tenant=2)
+    assert order(line, shares)[:5] == ["b0", "b1", "b2", "a0", "b3"]
+
+
+def test_clocks_of_one_class_say_nothing_in_another() -> None:
+    line, shares = Line(), Shares()
+    shares.charge("batch", 1, 100.0)
+    joined(line, "a", tenant=1)
+    joined(line, "b", tenant=2)
+    assert order(line, shares) == ["a", "b"]
+
+
+def test_who_holds_pages_keeps_its_seat_until_its_tenant_is_ahead() -> None:
+    line, shares = Line(), Shares()
+    joined(line, "sits", tenant=2)
+    joined(line, "waits", tenant=1)
+    assert order(line, shares, holding=["sits"]) == ["sits", "waits"]
+    shares.charge("agent", 2, SEAT * 0.9)
+    assert order(line, shares, holding=["sits"]) == ["sits", "waits"]
+    shares.charge("agent", 2, SEAT * 0.2)
+    assert order(line, shares, holding=["sits"]) == ["waits", "sits"]
+    assert order(line, shares, holding=["sits", "waits"]) == ["waits", "sits"]
+
+
+def test_of_one_tenant_those_who_hold_pages_come_first_then_as_they_came() -> None:
+    line = Line()
+    for name in ("a", "b", "c", "d"):
+        joined(line, name)
+    assert order(line) == ["a", "b", "c", "d"]
+    assert order(line, holding=["d", "b"]) == ["b", "d", "a", "c"]
+
+
+def test_deadlines_come_first_the_earliest_before_the_others() -> None:
+    line = Line()
+    joined(line, "none")
+    joined(line, "late", deadline=9.0)
+    joined(line, "soon", deadline=3.0)
+    assert order(line, holding=["none"]) == ["soon", "late", "none"]
+
+
+def test_but_only_within_their_tenant_and_class() -> None:
+    line = Line()
+    joined(line, "a", tenant=1)
+    joined(line, "high", "interactive", tenant=2)
+    joined(line, "b1", tenant=2)
+    joined(line, "b2", tenant=2, deadline=1.0)
+    assert order(line) == ["high", "a", "b2", "b1"]
+
+
+def test_a_deadline_goes_with_its_request() -> None:
+    line = Line()
+    first = joined(line, "first", deadline=3.0)
+    joined(line, "second")
+    line.leave(first)
+    first.request = Request(2, 0, 1, 8)
+    line.join(first)
+    assert order(line) == ["second", "first"]
+
+
+def test_who_leaves_is_gone_also_when_its_class_has_changed_meanwhile() -> None:
+    line = Line()
+    session, other = joined(line, "a"), joined(line, "b", "batch", tenant=2)
+    session.klass = "interactive"
+    line.leave(session)
+    line.leave(session)
+    assert order(line) == ["b"] and line.foremost() == "batch"
+    assert not line.tenants("agent") and set(line.tenants("batch")) == {2}
+    line.check_integrity({"b": other})
+    line.leave(other)
+    assert line.foremost() is None and order(line) == []
+    line.check_integrity({})
+
+
+def test_the_audit_finds_who_stands_in_a_wrong_place() -> None:
+    line = Line()
+    session = joined(line, "a")
+    line.check_integrity({"a": session})
+    with pytest.raises(AssertionError, match="active"):
+        line.check_integrity({})
+    session.klass = "batch"
+    with pytest.raises(AssertionError):
+        line.check_integrity({"a": session})
+
+
+def test_the_order_is_asked_for_no_further_than_needed() -> None:
+    """A step that has room for a few does not sort thousands."""
+    line, asked = Line(), []
+    for number in range(1000):
+        joined(line, f"s{number}", tenant=number % 2)
+
+    def holds(name: str) -> bool:
+        asked.append(name)
+        return True
+
+    lazily = line.in_order(Shares(), ROW_S, holds)
+    assert [next(lazily).id for _ in range(4)] == ["s0", "s1", "s2", "s3"]
+    assert len(asked) < 20

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnd.scheduler import waits as waits_module
+from djinnd.scheduler.waits import KNOWN_AFTER, Waits
+
+
+def waited(waits: Waits, *seconds: float, tenant: int = 1, tool: str = "search") -> None:
+    for each in seconds:
+        waits.begin("s", tenant, tool, 100.0)
+        waits.end("s", 100.0 + each)
+
+
+def test_what_took_the_same_time_thrice_is_expected_to_take_it_again() -> None:
+    waits = Waits()
+    for _ in range(KNOWN_AFTER):
+        assert waits.expected(1, "search") is None
+        waited(waits, 8.0)
+    assert waits.expected(1, "search") == 8.0
+
+
+def test_what_differs_is_expected_earlier() -> None:
+    waits = Waits()
+    waited(waits, 10.0, 14.0, 12.0)
+    # Means of 10, 12 and 12; what the last two differ from the mean before them: 4 and 0.
+    assert waits.expected(1, "search") == pytest.approx(12.0 - 2.0)
+
+
+def test_what_differs_wildly_is_not_known() -> None:
+    waits = Waits()
+    waited(waits, 0.1, 60.0, 0.1, 60.0)
+    assert waits.expected(1, "search") is None
+
+
+def test_what_changes_is_learned_anew() -> None:
+    waits = Waits()
+    waited(waits, *[2.0] * 50)
+    waited(waits, *[20.0] * 50)
+    assert waits.expected(1, "search") == pytest.approx(20.0, rel=0.02)
+
+
+def test_tenants_and_tools_have_their_own() -> None:
+    waits = Waits()
+    waited(waits, *[2.0] * 3)
+    waited(waits, *[3.0] * 3, tenant=2)
+    waited(waits, *[4.0] * 3, tool="")
+    assert [waits.expected(1, "search"), waits.expected(2, "search"), waits.expected(1, "")] == [2.0, 3.0, 4.0]
+    assert waits.expected(2, "") is None
+
+
+def test_only_the_last_that_a_session_waits_for_counts() -> None:
+    waits = Waits()
+    for _ in range(3):
+        waits.begin("s", 1, "search", 0.0)
+        waits.begin("s", 1, "read", 5.0)
+        waits.end("s", 6.0)
+        waits.end("s", 60.0)
+    assert (waits.expected(1, "search"), waits.expected(1, "read")) == (None, 1.0)
+
+
+def test_an_end_without_a_beginning_is_nothing() -> None:
+    waits = Waits()
+    waits.end("s", 5.0)
+    assert waits.expected(1, "") is None
+
+
+def test_the_least_recently_used_tool_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits_module, "MOST_TOOLS", 2)
+    waits = Waits()
+    waited(waits, *[1.0] * 3, tool="one")
+    waited(waits, *[2.0] * 3, tool="two")
+    assert waits.expected(1, "one") == 1.0
+    waited(waits, *[3.0] * 3, tool="three")
+    assert [waits.expected(1, tool) for tool in ("one", "two", "three")] == [1.0, None, 3.0]
+
+
+def test_of_waits_that_nobody_ends_the_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits_module, "MOST_WAITS", 2)
+    waits = Waits()
+    for name in ("closed", "a", "b"):
+        waits.begin(name, 1, name, 0.0)
+    for name in ("closed", "a", "b"):
+        waits.end(name, 1.0)
+    assert set(waits._tools) == {(1, "a"), (1, "b")}

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import SessionNotFound
+from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.why import MOST_AHEAD
+from tests.support.virtual import PAGE, VirtualDevice, rising
+
+
+def test_a_session_in_the_last_step_is_running() -> None:
+    device = VirtualDevice()
+    device.open("s", max_tokens=10)
+    for left in (9, 8):
+        device.step()
+        why = device.scheduler.why("s")
+        assert (why.state, why.figures) == ("running", {"step": 10 - left, "tokens_left": left})
+        assert "model's last step" in why.reason and why.ahead == []
+
+
+def test_one_without_a_call_is_idle_and_has_its_pages() -> None:
+    device = VirtualDevice()
+    device.open("s", prompt=3 * PAGE, max_tokens=1)
+    device.step()
+    why = device.scheduler.why("s")
+    assert (why.state, why.figures) == ("idle", {"pages": 3})
+    assert why.reason == "no call runs on it; 3 of its pages are on the device"
+    device.scheduler.truncate("s", 0)
+    assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
+
+
+def test_one_whose_client_waits_says_until_when() -> None:
+    device = VirtualDevice()
+    device.open("s", max_tokens=1)
+    device.step()
+    device.scheduler.wait("s")
+    assert (device.scheduler.why("s").state, device.scheduler.why("s").figures) == ("waiting", {"pages": 1})
+    device.scheduler.wait("s", device.now + 12.0)
+    why = device.scheduler.why("s")
+    assert why.figures == {"pages": 1, "back_in_s": 12.0} and "come back in 12.0 s" in why.reason
+
+
+def test_one_that_is_paused_or_held_says_what_lets_it_go_on() -> None:
+    device = VirtualDevice()
+    session = device.open("s")
+    device.step()
+    assert session.request is not None
+    device.scheduler.hold(session.request.id)
+    why = device.scheduler.why("s")
+    assert why.state == "held" and "its client has not read" in why.reason
+    device.scheduler.pause("s")
+    why = device.scheduler.why("s")
+    assert why.state == "paused" and "resume it" in why.reason
+
+
+def test_one_for_which_there_is_no_room_says_who_comes_before_it_and_for_how_long_it_waits() -> None:
+    device = VirtualDevice(max_rows=2, seconds=rising(0.5, 0.0))
+    for name, klass in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("j", "interactive")):
+        device.open(name, klass)  # type: ignore[arg-type]
+    for _ in range(3):
+        device.step()
+    why = device.scheduler.why("b")
+    assert why.state == "queued" and why.ahead == ["i", "j", "a"]
+    assert why.figures == {"waited_s": 1.5, "ahead": 3}
+    assert why.reason.startswith("it has had no row for 1.5 s: 3 sessions are served before it, and they leave no room")
+
+
+def test_one_that_would_slow_down_a_higher_class_says_that_it_would_hold_it_up() -> None:
+    device = VirtualDevice(seconds=rising(0.0, 0.01))
+    device.open("i", "interactive")
+    device.open("b", "batch")
+    device.step()
+    why = device.scheduler.why("b")
+    assert why.ahead == ["i"] and "one more would hold them up" in why.reason
+
+
+def test_one_that_lacks_pages_says_how_many_and_how_many_there_are() -> None:
+    device = VirtualDevice(pages=4)
+    device.open("i", "interactive", prompt=3 * PAGE)
+    device.step()
+    device.open("b", "batch", prompt=2 * PAGE, deadline=device.now + 5.0)
+    device.idle(2.0)
+    device.step()
+    why = device.scheduler.why("b")
+    free = device.kv["m"].pool.free
+    assert why.ahead == ["i"] and f"it needs 2 pages more, where {free} of 4 are free" in why.reason
+    assert why.figures["pages_needed"] == 2 and why.figures["pages_free"] == free and why.figures["pages"] == 4
+    assert why.figures["deadline_in_s"] == pytest.approx(5.0 - 2.0 - device.seconds(1), abs=1e-3)
+
+
+def test_one_whose_pages_come_says_so() -> None:
+    device = VirtualDevice()
+    paging: Paging = device.scheduler.residence("m").paging
+    paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
+    session = device.open("s", prompt=2 * PAGE, max_tokens=1)
+    device.step()
+    device.scheduler.wait("s")
+    while (move := paging.take()) is not None:
+        device.scheduler.over("m", paging.landed(move))
+        device.scheduler.over("m", paging.sealed(move, 0))
+    assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
+    kv = device.kv["m"]
+    kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # the device remembers nothing
+    device.ask(session)
+    device.scheduler.next_batch()
+    why = device.scheduler.why("s")
+    assert (why.state, why.figures) == ("arriving", {"pages": 2, "page_bytes": 1 << 20})
+
+
+def test_of_very_many_before_it_the_first_are_named() -> None:
+    device = VirtualDevice(max_rows=1, max_tokens=1)
+    for number in range(MOST_AHEAD + 10):
+        device.open(f"s{number}")
+    last = f"s{MOST_AHEAD + 9}"
+    why = device.scheduler.why(last)
+    assert len(why.ahead) == MOST_AHEAD and why.ahead[:2] == ["s0", "s1"]
+
+
+def test_asking_changes_nothing() -> None:
+    """Not even the clocks of who comes back."""
+    asked, not_asked = (VirtualDevice(max_rows=1) for _ in range(2))
+    for device in (asked, not_asked):
+        device.open("a", tenant=1)
+        device.run(3.0)
+        device.open("b", tenant=2)
+        for _ in range(200):
+            if device is asked:
+                device.scheduler.why("b")
+            device.step()
+    assert asked.batches == not_asked.batches
+
+
+def test_of_a_session_that_is_not_there_nobody_knows() -> None:
+    with pytest.raises(SessionNotFound):
+        VirtualDevice().scheduler.why("ghost")

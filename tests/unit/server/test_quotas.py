@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+import pwd
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djinn_client.errors import QuotaExceeded
+from djinnd.config import Quota
+from djinnd.messages import TenantLimits, TenantUse
+from djinnd.server.quotas import Quotas, groups_of
+
+GROUPS = {1: [10], 2: [10, 20], 3: []}
+
+
+def quotas(groups=GROUPS.get, **rules):
+    return Quotas(rules, lambda user: groups(user, []))
+
+
+def tenant(user=1, **quota):
+    return quotas(rule=Quota(**quota)).tenant(user, 0.0)
+
+
+def refused(check, *arguments):
+    with pytest.raises(QuotaExceeded) as caught:
+        check(*arguments)
+    return caught.value
+
+
+# --- which rule -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rule_that_matches():
+    table = quotas(
+        two=Quota(users=(2,)), ten=Quota(groups=(10, 11)), either=Quota(users=(3,), groups=(20,)), rest=Quota()
+    )
+    assert [table.tenant(user, 0.0).rule.name for user in (1, 2, 3, 4)] == ["ten", "two", "either", "rest"]
+
+
+def test_whom_no_rule_matches_may_have_all():
+    nobody = quotas(ten=Quota(groups=(10,), sessions=0)).tenant(3, 0.0)
+    nobody.expect_session(10**6, "interactive")
+    nobody.charge(10**12, 0.0)
+    nobody.expect_tokens(0.0)
+    assert nobody.rule.name == "" and nobody.limits == TenantLimits(3)
+
+
+def test_groups_are_asked_for_only_where_a_rule_wants_them():
+    def never(user, default):
+        pytest.fail("it may be far away")
+
+    assert quotas(never, own=Quota(users=(1,)), all=Quota(groups=(10,))).tenant(1, 0.0).rule.name == "own"
+    asked = []
+    table = quotas(lambda user, _: asked.append(user) or [20], a=Quota(groups=(10,)), b=Quota(groups=(20,)))
+    assert [table.tenant(5, 0.0).rule.name for _ in range(3)] == ["b"] * 3 and asked == [5]
+
+
+def test_groups_of_this_machine():
+    entry = pwd.getpwuid(os.getuid())
+    assert entry.pw_gid in groups_of(os.getuid())
+    assert groups_of(4_000_000_000) == ()
+
+
+def test_rules_that_changed_hold_for_who_is_there():
+    table = quotas(rest=Quota(tokens_per_s=10))
+    mine, other = table.tenant(1, 0.0), table.tenant(2, 0.0)
+    mine.charge(150, 0.0)
+    table.reload({"one": Quota(users=(1,), weight=2, device_kv=5, sessions=0), "rest": Quota(tokens_per_s=1)}, 0.0)
+    assert table.tenant(1, 0.0) is mine and [each.rule.name for each in table] == ["one", "rest"]
+    assert mine.limits == TenantLimits(1, 2.0, 5, None, None)
+    mine.expect_tokens(0.0)
+    assert refused(mine.expect_session, 0, "batch").data["rule"] == "one"
+    other.charge(10, 0.0)
+    other.expect_tokens(0.0)
+    other.charge(1, 0.0)
+    assert refused(other.expect_tokens, 0.0).data["retry_s"] == 1.0, "what was there stays, as far as it fits"
+
+
+def test_engines_are_told_what_is_theirs():
+    limited = tenant(7, weight=0.5, device_kv=1, host_kv=2, disk_kv=0, sessions=3)
+    assert limited.limits == TenantLimits(7, 0.5, 1, 2, 0)
+
+
+# --- sessions and classes -------------------------------------------------------------------------------------------
+
+
+def test_as_many_sessions_as_the_rule_says():
+    limited = tenant(sessions=4)
+    limited.expect_session(3, "agent")
+    error = refused(limited.expect_session, 4, "agent")
+    assert error.message == "you have 4 sessions, and quotas.rule.sessions is 4: close some"
+    assert error.data == {"quota": "sessions", "rule": "rule", "limit": 4, "used": 4}
+    assert error.code == "quota_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("highest", "allowed"),
+    [("interactive", ["interactive", "agent", "batch"]), ("agent", ["agent", "batch"]), ("batch", ["batch"])],
+)
+def test_no_class_above_the_highest(highest, allowed):
+    limited = tenant(highest_class=highest)
+    for name in ("interactive", "agent", "batch"):
+        if name in allowed:
+            limited.expect_class(name)
+        else:
+            error = refused(limited.expect_session, 0, name)
+            assert error.message.endswith(f"ask for {' or '.join(allowed)}")
+            assert error.data == {"quota": "highest_class", "rule": "rule", "limit": highest, "used": name}
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_a_second():
+    limited = tenant(tokens_per_s=100)
+    limited.expect_tokens(0.0)
+    limited.charge(1000, 0.0)  # ten seconds of them
+    limited.expect_tokens(0.0)
+    limited.charge(250, 0.0)
+    error = refused(limited.expect_tokens, 1.0)
+    assert error.message == (
+        "you have used 150 tokens too many: quotas.rule.tokens_per_s is 100, and 1,000 at once: try again in 1.5 s"
+    )
+    assert error.data == {
+        "quota": "tokens_per_s",
+        "rule": "rule",
+        "limit": 100.0,
+        "used": pytest.approx(1131, rel=1e-3),
+        "retry_s": 1.5,
+    }
+    limited.expect_tokens(2.5)
+
+
+@given(st.floats(0.001, 1e6), st.integers(1, 10**9))
+def test_who_comes_when_told_is_let_in(rate, tokens):
+    limited = tenant(tokens_per_s=rate)
+    limited.charge(tokens, 0.0)
+    try:
+        limited.expect_tokens(0.0)
+    except QuotaExceeded as error:
+        limited.expect_tokens(error.data["retry_s"] * (1 + 1e-9) + 1e-6)
+
+
+# --- use ------------------------------------------------------------------------------------------------------------
+
+
+def test_use():
+    limited = tenant(sessions=9, tokens_per_s=5, host_kv=100)
+    limited.charge(20, 0.0)
+    use = limited.use(2, 1024, TenantUse(1, 10, 20, 30), 2.0)
+    assert (use.user, use.rule, use.weight, use.highest_class) == (1, "rule", 1.0, "interactive")
+    assert (use.sessions, use.sessions_limit) == (2, 9)
+    assert (use.device_kv, use.device_kv_limit, use.host_kv, use.host_kv_limit) == (10, None, 20, 100)
+    assert (use.disk_kv, use.disk_kv_limit) == (30, None)
+    assert use.tokens_per_s == pytest.approx(10 * 0.9, rel=0.05) and use.tokens_per_s_limit == 5
+    assert limited.use(0, 4, None, 0.0).sessions_limit == 4, "nobody may have more"
+    assert tenant().use(0, 4, None, 0.0).sessions_limit == 4

@@ -1,0 +1,51 @@
+"""The device memory that the daemon has."""
+
+from __future__ import annotations
+
+import click
+
+from djinn_client import Retry
+from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.options import read_size
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("memory", callback=read_size, required=False, metavar="[SIZE]")
+@pass_settings
+def budget(settings: Settings, memory: int | None) -> None:
+    """Give the daemon SIZE of device memory while sessions run, as 16GiB; without SIZE, show what it has.
+
+    Blocks that no longer fit stream from the host, and become resident again when there is more.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        if memory is None:
+            screen.show(lambda: client.status().devices, render.devices, as_json=settings.json)
+        else:
+            screen.show(lambda: client.set_budget(memory), render.budget, as_json=settings.json)
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("memory", callback=read_size, metavar="SIZE")
+@pass_settings
+def free(settings: Settings, memory: int) -> None:
+    """Take SIZE of device memory from the daemon now, as 20GiB: its budget becomes smaller by that.
+
+    Sessions go on: pages leave the device, and blocks that no longer fit stream. Prints how to give it back.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        (device,) = client.status().devices
+        if not device.budget_bytes:
+            raise Retry("the engine is being started, and has no budget yet: try again in a moment")
+        before = device.budget_bytes
+        # To free more than all is to be refused with the engine's own figure of what can be freed.
+        screen.show(
+            lambda: client.set_budget(max(1, before - memory)),
+            lambda reply: render.freed(reply, before),
+            as_json=settings.json,
+        )

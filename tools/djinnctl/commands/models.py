@@ -1,0 +1,101 @@
+"""Models: which there are, where their blocks would go, and loading them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.options import kv_option, placing_options, read_seconds, read_size, tier_options, watch_option
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from djinn_client import PlacingOptions
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@watch_option
+@pass_settings
+def models(settings: Settings, watch: float | None) -> None:
+    """List the models, loaded or available."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        screen.show(client.models, render.models, as_json=settings.json, every_s=watch)
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@kv_option
+@tier_options
+@placing_options
+@click.option("--keep-host/--no-keep-host", default=None, help="Keep a copy on the host when all blocks are resident.")
+@click.option(
+    "--keep-alive",
+    callback=read_seconds,
+    metavar="TIME",
+    help="Without a call for so long, as 5min, it gives its device memory back until the next; 0: never. Of a loaded "
+    "model, too. Default: as configured.",
+)
+@pass_settings
+def load(
+    settings: Settings,
+    model: str,
+    kv: int | None,
+    host_kv: int | None,
+    disk_kv: int | None,
+    keep_alive: float | None,
+    **placing: Unpack[PlacingOptions],
+) -> None:
+    """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id.
+
+    Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
+    defaults.
+    """
+    from djinnctl import render, screen
+
+    with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
+        info = client.load(
+            model,
+            kv_bytes=kv or 0,
+            host_kv_bytes=host_kv,
+            disk_kv_bytes=disk_kv,
+            keep_alive_s=keep_alive,
+            on_progress=on_progress,
+            **placing,
+        )
+    screen.show(lambda: info, render.loaded, as_json=settings.json)
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.option("--memory", callback=read_size, metavar="SIZE", help="Device memory to plan for. Default: the budget.")
+@kv_option
+@placing_options
+@pass_settings
+def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
+    """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
+    from djinnctl import render, screen
+
+    with settings.client() as client:
+        planned = client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
+    screen.show(lambda: planned, render.plan, as_json=settings.json)
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.option("--force", is_flag=True, help="Close the sessions that use it.")
+@pass_settings
+def unload(settings: Settings, model: str, force: bool) -> None:
+    """Unload MODEL and free its memory."""
+    from djinnctl import screen
+
+    with settings.client() as client:
+        client.unload(model, force=force)
+    screen.show(lambda: {"unloaded": model}, lambda done: f"unloaded {model}", as_json=settings.json)

@@ -1,0 +1,37 @@
+"""Quotas, and what is used of them, as a table: a few lines a user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+
+from djinn_client import QuotaUse
+from djinnctl.render import new_table, user_name
+from djinnctl.units import size
+
+
+def table(uses: Sequence[QuotaUse]) -> RenderableType:
+    shown = new_table("USER", "RULE", "UP TO CLASS", "WEIGHT>", "OF", "USED>", "LIMIT>")
+    for use in uses:
+        who = [user_name(use.user), use.rule or "-", use.highest_class, f"{use.weight:g}"]
+        for line in _lines(use):
+            shown.add_row(*who, *line)
+            who = [""] * len(who)
+    return shown
+
+
+def _lines(use: QuotaUse) -> Iterator[tuple[str, str, str]]:
+    """Of what there is a limit, or any use; the sessions always."""
+    limit = use.sessions_limit
+    yield "sessions", str(use.sessions), "none" if limit is None else str(limit)
+    for name, held, most in (
+        ("device_kv", use.device_kv, use.device_kv_limit),
+        ("host_kv", use.host_kv, use.host_kv_limit),
+        ("disk_kv", use.disk_kv, use.disk_kv_limit),
+    ):
+        if held or most is not None:
+            yield name, size(held), "none" if most is None else size(most)
+    rate, most_rate = use.tokens_per_s, use.tokens_per_s_limit
+    if rate >= 0.05 or most_rate is not None:
+        yield "tokens_per_s", f"{rate:.1f}", "none" if most_rate is None else f"{most_rate:g}"
