@@ -52,6 +52,21 @@ def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
     assert points[-1]["host"] > 0 and points[-1]["logical"] > points[0]["logical"]
 
 
+def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
+    work = ("--crowd=4x300", "--loops=1", "--arrivals=2", "--context=300", "--answer=3", "--ways=none,expected")
+    sizes = ("--memory=512MiB", "--kv=4MiB", "--host-kv=32MiB", "--disk-kv=0")
+    shown, found = bench("agents", tmp_path / "found.json", *work, *sizes, "--time-scale=0.02")
+    assert "4 agents alive at once" in shown and "2 agents arriving" in shown
+    crowd, arrivals = found["tried"]
+    for tried, wanted in ((crowd, 4), (arrivals, 4)):
+        for run in tried["ways"].values():
+            assert run["answers"] == run["wanted"] == wanted, run["failures"]
+            assert 0 < run["wake_up"]["p50"] <= run["wake_up"]["worst"] and run["tokens_per_s"] > 0
+    assert crowd["ways"]["none"]["alive_most"] == 4
+    assert crowd["usage"]["expected"][-1]["arrived"] > 0  # four sessions of two pages, and a pool of three
+    assert found["findings"] == [] and found["peer"] is None
+
+
 def test_going_on_with_a_session_beside_its_peers(tmp_path: Path) -> None:
     shown, found = bench("resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
     assert "recompute" in shown and "expected" in shown

@@ -1,4 +1,4 @@
-"""What the daemon costs: the round trip of an empty call, and tokens a second beside the engine driven directly.
+"""What the daemon costs: an empty call, a signal, and tokens a second beside the engine driven directly.
 
     python -m tools.bench.ipc [--model NAME] [--device DEVICE] [--record]
 
@@ -12,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,13 @@ class Workload(NamedTuple):
     tokens: int  # that each of them generates
 
 
+class Costs(NamedTuple):
+    """Of single calls, in microseconds by percentile."""
+
+    empty_call: dict[str, float]  # to the answer
+    io_wait: dict[str, float]  # which has none
+
+
 class Throughput(NamedTuple):
     """Tokens a second of all sessions together, medians over the rounds; and what is lost of the direct rate, the
     median of each round's own, so that a round that was slow as a whole does not count against either."""
@@ -50,15 +57,35 @@ def round_trips(address: str, calls: int) -> dict[str, float]:
     with djinn.Client(address) as client:
         for _ in range(calls // 10):
             client.ping()
-        times = [_seconds_of_ping(client) for _ in range(calls)]
-    percentiles = statistics.quantiles(times, n=100, method="inclusive")
-    return {"p50_us": percentiles[49] * 1e6, "p99_us": percentiles[98] * 1e6}
+        return _percentiles([_seconds_of(client.ping) for _ in range(calls)])
 
 
-def _seconds_of_ping(client: djinn.Client) -> float:
+def signals(address: str, model: str, calls: int) -> dict[str, float]:
+    """Microseconds of an IO_WAIT in the client of a session that has KV. Before each it has had an answer from the
+    daemon, as an agent that is about to call a tool; so the daemon has heard the one before."""
+    with djinn.Session(model, address=address) as session, djinn.Client(address) as client:
+        session.generate(PROMPT, max_tokens=1)
+
+        def wait() -> None:
+            session.signal("IO_WAIT", expected_s=8.0, tool="search")
+
+        times = []
+        for _ in range(calls // 10 + calls):
+            session.signal("COMPUTE")
+            client.ping()
+            times.append(_seconds_of(wait))
+        return _percentiles(times[-calls:])
+
+
+def _seconds_of(call: Callable[[], None]) -> float:
     began = time.perf_counter()
-    client.ping()
+    call()
     return time.perf_counter() - began
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    percentiles = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {"p50_us": percentiles[49] * 1e6, "p99_us": percentiles[98] * 1e6}
 
 
 async def daemon_rate(address: str, model: str, work: Workload, *, stream: bool) -> float:
@@ -111,8 +138,13 @@ def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngi
             yield daemon.address, engine
 
 
-def table(calls: dict[str, float], found: dict[int, Throughput]) -> Table:
-    title = f"empty call: p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs"
+def _told(costs: Costs) -> str:
+    kinds = (("empty call", costs.empty_call), ("IO_WAIT", costs.io_wait))
+    return "; ".join(f"{name} p50 {us['p50_us']:.0f} µs, p99 {us['p99_us']:.0f} µs" for name, us in kinds)
+
+
+def table(costs: Costs, found: dict[int, Throughput]) -> Table:
+    title = _told(costs)
     shown = Table("sessions", "engine directly", "through djinnd", "streamed", title=title, caption="tokens a second")
     for sessions, rates in found.items():
         through = (
@@ -123,20 +155,20 @@ def table(calls: dict[str, float], found: dict[int, Throughput]) -> Table:
     return shown
 
 
-def summary(calls: dict[str, float], found: dict[int, Throughput]) -> str:
+def summary(costs: Costs, found: dict[int, Throughput]) -> str:
     rates = (
         f"{sessions} session{'s' * (sessions > 1)}: {r.daemon:,.0f} tokens/s, streamed {r.streamed:,.0f}, "
         f"engine directly {r.direct:,.0f} ({-r.daemon_lost:+.1%}, {-r.streamed_lost:+.1%})"
         for sessions, r in found.items()
     )
-    return "; ".join([f"empty call p50 {calls['p50_us']:.0f} µs, p99 {calls['p99_us']:.0f} µs", *rates])
+    return "; ".join([_told(costs), *rates])
 
 
 @click.command(help=__doc__.split("\n\n", 1)[0])
 @click.option("--model", default="djinn-tiny", show_default=True)
 @click.option("--device", default="auto", show_default=True)
 @click.option("--memory", default="2GiB", show_default=True, help="Budget of the daemon, and as much for the engine.")
-@click.option("--calls", default=5000, show_default=True, help="Empty calls.")
+@click.option("--calls", default=5000, show_default=True, help="Empty calls, and signals.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
 @click.option("--tokens", default=256, show_default=True, help="A session generates.")
 @click.option("--rounds", default=9, show_default=True)
@@ -154,13 +186,13 @@ def main(
     recorded: bool,
 ) -> None:
     with both(model, device, memory) as (address, engine):
-        trips = round_trips(address, calls)
+        costs = Costs(round_trips(address, calls), signals(address, model, calls))
         found = {n: throughput(address, model, engine, Workload(n, tokens), rounds) for n in sessions}
         on = djinn.status(address=address).devices[0].description
-    Console().print(table(trips, found))
+    Console().print(table(costs, found))
     parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}
-    results: dict[str, Any] = {"empty_call": trips, "sessions": {n: rates._asdict() for n, rates in found.items()}}
-    result = report("ipc", parameters, results, summary(trips, found))
+    results: dict[str, Any] = costs._asdict() | {"sessions": {n: rates._asdict() for n, rates in found.items()}}
+    result = report("ipc", parameters, results, summary(costs, found))
     keep(result, path, recorded=recorded)
 
 

@@ -9,8 +9,10 @@
 | `timeline` | copies and compute of a step | TRACE, in Chrome's format, as `djinnctl trace -o` writes it |
 | `demand` | what sessions would take, and what of it is where, over time | oversubscribe |
 | `resume` | time until the next token of a session that was away, by its length | resume |
+| `wake-up`, `between-tokens` | medians and 99th percentiles, by the number of agents | agents |
+| `kv`, `paging` | agents' KV, what of it is on the device, and what comes and goes, in the last way | agents |
 
-RESULT is what `python -m tools.bench.stream --json` wrote, or `oversubscribe`, or `resume`.
+RESULT is what `python -m tools.bench.stream --json` wrote, or `oversubscribe`, `resume` or `agents`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
+from djinn_client.scheduling import Spread
+from tools.bench import agent_results as agents
 from tools.bench.report import Report
 from tools.bench.stream.outcome import Results, Status
 
@@ -36,6 +41,14 @@ WAYS = {  # of going on with a session
     "manual": ("transformers, pinned memory by hand", THEIRS),
     "djinnd": ("djinnd", OURS),
     "expected": ("djinnd, expected", "#7ab8cc"),
+}
+TOLD = {  # what agents have told the daemon
+    "none": NEITHER,
+    "signals": "#7ab8cc",
+    "tool": "#e0a458",
+    "expected": OURS,
+    agents.REFERENCE: "black",
+    agents.PEER: THEIRS,
 }
 LANES = {"copy": THEIRS, "compute": OURS}
 
@@ -99,6 +112,22 @@ def spans(trace: Any) -> list[Span]:
 def curve(points: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """Of what a Usage has sampled: seconds, and 10^9 bytes."""
     return [point["seconds"] for point in points], [point[name] / 1e9 for point in points]
+
+
+def rates(points: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """Of what grows in a Usage: seconds, and 10^9 bytes a second since the point before."""
+    steps = [(b["seconds"], (b[name] - a[name]) / (b["seconds"] - a["seconds"])) for a, b in pairwise(points)]
+    return [second for second, _ in steps], [rate / 1e9 for _, rate in steps]
+
+
+def by_agents(results: agents.Results, name: str) -> dict[str, list[tuple[int, Spread]]]:
+    """By way: numbers of agents that were alive at once, and the Spread of that name."""
+    found: dict[str, list[tuple[int, Spread]]] = {}
+    for tried in results.tried:
+        if not tried.work.rate:
+            for way, run in tried.runs.items():
+                found.setdefault(way, []).append((run.agents, getattr(run, name)))
+    return {way: sorted(points, key=lambda point: point[0]) for way, points in found.items()}
 
 
 # --- how --------------------------------------------------------------------------------------------------------------
@@ -187,6 +216,46 @@ def draw_resume(sessions: list[dict[str, Any]], title: str, folder: Path) -> Non
         axes.legend(loc="upper left", frameon=False)
 
 
+def draw_agents(results: agents.Results, title: str, folder: Path) -> None:
+    for name in ("wake_up", "between_tokens"):
+        draw_latency(by_agents(results, name), name.replace("_", "-"), title, folder)
+    last = next((tried for tried in reversed(results.tried) if not tried.work.rate), results.tried[-1])
+    way, points = list(last.usage.items())[-1]
+    title = f"{title}: {last.name}, {way}"
+    draw_kv(points, results.pages["device"] * results.page_bytes, title, folder)
+    with figure(folder, "paging", 10, 3) as axes:
+        for name, colour in (("left", NEITHER), ("arrived", OURS)):
+            axes.step(*rates(points, name), where="pre", color=colour, label=f"pages that have {name}")
+        axes.set(title=title, xlabel="seconds", ylabel="GB/s", ylim=(0, None))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_kv(points: list[dict[str, float]], pool_bytes: int, title: str, folder: Path) -> None:
+    """Not by tier: host and disk are caches that keep what nobody has any more, too."""
+    with figure(folder, "kv", 10, 4) as axes:
+        seconds, demand = curve(points, "logical")
+        weights = min(demand)  # nobody had a token when the first point was taken
+        axes.stackplot(seconds, curve(points, "pages")[1], labels=["on the device"], colors=[OURS], linewidth=0)
+        axes.plot(seconds, [gb - weights for gb in demand], color=NEITHER, label="KV of all agents")
+        axes.axhline(pool_bytes / 1e9, color="black", linestyle="--", linewidth=1, label="the device's pages")
+        axes.set(title=title, xlabel="seconds", ylabel="GB", ylim=(0, None))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_latency(ways: dict[str, list[tuple[int, Spread]]], name: str, title: str, folder: Path) -> None:
+    with figure(folder, name, 7, 4.5) as axes:
+        for way, points in ways.items():
+            numbers = [number for number, _ in points]
+            for percentile, style in (("p99", "-"), ("p50", ":")):
+                times = [getattr(spread, percentile) * 1e3 for _, spread in points]
+                label = way if percentile == "p99" else None
+                axes.plot(numbers, times, color=TOLD[way], linestyle=style, marker="o", markersize=4, label=label)
+        axes.set(
+            title=f"{title}: {name}, p99 and (dotted) p50", xlabel="agents alive at once", ylabel="ms", yscale="log"
+        )
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
 @click.command(help=(__doc__ or "").split("\n\n", 1)[0])
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Draw its timeline too.")
@@ -202,6 +271,8 @@ def main(result: Path, trace: Path | None, out: Path) -> None:
             draw_demand(points, report.results["budget"], title, out)
         case "resume":
             draw_resume(report.results["sessions"], report.parameters["model"], out)
+        case "agents":
+            draw_agents(msgspec.convert(report.results, agents.Results), report.parameters["model"], out)
         case _:
             draw_stream(report, out)
     if trace is not None:

@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,18 +43,24 @@ def measure(contender: Contender, job: Job, folder: Path, limit_s: float) -> Out
         return Outcome(status=Status.SKIPPED, note=f"{peer.package} is not installed")
     asked, said = folder / f"{contender}.job.json", folder / f"{contender}.log"
     asked.write_bytes(msgspec.json.encode(job))
-    command = [sys.executable, "-m", f"tools.bench.{peer.module}", str(asked), *peer.arguments]
+    end = run_apart(peer.module, (str(asked), *peer.arguments), said, limit_s)
+    answer = Path(job.outcome)
+    if answer.exists():
+        return msgspec.json.decode(answer.read_bytes(), type=Outcome)
+    return Outcome(status=Status.FAILED, note=end)
+
+
+def run_apart(module: str, arguments: Sequence[str], said: Path, limit_s: float) -> str:
+    """Runs a peer's process to its end. `said` receives what it says. → how it ended, should it leave no answer."""
+    command = [sys.executable, "-m", f"tools.bench.{module}", *arguments]
     with said.open("w") as log:
         try:
             ended = subprocess.run(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=limit_s, check=False
             )
         except subprocess.TimeoutExpired:
-            return Outcome(status=Status.FAILED, note=f"no result within {limit_s:.0f} s")
-    answer = Path(job.outcome)
-    if answer.exists():
-        return msgspec.json.decode(answer.read_bytes(), type=Outcome)
-    return Outcome(status=Status.FAILED, note=f"{_how(ended.returncode)}: {_last_line(said)}")
+            return f"no result within {limit_s:.0f} s"
+    return f"{_how(ended.returncode)}: {_last_line(said)}"
 
 
 def _how(code: int) -> str:

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tools.bench.fairness import farthest_from_weights, quotas
+from tools.bench.load import Group, Load
+from tools.bench.load_course import outcome
+from tools.bench.machines import H200_13B, Line, line, mean, rising
+from tools.bench.simulate import load_of, run
+from tools.bench.simulate_check import Compared
+from tools.bench.simulated_engine import Machine, SimulatedEngine, at
+from tools.bench.simulated_load import simulate
+
+MACHINE = Machine(
+    name="none",
+    rows=((1, 0.01), (3, 0.03)),
+    chunk=((0, 0.0), (100, 0.1)),
+    call=0.002,
+    page_size=16,
+    page_bytes=1 << 20,
+    pages=64,
+    host_pages=256,
+    up=1e9,
+    down=1e9,
+    max_context=512,
+    max_tokens=256,
+    max_rows=8,
+)
+ALONE = Group(klass="interactive", sessions=1, context=(101, 101), answer=(5, 5), calls=1, pause_s=(1e3, 1e3))
+
+
+def test_a_curve_is_straight_between_its_points_and_goes_on_so() -> None:
+    curve = ((1.0, 10.0), (3.0, 20.0))
+    assert [at(curve, x) for x in (0.0, 1.0, 2.0, 3.0, 5.0)] == [10.0, 10.0, 15.0, 20.0, 30.0]
+    assert at(((1.0, 7.0),), 9.0) == 7.0
+
+
+def test_one_session_alone_takes_what_the_machine_says() -> None:
+    found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=10, groups={"a": ALONE})), {}).groups["a"]
+    assert found.calls == 1
+    assert found.queued.p50 == pytest.approx(0.001)
+    assert found.first_token.p50 == pytest.approx(0.001 + 0.01 + 0.1 + 0.001)
+    assert (found.between_tokens.count, found.between_tokens.p50) == (4, pytest.approx(0.01))
+
+
+def test_sessions_that_leave_the_device_come_back_over_the_bus() -> None:
+    group = Group(
+        klass="agent",
+        sessions=8,
+        context=(200, 200),
+        prompt=(8, 8),
+        answer=(4, 4),
+        calls=5,
+        pause_s=(1.0, 2.0),
+        tells="expected",
+    )
+    found = run(MACHINE, Load(seconds=60, groups={"agents": group}))
+    figures = found.outcome.groups["agents"]
+    assert not figures.failures
+    assert figures.wake_up.count > 20
+    assert found.pages_moved["demote"] > 0 and found.pages_moved["promote"] > 0
+    assert 0 < found.busy < 1
+
+
+def test_tenants_share_device_time_by_weight() -> None:
+    groups = {
+        f"{tenant}": Group(klass="batch", sessions=count, tenants=(tenant,), context=(8, 8), answer=(16, 32))
+        for tenant, count in ((1, 8), (2, 80))
+    }
+    load = Load(seconds=60, groups=groups, weights={1: 1.0, 2: 3.0})
+    machine = msgspec.structs.replace(MACHINE, pages=1024)
+    found = outcome(simulate(SimulatedEngine(machine), load), load.weights)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert farthest_from_weights(found.shares, load.weights) < 0.05
+    assert found.jain is not None and found.jain.worst > 0.97
+
+
+def test_the_same_load_gives_the_same_course() -> None:
+    load = msgspec.structs.replace(load_of("mix"), seconds=5.0)
+    first, second = (outcome(simulate(SimulatedEngine(H200_13B), load), {}) for _ in range(2))
+    assert first == second
+
+
+def test_the_host_s_jitter_makes_steps_longer() -> None:
+    load = Load(seconds=10, groups={"a": ALONE})
+    slow = msgspec.structs.replace(MACHINE, jitter=(2.0,))
+    found = outcome(simulate(SimulatedEngine(slow), load), {}).groups["a"]
+    assert found.between_tokens.p50 == pytest.approx(0.02)
+
+
+def test_attention_that_is_padded_reads_as_much_for_each_row() -> None:
+    plain = msgspec.structs.replace(MACHINE, kv_token=1e-6)
+    groups = {"short": msgspec.structs.replace(ALONE, context=(2, 2), answer=(99, 99)), "long": ALONE}
+    load = Load(seconds=10, groups=groups)
+    padded = msgspec.structs.replace(plain, kv_padded=True)
+    short, long = (
+        outcome(simulate(SimulatedEngine(one), load), {}).groups["short"].between_tokens.mean for one in (plain, padded)
+    )
+    assert long > short
+
+
+# --- what machines are made of ----------------------------------------------------------------------------------------
+
+
+def test_a_line_through_what_was_measured() -> None:
+    found = line([(1e6, 0.003), (5e6, 0.007)])
+    assert found.rate == pytest.approx(1e9) and found.seconds == pytest.approx(0.002)
+    assert line([(1e6, 0.003), (5e6, 0.001)]) == Line(0.002, float("inf"))
+
+
+def test_curves_never_fall() -> None:
+    assert rising([(1, 2.0), (2, 1.0), (3, 4.0)]) == ((1, 2.0), (2, 2.0), (3, 4.0))
+
+
+def test_machines_that_were_measured_are_averaged() -> None:
+    slow = msgspec.structs.replace(MACHINE, rows=((1, 0.03), (3, 0.05)), call=0.004)
+    found = mean([MACHINE, slow])
+    assert found.rows == ((1, pytest.approx(0.02)), (3, pytest.approx(0.04)))
+    assert found.call == pytest.approx(0.003)
+    assert found.up == pytest.approx(MACHINE.up)
+
+
+def test_what_is_compared() -> None:
+    assert Compared("x", 2.0, 3.0).ratio == 1.5
+    assert Compared("x", 0.0, 3.0).ratio == 1.0
+
+
+# --- fairness ---------------------------------------------------------------------------------------------------------
+
+
+def test_how_far_shares_are_from_their_weights() -> None:
+    assert farthest_from_weights({1: 0.25, 2: 0.75}, {1: 1.0, 2: 3.0}) == pytest.approx(0.0)
+    assert farthest_from_weights({1: 0.3, 2: 0.7}, {1: 1.0, 2: 3.0}) == pytest.approx(0.2)
+    assert farthest_from_weights({2: 1.0}, {1: 1.0, 2: 3.0}) == pytest.approx(1.0)
+
+
+def test_a_weight_is_a_quota_of_a_user() -> None:
+    assert quotas({3: 2.0}) == {"tenant-3": {"users": [61_003], "weight": 2.0}}

@@ -1,0 +1,77 @@
+"""What a run of agents has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from djinn_client.scheduling import Spread
+from tools.bench.agent_loop import Course
+from tools.bench.agent_plan import Work
+from tools.bench.spread import spread
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """Times in seconds."""
+
+    agents: int
+    answers: int  # that came
+    wanted: int
+    failures: list[str]
+    question: Spread  # until the first token after an agent's question
+    wake_up: Spread  # from a tool's end to the next token
+    between_tokens: Spread  # of answers
+    answer: Spread  # from a tool's end to its last token
+    seconds: float
+    answers_per_minute: float
+    tokens_per_s: float  # generated, in answers
+    alive_most: int
+    alive_mean: float
+    computed_anew: int | None  # answers for which more was computed than the observation; None: nobody says
+
+
+def figures(work: Work, course: Course) -> Figures:
+    questions = [turn for turn in course.turns if turn.number == 0]
+    woken = [turn for turn in course.turns if turn.number]
+    counted = course.turns if work.rate else woken
+    between = [after - before for turn in counted for before, after in pairwise(turn.answer.times)]
+    seconds = course.ended - course.began
+    computed = [turn.answer.computed for turn in woken]
+    most, mean = alive(course.lives)
+    return Figures(
+        agents=work.agents,
+        answers=len(counted),
+        wanted=work.answers,
+        failures=course.failures,
+        question=spread([turn.answer.times[0] - turn.asked for turn in questions]),
+        wake_up=spread([turn.answer.times[0] - turn.asked for turn in woken]),
+        between_tokens=spread(between),
+        answer=spread([turn.answer.times[-1] - turn.asked for turn in counted]),
+        seconds=seconds,
+        answers_per_minute=60 * len(counted) / seconds,
+        tokens_per_s=sum(len(turn.answer.times) for turn in counted) / seconds,
+        alive_most=most,
+        alive_mean=mean,
+        computed_anew=anew(work, computed),
+    )
+
+
+def anew(work: Work, computed: Sequence[int | None]) -> int | None:
+    """How many of the answers needed more than the observation and the last token that was generated before."""
+    told = [tokens for tokens in computed if tokens is not None]
+    return sum(tokens > work.observation + 1 for tokens in told) if len(told) == len(computed) else None
+
+
+def alive(lives: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    """How many lives there were at once: at most, and on average from the first one's begin to the last one's end."""
+    if not lives:
+        return 0, 0.0
+    changes = sorted([(began, 1) for began, _ in lives] + [(ended, -1) for _, ended in lives])
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    lasted = changes[-1][0] - changes[0][0]
+    return most, sum(ended - began for began, ended in lives) / lasted if lasted else float(most)

@@ -1,0 +1,244 @@
+"""An engine in virtual time: the daemon's own scheduler, over a device that is a table of costs.
+
+    hear what has happened ─► end copies ─► begin copies ─► compose ─► the step takes its time ─► complete
+
+as Engine.serve does it. Everything else that happens is an event at its time. Nothing is computed: tokens are numbers
+that nobody reads, and pages have no bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from djinn_client.scheduling import Class
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Move, Paging, Way
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.policy import DEFAULT, Policy
+from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
+
+MODEL = "m"
+TEND_S = 0.25
+PREFILL_TOKENS = 64  # from which on a step says what computing KV takes
+TOKEN = 1
+
+Curve = tuple[tuple[float, float], ...]  # rising points, between which it is straight; beyond the last it goes on so
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device with its model takes: seconds, pages of `page_size` tokens, bytes."""
+
+    name: str
+    rows: Curve  # seconds of a step, by how many rows it has that bring one token
+    chunk: Curve  # seconds more, by how many tokens come beside the first of each row
+    kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
+    kv_padded: bool = False  # as if each had as much as the longest: so does the CPU's attention
+    pair: float = 0.0  # seconds more, for each token of a chunk and each of KV that comes before the chunk
+    jitter: tuple[float, ...] = (1.0,)  # equally likely: times as long as all that, a step takes
+    call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
+    page_size: int
+    page_bytes: int
+    pages: int
+    host_pages: int = 0
+    up: float = math.inf  # bytes a second to the device, while the other way is busy, too
+    down: float = math.inf
+    moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
+    max_context: int
+    max_tokens: int  # of a step
+    max_rows: int
+
+    def seconds(self, batch: Batch) -> tuple[float, float, float]:
+        """Of rows, of what they bring beside the first token, and of reading KV."""
+        rows = len(batch.rows)
+        extra = batch.tokens - rows
+        lengths = [row.end for row in batch.rows if row.count == 1]
+        kv = max(lengths, default=0) * len(lengths) if self.kv_padded else sum(lengths)
+        pairs = sum([row.count * row.start for row in batch.rows if row.count > 1]) if extra else 0
+        chunks = at(self.chunk, extra) + pairs * self.pair if extra else 0.0
+        return at(self.rows, rows), chunks, kv * self.kv_token
+
+
+def at(curve: Curve, x: float) -> float:
+    """Before the first point it is level."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    above = min(max(bisect_left(curve, (x, -math.inf)), 1), len(curve) - 1)
+    if len(curve) == 1:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = curve[above - 1], curve[above]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A call's, as it comes. `token` is told when each token is there, and `done` when the last one was."""
+
+    token: Callable[[float, float | None], object]  # now, and when the token before came
+    done: Callable[[], object]
+    last: float | None = None
+    started: float | None = None
+
+
+class SimulatedEngine:
+    def __init__(self, machine: Machine, policy: Policy = DEFAULT) -> None:
+        self.machine = machine
+        self.now = 0.0
+        self.busy_s = 0.0  # of the device, in steps
+        self.steps = self.rows = self.tokens = 0
+        self.composed_s = self.completed_s = 0.0  # of this thread's own time, in the scheduler
+        self.moved: Counter[Way] = Counter()  # pages
+        self.device_s: Callable[[int, float], object] = lambda tenant, seconds: None  # is told of each step's shares
+        self._kv = KvManager(machine.pages + 1, machine.page_size, machine.page_bytes, machine.max_context)
+        self._paging = Paging(self._kv)
+        if machine.host_pages:
+            table = memoryview(bytearray(Tier.table_bytes(machine.host_pages)))
+            self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
+        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, policy)
+        self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
+        self._residence = self.scheduler.residence(MODEL)
+        self._residence.costs.bus = machine.up if machine.up < math.inf else 0.0
+        self._waits = Waits()
+        self._requests = count(1)
+        self._answers: dict[int, Answer] = {}  # by request
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = count()
+        self._draw = random.Random(0)
+        self._tend_at = 0.0
+        self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
+
+    # --- what clients do --------------------------------------------------------------------------------------------
+
+    def at(self, when: float, do: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), do))
+
+    def open(self, name: str, tenant: int, klass: Class) -> None:
+        self.scheduler.open(Session(name, MODEL, tenant, klass))
+
+    def close(self, name: str) -> None:
+        self._waits.end(name, self.now)
+        self.scheduler.close(name)
+
+    def call(self, name: str, prompt: list[int], max_tokens: int, answer: Answer) -> None:
+        """Raises PromptTooLong, OutOfMemory."""
+        self._waits.end(name, self.now)
+        first = len(self.scheduler.session(name).tokens)
+        request = Request(next(self._requests), first, first + len(prompt), max_tokens)
+        self.scheduler.submit(name, request, prompt)
+        self._answers[request.id] = answer
+
+    def wait(self, name: str, expected_s: float | None, tool: str) -> None:
+        """As Tiers does it."""
+        session = self.scheduler.session(name)
+        self._waits.begin(name, session.tenant, tool, self.now)
+        expected = self._waits.expected(session.tenant, tool) if expected_s is None else expected_s
+        held = self._kv.pages_held(name)
+        pages = held or self._kv.pages_for(min(session.left_at, len(session.tokens)))
+        copying = pages * self.machine.page_bytes / self.machine.up
+        if session.waits or not held or is_worth_leaving(expected, copying):
+            self.scheduler.wait(name, back_at(self.now, expected, copying))
+
+    def wake(self, name: str) -> None:
+        self._waits.end(name, self.now)
+        self.scheduler.wake(name)
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self, until: float) -> None:
+        """Until then, or until nothing can happen any more. What happens in a step is heard at its end."""
+        while self.now < until:
+            if self.turn():
+                continue
+            following = self._next_event()
+            if following == math.inf:
+                return
+            self.now = max(self.now, min(following, until))
+
+    def turn(self) -> bool:
+        """→ whether there was a step."""
+        self.scheduler.tick(self.now)
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
+        if self.now >= self._tend_at or self.now >= self.scheduler.next_wake:
+            self._tend_at = self.now + TEND_S
+            self.scheduler.tend(self.now)
+        self._copy()
+        began = time.thread_time()
+        batch = self.scheduler.next_batch()
+        self.composed_s += time.thread_time() - began
+        if batch is None:
+            self._copy()  # what deciding has asked for
+            return False
+        self._step(batch)
+        return True
+
+    def _next_event(self) -> float:
+        copies = [lane[0][0] for lane in self._lanes.values() if lane]
+        called = [self._events[0][0]] if self._events else []
+        tended = [max(self._tend_at, self.now), max(self.scheduler.next_wake, self.now)] if called or copies else []
+        return min([*copies, *called, *tended], default=math.inf)
+
+    def _step(self, batch: Batch) -> None:
+        alike, beside, reading = self.machine.seconds(batch)
+        jitter = self._draw.choice(self.machine.jitter)
+        seconds = (alike + beside + reading) * jitter
+        self._share_out(batch, (alike + reading) * jitter, beside * jitter)
+        for row in batch.rows:
+            answer = self._answers[row.request.id]
+            if answer.started is None:
+                answer.started = self.now
+        self.now += seconds
+        self.busy_s += seconds
+        self.steps += 1
+        self.rows += len(batch.rows)
+        self.tokens += batch.tokens
+        if batch.tokens - len(batch.rows) >= PREFILL_TOKENS:
+            costs, seen = self._residence.costs, batch.tokens / seconds
+            costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
+        sampling = [row for row in batch.rows if row.samples]
+        for row in sampling:
+            answer = self._answers[row.request.id]
+            answer.token(self.now, answer.last)
+            answer.last = self.now
+        began = time.thread_time()
+        ended = self.scheduler.complete(batch, [TOKEN] * len(sampling), seconds)
+        self.completed_s += time.thread_time() - began
+        for request in ended:
+            self._answers.pop(request.id).done()
+
+    def _share_out(self, batch: Batch, alike: float, beside: float) -> None:
+        extra = max(batch.tokens - len(batch.rows), 1)
+        shares: defaultdict[int, float] = defaultdict(float)
+        for row in batch.rows:
+            shares[row.session.tenant] += alike / len(batch.rows) + beside * (row.count - 1) / extra
+        for tenant, seconds in shares.items():
+            self.device_s(tenant, seconds)
+
+    def _copy(self) -> None:
+        """Ends the copies that have arrived, and begins those that have been asked for: each way, one after another."""
+        for way, lane in self._lanes.items():
+            while lane and lane[0][0] <= self.now:
+                move = lane.popleft()[1]
+                self.moved[way] += 1
+                over = self._paging.landed(move)
+                if way is Way.DEMOTE:
+                    over = over + self._paging.sealed(move, 0)
+                self.scheduler.over(MODEL, over)
+        while (next_move := self._paging.take()) is not None:
+            lane = self._lanes[next_move.way]
+            rate = self.machine.up if next_move.way is Way.PROMOTE else self.machine.down
+            free = lane[-1][0] if lane else self.now + self.machine.moving
+            lane.append((free + self.machine.page_bytes / rate, next_move))
