@@ -20,6 +20,7 @@ from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import PAGES, QUOTA, ROOM
 
+SHORT_STEPS = 64  # in which pages are taken to be short, after they were
 ROW_S = 1e-3  # device seconds of a row, while nobody knows
 Account = tuple[Class, int]  # of a tenant in a class
 Evictable = Callable[[float], Iterator[Session]]
@@ -49,7 +50,8 @@ class Composer:
         self._evictable = evictable
         self._line = Line()
         self._ageing = Ageing(policy.ageing)
-        self._is_short = False  # of pages, in the last step
+        self._short_until = 0  # the last step of those in which pages are taken to be short
+        self._takes_pages = False  # this step does, or tries to, from who waits for a row, too
         self._seated: set[str] = (
             set()
         )  # who held pages before the step, if it is: no place changes while it is composed
@@ -73,6 +75,11 @@ class Composer:
         self._line.leave(session)
         session.klass = klass
         self._line.join(session, self._latest_start(session))
+
+    def is_short(self, step: int) -> bool:
+        """Of pages: for some time after somebody was refused some, or was given those of another who waits for a row.
+        Two that took theirs from each other in turns would come to no end."""
+        return step <= self._short_until
 
     def in_order(self, now: float) -> Iterator[Session]:
         """The sessions, first to last."""
@@ -120,8 +127,8 @@ class Composer:
         line waits for.
         """
         residence, kv = self._residence, self._kv
-        self._seated, self._victims = set(kv.sessions) if self._is_short else set(), None
-        residence.claimed = 0
+        self._seated, self._victims = set(kv.sessions) if self.is_short(step) else set(), None
+        residence.claimed, self._takes_pages = 0, False
         aged = self._ageing.first(now)
         is_moving = residence.is_moving if residence.sessions_move else None
         order = self.in_order(now)
@@ -162,7 +169,9 @@ class Composer:
         assert rows or self._quotas.pages_move or residence.anything_moves or first.passed_over == QUOTA, (
             f"step {step}: nobody of the active sessions goes on, {first.id} first"
         )
-        self._is_short, residence.claimed = short, None
+        residence.claimed = None
+        if short or self._takes_pages:
+            self._short_until = step + SHORT_STEPS
         for row in rows:
             self._ageing.served(row.session, now)
         if rows:
@@ -185,7 +194,10 @@ class Composer:
             self._victims = list(self._evictable(now))
         holders = self._kv.sessions
         behind = takewhile(lambda other: other is not session, self._victims)
-        yield from (other for other in behind if other.id in holders and not self._is_spared(other, session))
+        for other in behind:
+            if other.id in holders and not self._is_spared(other, session):
+                self._takes_pages = self._takes_pages or other in self._line
+                yield other
 
     def _is_spared(self, other: Session, session: Session) -> bool:
         """Where what leaves is lost, two long prompts would be interrupted by each other for ever, by turns of their
