@@ -25,7 +25,6 @@ from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
 
-ROW_S = 1e-3  # device seconds of a row, while nobody knows
 WRITTEN_AT_ONCE = 16  # pages, each time that somebody tends
 
 

@@ -475,10 +475,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_step:
             self.fail()
         for _ in ("with some held", "with all released"):
-            work = sum(shadow.work() for line in self.lines.values() for shadow in line)
-            for _ in range(2):  # each may be interrupted once, where pages were not short when it began
-                if any(self.lines.values()):
-                    self.run_quietly(work)
+            self.run_quietly(sum(shadow.work() for line in self.lines.values() for shadow in line))
             assert not any(self.lines.values()), f"these starve: {self.lines}"
             for shadow in self.shadows.values():
                 if shadow.call:

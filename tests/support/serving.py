@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from djinn_client.protocol import OpenSession, SessionOpened
 from djinnd.server.checkpoints import known_models
 from tests.support.engine import Script
-from tests.support.served import Served
+from tests.support.served import Served, Wire
 
 TINY = Path(known_models({})["djinn-tiny"].path)
 
@@ -44,6 +45,29 @@ def serve() -> Iterator[Callable[..., Served]]:
             return stack.enter_context(daemon.gated() if gated else daemon)
 
         yield start
+
+
+@pytest.fixture
+def daemon(serve: Callable[..., Served]) -> Served:
+    """A daemon whose engine takes a step when the test says so, with its model loaded."""
+    started = serve(gated=True)
+    with started.client() as client:
+        client.load("djinn-tiny")
+    return started
+
+
+@pytest.fixture
+def wire(daemon: Served) -> Iterator[Wire]:
+    with Wire(daemon.address) as wire:
+        yield wire
+
+
+@pytest.fixture
+def opened(wire: Wire) -> str:
+    """A session's id."""
+    reply = wire.ask(OpenSession(id=1, model="djinn-tiny"))
+    assert isinstance(reply, SessionOpened), reply
+    return reply.session.id
 
 
 STORY = "def add(a, b):\n    return a + b\n\n\nclass Größe:\n    pass\n\n\n"

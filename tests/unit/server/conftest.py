@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.support.serving import calm, folder, serve, tiny
+from tests.support.serving import calm, daemon, folder, opened, serve, tiny, wire
 
-__all__ = ["calm", "folder", "serve", "tiny"]  # fixtures
+__all__ = ["calm", "daemon", "folder", "opened", "serve", "tiny", "wire"]  # fixtures

@@ -7,8 +7,6 @@ import os
 import signal
 import time
 
-import pytest
-
 import djinn_client as djinn
 from djinn_client.protocol import (
     Done,
@@ -26,26 +24,6 @@ from djinn_client.protocol import (
 from tests.support.engine import Script
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 from tests.support.served import Wire, wait_for
-
-
-@pytest.fixture
-def daemon(serve):
-    """A daemon whose engine takes a step when the test says so, with its model loaded."""
-    daemon = serve(gated=True)
-    with daemon.client() as client:
-        client.load("djinn-tiny")
-    return daemon
-
-
-@pytest.fixture
-def wire(daemon):
-    with Wire(daemon.address) as wire:
-        yield wire
-
-
-@pytest.fixture
-def opened(wire):
-    return wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
 
 
 def why(wire, session):

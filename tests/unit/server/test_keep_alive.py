@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,18 @@ def asleep(client, name="djinn-tiny"):
 
 def woken(daemon):
     return daemon.log.count("model_ready model=djinn-tiny")
+
+
+@contextmanager
+def falling_asleep(daemon, client):
+    """The model is on its way to sleep, and its engine stands still."""
+    engine = client.status().devices[0].pid
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_for(lambda: "model_falls_asleep" in daemon.log)
+        yield
+    finally:
+        os.kill(engine, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -160,16 +173,11 @@ def test_a_call_that_comes_while_it_falls_asleep_wakes_it(serve):
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny", keep_alive_s=SOON)
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
-        engine = client.status().devices[0].pid
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            wait_for(lambda: "model_falls_asleep" in daemon.log)
+        with falling_asleep(daemon, client):
             wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2))
             wire.send(OpenSession(id=3, model="djinn-tiny"))
             assert wire.ask(Ping(id=4)) == Done(id=4)
             assert "model_asleep" not in daemon.log
-        finally:
-            os.kill(engine, signal.SIGCONT)
         replies = {}
         while set(replies) < {2, 3}:
             reply = wire.reply()
@@ -186,15 +194,10 @@ def test_and_can_be_cancelled_meanwhile(serve):
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny", keep_alive_s=SOON)
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
-        engine = client.status().devices[0].pid
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            wait_for(lambda: "model_falls_asleep" in daemon.log)
+        with falling_asleep(daemon, client):
             wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2), Cancel(target=2))
             reply = wire.reply()
             assert (reply.id, getattr(reply, "code", "cancelled")) == (2, "cancelled")
-        finally:
-            os.kill(engine, signal.SIGCONT)
         assert wire.ask(Generate(id=3, session=session, token_ids=[5], max_tokens=2)).token_ids == [2, 3]
 
 
@@ -202,14 +205,9 @@ def test_unloading_while_it_falls_asleep_waits_for_it(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny", keep_alive_s=SOON)
-        engine = client.status().devices[0].pid
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            wait_for(lambda: "model_falls_asleep" in daemon.log)
+        with falling_asleep(daemon, client):
             wire.send(UnloadModel(id=1, model="djinn-tiny"))
             assert wire.ask(Ping(id=2)) == Done(id=2)
-        finally:
-            os.kill(engine, signal.SIGCONT)
         assert wire.reply() == Done(id=1)
         assert daemon.arena() == [] and model(client).state == "available"
 

@@ -6,7 +6,6 @@ import os
 import signal
 
 import msgspec
-import pytest
 
 import djinn_client as djinn
 from djinn_client.protocol import (
@@ -28,26 +27,6 @@ from djinn_client.protocol import (
 )
 from tests.support.engine import PAGE_BYTES
 from tests.support.served import Wire, encode_payload, wait_for
-
-
-@pytest.fixture
-def daemon(serve):
-    """A daemon whose engine takes a step when the test says so, with its model loaded."""
-    daemon = serve(gated=True)
-    with daemon.client() as client:
-        client.load("djinn-tiny")
-    return daemon
-
-
-@pytest.fixture
-def wire(daemon):
-    with Wire(daemon.address) as wire:
-        yield wire
-
-
-@pytest.fixture
-def opened(wire):
-    return wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
 
 
 def info_of(daemon, session):
