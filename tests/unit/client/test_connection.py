@@ -28,6 +28,7 @@ from djinn_client.protocol import (
     encode,
 )
 from djinn_client.steps import run
+from tests.support.descriptors import open_descriptors
 
 
 class Interrupt(BaseException):
@@ -64,10 +65,6 @@ def pair() -> Iterator[Pair]:
     yield made
     made.connection.close()
     made.daemon.close()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_call(pair: Pair) -> None:

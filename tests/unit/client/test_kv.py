@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import gc
 import os
 
 import numpy as np
@@ -16,6 +15,7 @@ from djinn_client.kv import KV, KvWindow, exported_kv, window_with
 from djinn_client.kv_layout import KvLayout
 from djinn_client.protocol import SessionExported
 from djinn_client.shm import new_window
+from tests.support.descriptors import open_descriptors
 
 LAYOUT = KvLayout("float32", blocks=3, page_size=16, kv_heads=2, head_dim=4)
 TOKENS = 37
@@ -35,11 +35,6 @@ def punch_hole(fd: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(fd, keep_size | punch, ctypes.c_long(0), ctypes.c_long(4096)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def open_descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_layout_counts_what_its_pages_take() -> None:

@@ -45,6 +45,7 @@ from djinn_client.protocol import (
     encode,
 )
 from djinn_client.shm import SEALS
+from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 USAGE = Usage(prompt_tokens=1, generated_tokens=2, session_tokens=3, computed_tokens=1)
@@ -268,13 +269,13 @@ def test_forward_maps_what_the_daemon_passes(daemon: ScriptedDaemon) -> None:
         line.send(Logits(id=request.id, tokens=3, vocab=4, timings=TIMINGS, inline=values.tobytes()))
         expect_close(line)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         mapped, copied = s.forward([1, 2, 3]), s.forward(np.array([1, 2, 3]))
     np.testing.assert_array_equal(mapped, values)
     np.testing.assert_array_equal(copied, values)
     daemon.stop()
-    assert len(os.listdir("/proc/self/fd")) == before - 1  # the listener's is closed too; none is kept for the mapping
+    assert open_descriptors() == before - 1  # the listener's is closed too; none is kept for the mapping
 
 
 def test_truncate_and_token_ids(daemon: ScriptedDaemon) -> None:

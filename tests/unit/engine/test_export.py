@@ -14,6 +14,7 @@ from djinn_client.kv import KvWindow
 from djinnd import messages
 from djinnd.engine import export
 from tests.support import reference
+from tests.support.descriptors import open_descriptors
 from tests.support.exporting import SALT, filled
 from tests.support.exporting import ExportingEngine as Engine
 from tests.support.loaded import random_prompt
@@ -200,7 +201,7 @@ def test_an_export_that_is_cancelled_while_kv_is_computed(engine: Engine) -> Non
 def test_no_window_is_kept(engine: Engine) -> None:
     engine.open("s")
     engine.tokens("s", prompt(30), NEW)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(3):
         kv = engine.export("s")
         os.close(engine._descriptors.pop())
@@ -209,7 +210,7 @@ def test_no_window_is_kept(engine: Engine) -> None:
         engine.send(messages.Close("t"))
         with_tokens.close()
         engine.report()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_host_without_memory_for_a_window(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-import os
 import socket
 import threading
 import uuid
@@ -29,6 +28,7 @@ from djinnd.messages import (
     decode_from_engine,
 )
 from djinnd.model.loader import Loader
+from tests.support.descriptors import open_descriptors
 from tests.support.engine_thread import FOREVER
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
@@ -43,14 +43,14 @@ def arena() -> Iterator[posix_ipc.SharedMemory]:
 
 
 def test_the_arena_is_mapped_behind_its_header(arena: posix_ipc.SharedMemory) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     tensor = map_arena(ArenaReady(1, arena.name, mmap.PAGESIZE, complete=False), 2 * mmap.PAGESIZE)
     assert (tensor.dtype, tensor.numel(), tensor.data_ptr() % mmap.PAGESIZE) == (torch.uint8, 2 * mmap.PAGESIZE, 0)
     tensor.fill_(7)
     with mmap.mmap(arena.fd, arena.size) as seen:
         assert seen[:] == bytes(mmap.PAGESIZE) + b"\x07" * 2 * mmap.PAGESIZE + bytes(mmap.PAGESIZE)
     del tensor
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_an_arena_that_is_too_small_is_seen_before_it_is_touched(arena: posix_ipc.SharedMemory) -> None:

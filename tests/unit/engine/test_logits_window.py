@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from djinnd.engine.logits_window import LogitsWindow
+from tests.support.descriptors import open_descriptors
 
 
 def contents(window: LogitsWindow) -> np.ndarray:
     with mmap.mmap(window.fd, 0, access=mmap.ACCESS_READ) as memory:
         return np.frombuffer(memory, np.float32).reshape(window.tokens, window.vocab).copy()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_rows_are_where_they_were_written_as_float32() -> None:

@@ -15,6 +15,7 @@ import pytest
 from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.page_file import ALIGNMENT, BadPage, Bytes, PageFile
 from djinnd.kvcache.tier import Tier
+from tests.support.descriptors import open_descriptors
 
 PAGE_BYTES, EXTENT, SLOTS = 10_000, 12_288, 8
 KEY = bytes(range(16))
@@ -218,11 +219,11 @@ def test_removed_files_are_gone(folder: Folder) -> None:
 
 def test_a_failed_start_keeps_no_descriptor(folder: Folder) -> None:
     folder.open()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(3):
         with pytest.raises(BlockingIOError):
             folder.open()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_write_that_the_kernel_refuses_is_an_error_of_its_future_alone(folder: Folder) -> None:

@@ -9,6 +9,7 @@ import uvloop
 
 from djinn_client.protocol import HEADER, Done, FrameDecoder, Ping, encode
 from djinnd.server.connection import FRAMES_A_TURN, HIGH_WATER, Connection
+from tests.support.descriptors import open_descriptors
 
 BIG = 1 << 20
 
@@ -205,13 +206,13 @@ def test_descriptors_from_a_peer_that_may_send_them(scene):
 def test_descriptors_from_a_peer_that_may_not_are_dropped(scene):
     async def act(connection, owner, peer):
         fd = os.memfd_create("unasked")
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         for number in range(50):
             socket.send_fds(peer, [encode(Ping(id=number), fds=1)], [fd])
         while len(owner.heard) < 50:
             await asyncio.sleep(0)
         assert all(fds == [] for _, _, fds in owner.heard)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
         os.close(fd)
 
     scene(act)
@@ -279,14 +280,14 @@ def test_an_owner_that_fails_costs_its_connection_and_not_the_loop(scene, caplog
 def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
     async def act(connection, owner, peer):
         fd = os.memfd_create("unasked")
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         frame = encode(Ping(id=1))
         for place in range(3):
             socket.send_fds(peer, [frame[place : place + 1]], [fd] * 4)
         await owner.until("broken")
         assert owner.heard == [("broken", "ProtocolError")]
         connection.close()
-        assert len(os.listdir("/proc/self/fd")) == before - 1
+        assert open_descriptors() == before - 1
         os.close(fd)
 
     scene(act, accept_fds=True)

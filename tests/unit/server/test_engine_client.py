@@ -11,6 +11,7 @@ from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd import messages
 from djinnd.messages import decode_to_engine
 from djinnd.server.engine_client import EngineClient
+from tests.support.descriptors import open_descriptors
 
 
 class Heard:
@@ -195,13 +196,13 @@ def test_what_a_lost_engine_still_says_is_not_heard(play):
         run, memory = Heard(), os.memfd_create("logits")
         number = scene.run(run)
         scene.client.lose(EngineLost("that was it"))
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         scene.say(messages.LogitsReady(number, 1, 1, 1, 5), fds=[memory])
         scene.say(finished(number), messages.Alive(1))
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(run.told) == 1 and scene.client.heard == 0
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
         os.close(memory)
 
     play(act)

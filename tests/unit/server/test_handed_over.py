@@ -12,6 +12,7 @@ import pytest
 from djinn_client.errors import InvalidRequest
 from djinn_client.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
 from djinnd.server.handed_over import open_window
+from tests.support.descriptors import open_descriptors
 
 NBYTES = 3 * 4096 + 512
 
@@ -25,10 +26,10 @@ def closed_after(fd: int) -> Iterator[int]:
 
 
 def refused(fd: int, words: str, for_good: bool = False) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(InvalidRequest, match=words):
         open_window(fd, NBYTES, "the KV", for_good=for_good)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, FUTURE_WRITE])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from djinnd.server import nursery as module
 from djinnd.server.nursery import Nursery
 from djinnd.server.succession import Inherited
 from tests.support.daemon import is_alive
+from tests.support.descriptors import open_descriptors
 from tests.support.served import PATIENCE, ROOT
 
 COMMAND = [sys.executable, "-m", "tests.support.nursery"]
@@ -61,12 +61,6 @@ async def parent_of(keeper):
         parent = (await told(sock))["parent"]
     assert await born.wait() == 0
     return parent
-
-
-def descriptors():
-    """How many there are. What other tests have left to the garbage collector does not count."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_fork_is_what_a_process_would_be_that_was_started_by_the_command():
@@ -121,17 +115,17 @@ def test_one_after_the_other_leaves_no_descriptors():
     async def scenario():
         keeper = nursery()
         parents = {await parent_of(keeper)}
-        before, theirs = descriptors(), len(os.listdir(f"/proc/{next(iter(parents))}/fd"))
+        before, theirs = open_descriptors(), len(os.listdir(f"/proc/{next(iter(parents))}/fd"))
         for _ in range(5):
             parents.add(await parent_of(keeper))
-        assert descriptors() == before
+        assert open_descriptors() == before
         (parent,) = parents
         assert len(os.listdir(f"/proc/{parent}/fd")) == theirs == 4
         await keeper.close()
 
-    before = descriptors()
+    before = open_descriptors()
     run(scenario())
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_a_killed_nursery_takes_its_children_along_and_another_is_started_for_the_next():
@@ -225,9 +219,9 @@ def test_where_there_is_none_that_could_the_caller_is_told_so(command, why, capl
         assert await bear_nothing(keeper) is None, "and asking again does no harm"
         await keeper.close()
 
-    before = descriptors()
+    before = open_descriptors()
     run(scenario())
-    assert descriptors() == before
+    assert open_descriptors() == before
     assert why in caplog.text
 
 
@@ -248,9 +242,9 @@ def test_who_stops_waiting_leaves_no_nursery_that_would_answer_later():
         assert not keeper.is_sound
         await keeper.close()
 
-    before = descriptors()
+    before = open_descriptors()
     run(scenario())
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_a_nursery_that_imports_for_too_long_is_not_waited_for():

@@ -17,6 +17,7 @@ from djinnd.server.prefixes import PrefixTable
 from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, sweep
+from tests.support.descriptors import open_descriptors
 
 OWNER = SimpleNamespace(user=1000, is_admin=False)
 OTHER = SimpleNamespace(user=1001, is_admin=False)
@@ -34,20 +35,16 @@ def files(content):
     return fd
 
 
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_files_are_kept_until_the_share_goes(tmp_path):
     parent = tmp_path / "shared"
-    before = descriptors()
+    before = open_descriptors()
     made = share(parent)
     made.write_files(files(b"{}[]"), {"config.json": 2, "tokenizer.json": 2})
     assert (made.folder / "config.json").read_bytes() == b"{}"
     assert (made.folder / "tokenizer.json").read_bytes() == b"[]"
     assert made.folder.stat().st_mode & 0o777 == parent.stat().st_mode & 0o777 == 0o700
     made.release()
-    assert (list(parent.iterdir()), descriptors()) == ([], before)
+    assert (list(parent.iterdir()), open_descriptors()) == ([], before)
     made.release()
 
 
@@ -56,20 +53,20 @@ def test_what_a_daemon_has_left_is_swept_and_what_one_has_is_not(tmp_path):
     (tmp_path / "left" / "config.json").write_text("{}")
     made = share(tmp_path)
     made.write_files(files(b"{}"), {"config.json": 2})
-    before = descriptors()
+    before = open_descriptors()
     sweep(tmp_path)
-    assert (list(tmp_path.iterdir()), descriptors()) == ([made.folder], before)
+    assert (list(tmp_path.iterdir()), open_descriptors()) == ([made.folder], before)
     made.release()
     sweep(tmp_path / "nowhere")
 
 
 def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
-    before = descriptors()
+    before = open_descriptors()
     made = share(tmp_path)
     with pytest.raises(InvalidRequest, match="ends after 2 of 3 bytes"):
         made.write_files(files(b"{}"), {"config.json": 3})
     made.release()
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def models_with(made, tmp_path):
