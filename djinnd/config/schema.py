@@ -109,7 +109,7 @@ class Quota(Struct, frozen=True):
 class Scheduling(Struct, frozen=True):
     """See docs/scheduling.md."""
 
-    slowdown: Annotated[float, Meta(ge=1)] = 1.4  # of a step with sessions that decode, by what joins them
+    slowdown: Annotated[float, Meta(ge=1)] = 1.25  # of a step with sessions that decode, by what joins them
     between_tokens: Seconds = 0  # up to which a step may become longer in any case
     ageing: Seconds = 10  # after which a session that had no row comes first, one at a time
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had
-    when the batch was composed. The request may end, and the session get another, before the step has run."""
+    when the batch was composed. The request may end, and the session get another, before the step has run.
+
+    A struct: a frozen dataclass takes 1.5 µs to make here, this 0.1, and a step has hundreds."""
 
     session: Session
     request: Request

@@ -84,7 +84,7 @@ class Composer:
     def in_order(self, now: float) -> Iterator[Session]:
         """The sessions, first to last."""
         row_s = self.times.predict(1) or ROW_S
-        return self._line.in_order(self._shares, row_s, self._seated.__contains__, self._ageing.first(now))
+        return self._line.in_order(self._shares, row_s, self._seated, self._ageing.first(now))
 
     def _latest_start(self, session: Session) -> float:
         """When it has to be served in every step, to meet its deadline."""
@@ -246,8 +246,8 @@ class Composer:
                 shares.settle(seconds)
             return
         tokens = sum([row.count for row in rows])
-        self.times.note(tokens, seconds)
         further = tokens - len(rows)
+        self.times.note(len(rows), further, seconds)
         alike = min(seconds, self.times.predict(len(rows)) or seconds * len(rows) / tokens) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
         charges: dict[Account, float] = defaultdict(float)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
@@ -62,8 +62,7 @@ class Line:
         return [tenant for tenant, own in tenants.items() if not all(map(but, own.values()))]
 
     def of(self, klass: Class) -> Iterator[Session]:
-        for own in self._classes[klass].values():
-            yield from own.values()
+        return chain.from_iterable([own.values() for own in self._classes[klass].values()])
 
     def foremost(self) -> Class | None:
         """The highest class that anybody here has."""
@@ -80,33 +79,28 @@ class Line:
         self,
         shares: Shares,
         row_s: float,
-        holds_pages: Callable[[str], bool],
+        seated: Set[str],
         aged: Session | None = None,
     ) -> Iterator[Session]:
-        """Lazily. `row_s`: device seconds that a row is likely to take. `holds_pages`: of nobody, where none are
-        short."""
+        """Lazily. `row_s`: device seconds that a row is likely to take. `seated`: who holds pages, where those are
+        short; else nobody."""
         if aged is not None:
             yield aged
         for klass, tenants in self._classes.items():
-            lines = {tenant: self._own(own, holds_pages) for tenant, own in tenants.items()}
-            for session in _fairly(lines, klass, shares, row_s, holds_pages):
+            lines = {tenant: self._own(own, seated) for tenant, own in tenants.items()}
+            for session in _fairly(lines, klass, shares, row_s, seated):
                 if session is not aged:
                     yield session
 
-    def _own(self, own: dict[str, Session], holds_pages: Callable[[str], bool]) -> Iterator[Session]:
+    def _own(self, own: dict[str, Session], seated: Set[str]) -> Iterator[Session]:
         """One tenant's, of one class."""
         latest_start = self._latest_start
-        if not latest_start.keys().isdisjoint(own):
+        if latest_start and not latest_start.keys().isdisjoint(own):
             urgent = [name for name in own if name in latest_start]
-            yield from map(own.__getitem__, sorted(urgent, key=latest_start.__getitem__))
-            own = {name: session for name, session in own.items() if name not in latest_start}
-        without = []
-        for name, session in own.items():
-            if holds_pages(name):
-                yield session
-            else:
-                without.append(session)
-        yield from without
+            urgent.sort(key=latest_start.__getitem__)
+            rest = {name: session for name, session in own.items() if name not in latest_start}
+            return chain(map(own.__getitem__, urgent), _seated_first(rest, seated))
+        return _seated_first(own, seated)
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         standing = {
@@ -121,28 +115,43 @@ class Line:
         assert self._latest_start.keys() <= standing.keys()
 
 
+def _seated_first(own: dict[str, Session], seated: Set[str]) -> Iterator[Session]:
+    if not seated:
+        return iter(own.values())
+    return chain(
+        (session for name, session in own.items() if name in seated),
+        (session for name, session in own.items() if name not in seated),
+    )
+
+
 def _fairly(
-    lines: dict[int, Iterator[Session]],
-    klass: Class,
-    shares: Shares,
-    row_s: float,
-    holds_pages: Callable[[str], bool],
+    lines: dict[int, Iterator[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
 ) -> Iterator[Session]:
     """One class's sessions: each of its tenants' `lines` in turn, as their clocks would run."""
     if len(lines) <= 1:
-        yield from chain.from_iterable(lines.values())
-        return
-    heap: list[tuple[float, int, float, Session]] = []  # place, tenant, clock, the tenant's next session
+        return chain.from_iterable(lines.values())
+    return _merged(lines, klass, shares, row_s, seated)
 
-    def line_up(tenant: int, clock: float) -> None:
-        session = next(lines[tenant], None)
-        if session is not None:
-            seat = SEAT / shares.weight(tenant) if holds_pages(session.id) else 0.0
-            heapq.heappush(heap, (clock - seat, tenant, clock, session))
 
-    for tenant in lines:
-        line_up(tenant, shares.clock(klass, tenant))
-    while heap:
-        _, tenant, clock, session = heapq.heappop(heap)
+def _merged(
+    lines: dict[int, Iterator[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
+) -> Iterator[Session]:
+    """Runs for each session that is asked for, in every step."""
+    turns: list[tuple[float, int, float, Session]] = []  # a heap of place, tenant, clock, the tenant's next session
+    weights = {tenant: shares.weight(tenant) for tenant in lines}
+    for tenant, line in lines.items():
+        first = next(line, None)
+        if first is not None:
+            clock = shares.clock(klass, tenant)
+            turns.append((clock - (SEAT / weights[tenant] if first.id in seated else 0.0), tenant, clock, first))
+    heapq.heapify(turns)
+    while turns:
+        _, tenant, clock, session = turns[0]
         yield session
-        line_up(tenant, clock + row_s / shares.weight(tenant))
+        following = next(lines[tenant], None)
+        if following is None:
+            heapq.heappop(turns)
+            continue
+        clock += row_s / weights[tenant]
+        place = clock - SEAT / weights[tenant] if following.id in seated else clock
+        heapq.heapreplace(turns, (place, tenant, clock, following))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,8 +13,7 @@ from djinnd.scheduler.step_times import StepTimes
 QUIET_S = 10.0  # after which a session whose client says nothing leaves the device
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
-NO_LIMIT = 1 << 31
-LEAST_CHUNK = 64  # tokens of prefill that a step takes in any case beside those that decode in the same class
+LEAST_CHUNK = 32  # tokens of prefill that a step takes in any case beside those that decode in the same class
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Policy:
     """`slowdown`: so much longer a step may become by what joins sessions that decode; `between_tokens`: seconds that
     it may take in any case; `ageing`: seconds, see ageing.py."""
 
-    slowdown: float = 1.4
+    slowdown: float = 1.25
     between_tokens: float = 0.0
     ageing: float = 10.0
 
@@ -55,14 +55,16 @@ def _touched(session: Session) -> int:
 
 
 class Room:
-    """What a step can still take, in rows and tokens, while sessions are asked in their order.
+    """What a step can still take, in rows, tokens and seconds, while sessions are asked in their order.
 
     Those of a class that need one token decode together, and chunks of its prompts get what those leave; lower classes
-    get what it leaves. The first that is asked has a token in any case. Protected is the time
-    between tokens: of a class that decodes, from lower classes and from chunks of its own; of a prompt that is read,
-    from lower classes. These may make the step `slowdown` times as long as it would be without them. Nobody is
-    protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the time, as
-    with a streamed model, joining costs nothing, and all join.
+    get what it leaves. The first that is asked has a token in any case, if nobody protected decodes.
+
+    Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own; where
+    nobody decodes, of a prompt that is read, from lower classes. These may make the step `slowdown` times as long as it
+    would be without them; while nobody knows how long that is, they stay out of it until it has been measured. Nobody
+    is protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the time,
+    as with a streamed model, joining costs nothing, and all join.
     """
 
     def __init__(
@@ -81,25 +83,45 @@ class Room:
         self._tokens = max_tokens  # likewise
         self._decoding = dict(decoding)  # that have had no row yet
         self._protected = protected
-        self._taken = 0  # tokens
-        self._shielded = 0  # of these, those that the classes below must not slow down
-        self._limit = NO_LIMIT
+        self._taken = self._further = 0  # rows, and what they bring beyond one token each
+        self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
+        self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
+        self._limit = math.inf  # seconds of the step
         self._enter(CLASSES[0])
 
     def _enter(self, klass: Class) -> None:
         self._klass = klass
-        self._limit = min(self._limit, self._most(self._shielded))  # of the step's tokens
+        self._limit = min(self._limit, self._longest(self._decoders) if self._decoders else self._reading())
         own = min(self._protected[klass], self._rows, self._tokens)
-        self._chunk_limit = min(self._limit, self._most(self._shielded + own)) if own else self._limit
-        self._owes_chunk = own > 0
+        self._chunk_limit = min(self._limit, self._longest(self._decoders + own)) if own else self._limit
+        self._owes_chunk = own > 0 and self._chunk_limit > 0
+        self._measure()
 
-    def _most(self, shielded: int) -> int:
-        """Tokens that a step may have for the sake of so many of them."""
-        if not shielded:
-            return NO_LIMIT
-        seconds = max(self._policy.slowdown * self._times.predict(shielded), self._policy.between_tokens)
-        most = self._times.within(seconds)
-        return NO_LIMIT if most is None else max(most, shielded)
+    def _longest(self, decoders: int) -> float:
+        """Seconds that a step may take for the sake of so many rows that decode. 0: these are to be measured."""
+        return 0.0 if self._times.wants(decoders) else self._slowed(self._times.predict(decoders))
+
+    def _reading(self) -> float:
+        """The same for the sake of the prompts that are read, where nobody decodes."""
+        return self._slowed(self._times.predict(self._readers, self._read)) if self._readers else math.inf
+
+    def _slowed(self, alone: float) -> float:
+        return max(self._policy.slowdown * alone, self._policy.between_tokens) if alone else math.inf
+
+    def _measure(self) -> None:
+        """What there is room for in this class: rows in the step, and tokens of a chunk beside all of the class that
+        decode."""
+        self._most_rows = self._times.rows_within(self._limit, self._further)
+        decoding = min(self._decoding[self._klass], self._rows, max(self._most_rows - self._taken, 0))
+        rows = self._taken + decoding + 1
+        self._chunk = self._tokens_within(self._chunk_limit, rows)
+        if self._owes_chunk:
+            self._chunk = max(self._chunk, min(LEAST_CHUNK, self._tokens_within(self._limit, rows)))
+
+    def _tokens_within(self, seconds: float, rows: int) -> int:
+        """Of the chunk that is the last of these rows."""
+        further = self._times.further_within(seconds, rows) - self._further
+        return further + 1 if further > 0 else 0
 
     @property
     def is_full(self) -> bool:
@@ -112,24 +134,25 @@ class Room:
         if self.is_full:
             return 0
         if remaining == 1:
-            return int(self._taken < self._limit)
+            return int(self._taken < self._most_rows)
         spared = 0 if self._taken else 1  # for the first that is asked
         reserved = min(self._decoding[klass], self._rows - spared, self._tokens - spared)
         if reserved == self._rows:
             return 0
-        rest = self._chunk_limit - self._taken - reserved
-        if self._owes_chunk:
-            rest = max(rest, min(LEAST_CHUNK, self._limit - self._taken))
-        return max(min(remaining, self._tokens - reserved, rest), 0)
+        return max(min(remaining, self._tokens - reserved, self._chunk), 0)
 
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Uses up `count` tokens, of those that `share` answered for `remaining`."""
-        self._taken += count
+        self._taken += 1
+        self._further += count - 1
         self._tokens -= count
         self._rows -= 1
         if shields and self._klass != CLASSES[-1]:
-            self._shielded += count
+            self._decoders += remaining == 1
+            self._readers += remaining > 1
+            self._read += count - 1
         if remaining == 1:
             self._decoding[self._klass] -= 1
         else:
             self._owes_chunk = False
+            self._measure()

@@ -1,80 +1,153 @@
-"""How long steps take, by how many tokens they bring: as measured, without a model of the device.
+"""How long steps take: as measured, without a model of the device.
 
-A step of few tokens takes the time of reading the weights, one of many the time of multiplying with them, a streamed
-model's the time of the bus; all are one curve that never falls, known at the sizes that have run lately.
+A step takes what its rows take if each brings one token, and more by the further tokens of those that read a prompt:
+
+    seconds = rows(how many) + further(how many)
+
+Few rows take the time of reading the weights, many that of multiplying with them, a streamed model's that of the bus;
+a device that runs prompts otherwise than single tokens shows it in `further`. Both are curves that never fall, known at
+the sizes that have run lately.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 
-_KEPT = 0.8  # of an average, when a new value comes
-_FORGOTTEN = 4096  # steps after which a size is tried again: what was slow once need not be so
+_KEPT = 5  # measurements of a size, of which the median counts: a hiccup does not
+_FORGOTTEN = 1024  # measurements after which a size is tried again: what was slow once need not be so
+_FIRST = 16  # that are tried where nothing is known
+_SURE = 3  # measurements of so many rows alone that it takes to know what they take
+_PATIENCE = 32  # times that these are asked for, at most
+NO_LIMIT = 1 << 31
 
 
 class StepTimes:
-    """Of one model. Sizes are in buckets, two to a doubling."""
+    """Of one model."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by bucket
-        self._seen: dict[int, int] = {}  # the step that last had such a size, by bucket
-        self._steps = 0
-        self._curve: list[tuple[int, float]] = []  # tokens and seconds, both rising
+        self._rows = Curve()
+        self._further = Curve()
+        self._asked: Counter[int] = Counter()  # for how long so many rows alone take, by bucket
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """The first step of a size tells nothing: kernels were being compiled, graphs captured."""
-        self._steps += 1
-        bucket = _bucket(tokens)
+    def note(self, rows: int, further: int, seconds: float) -> None:
+        """A step of so many rows, that brought so many tokens beyond one each."""
+        if further:
+            self._further.note(further, max(seconds - self._rows.at(rows), 0.0))
+            return
+        known = self._rows.largest
+        for forgotten in self._rows.note(rows, seconds):
+            del self._asked[forgotten]
+        if self._rows.largest > known:
+            self._further.forget()
+
+    def predict(self, rows: int, further: int = 0) -> float:
+        """Seconds. Beyond what is known: what the largest took. 0: nobody knows."""
+        return self._rows.at(rows) + self._beside(further)
+
+    def _beside(self, further: int) -> float:
+        return self._further.at(further) if further else 0.0
+
+    def rows_within(self, seconds: float, further: int = 0) -> int:
+        """How many rows a step may have that brings so many further tokens, and take no longer than that."""
+        return self._rows.within(seconds - self._beside(further))
+
+    def further_within(self, seconds: float, rows: int) -> int:
+        """How many tokens beyond one each so many rows may bring in a step that takes no longer than that."""
+        return self._further.within(seconds - self._rows.at(rows))
+
+    def wants(self, rows: int) -> bool:
+        """Whether such a step should have so many rows and nothing else, so that it is known what they take: where
+        others always join them, it is never seen. Does not insist, where nothing comes of it."""
+        bucket = _bucket(rows)
+        if self._rows.measured(bucket) >= _SURE or self._asked[bucket] >= _PATIENCE:
+            return False
+        self._asked[bucket] += 1
+        return True
+
+
+class Curve:
+    """Seconds by how many, in buckets: two to a doubling."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}  # the last few, by bucket
+        self._seen: dict[int, int] = {}  # the note that last was of such a size, by bucket
+        self._notes = 0
+        self._points: list[tuple[int, float]] = []  # both rising
+
+    def note(self, count: int, seconds: float) -> list[int]:
+        """The first of a size tells nothing: kernels were being compiled, graphs captured. → buckets that have been
+        forgotten."""
+        self._notes += 1
+        bucket = _bucket(count)
         if bucket in self._seen:
-            before = self._seconds.get(bucket, seconds)
-            self._seconds[bucket] = _KEPT * before + (1 - _KEPT) * seconds
-        self._seen[bucket] = self._steps
-        if self._steps % _FORGOTTEN == 0:
-            for old in [some for some, step in self._seen.items() if self._steps - step >= _FORGOTTEN]:
-                del self._seen[old]
-                self._seconds.pop(old, None)
+            self._seconds.setdefault(bucket, deque(maxlen=_KEPT)).append(seconds)
+        self._seen[bucket] = self._notes
+        forgotten = []
+        if self._notes % _FORGOTTEN == 0:
+            forgotten = [old for old in self._seconds if self._notes - self._seen[old] >= _FORGOTTEN]
+            for old in forgotten:
+                del self._seconds[old]
         self._draw()
+        return forgotten
+
+    def forget(self) -> None:
+        self._seconds.clear()
+        self._points.clear()
+
+    @property
+    def largest(self) -> int:
+        """That is known; 0: nothing is."""
+        return self._points[-1][0] if self._points else 0
+
+    def measured(self, bucket: int) -> int:
+        return len(self._seconds.get(bucket, ()))
 
     def _draw(self) -> None:
-        """What more tokens took, fewer take no more: so a size that was slow once, for whatever reason, says nothing
-        of larger ones that are not."""
-        self._curve.clear()
+        """What more took, fewer take no more: so a size that was slow, for whatever reason, says nothing of larger ones
+        that were not."""
+        self._points.clear()
         fastest = math.inf
         for bucket in sorted(self._seconds, reverse=True):
-            fastest = min(fastest, self._seconds[bucket])
-            self._curve.append((_tokens(bucket), fastest))
-        self._curve.reverse()
+            fastest = min(fastest, _median(self._seconds[bucket]))
+            self._points.append((_middle(bucket), fastest))
+        self._points.reverse()
 
-    def predict(self, tokens: int) -> float:
-        """Seconds. Beyond the largest size that is known: what that took, so that larger ones are tried. 0: nobody
-        knows."""
+    def at(self, count: int) -> float:
+        """Below the smallest that is known, what that took; beyond the largest, likewise; 0 where nothing is known."""
         below = (0, 0.0)
-        for point in self._curve:
-            if tokens <= point[0]:
-                return point[1] if not below[0] else _between(below, point, tokens)
+        for point in self._points:
+            if count <= point[0]:
+                return point[1] if not below[0] else _between(below, point, count)
             below = point
         return below[1]
 
-    def within(self, seconds: float) -> int | None:
-        """Tokens that a step may bring and take no longer than that, as far as is known. None: any number."""
+    def within(self, seconds: float) -> int:
+        """How many take no longer, as far as is known. Beyond the largest that is known twice as many are tried; below
+        the smallest, as many as if they took their part of its time."""
+        if seconds < 0.0:
+            return 0
         below = (0, 0.0)
-        for tokens, takes in self._curve:
+        for count, takes in self._points:
             if takes > seconds:
-                if not below[0]:
-                    return 0
-                return int(below[0] + (tokens - below[0]) * (seconds - below[1]) / (takes - below[1]))
-            below = (tokens, takes)
-        return None
+                return int(below[0] + (count - below[0]) * (seconds - below[1]) / (takes - below[1]))
+            below = (count, takes)
+        return NO_LIMIT if seconds == math.inf else max(2 * below[0], _FIRST)
 
 
-def _bucket(tokens: int) -> int:
-    return round(2 * math.log2(tokens))
+def _median(values: deque[float]) -> float:
+    """The lower of two."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
-def _tokens(bucket: int) -> int:
+def _bucket(count: int) -> int:
+    return round(2 * math.log2(count))
+
+
+def _middle(bucket: int) -> int:
     return round(2 ** (bucket / 2))
 
 
-def _between(below: tuple[int, float], above: tuple[int, float], tokens: int) -> float:
-    share = (tokens - below[0]) / (above[0] - below[0])
+def _between(below: tuple[int, float], above: tuple[int, float], count: int) -> float:
+    share = (count - below[0]) / (above[0] - below[0])
     return below[1] + share * (above[1] - below[1])

@@ -56,34 +56,39 @@ class TextStream:
         self._context = last[first:end]
         self._told = detokenizer.decode(self._context)
         self._pending = last[end:]
-        self._told_of_pending = self._text_of(len(self._pending))  # by whoever told the context's text
+        self._told_of_pending, _ = self._text_of(len(self._pending))  # by whoever told the context's text
 
     def feed(self, token: int) -> str:
         """The text that this token makes certain: none while a character is unfinished."""
         if not self._detokenizer.has_text(token):
             return ""
         self._pending.append(token)
-        text = self._text_of(len(self._pending))
-        if text and not text.endswith(BROKEN):
-            return self._tell(len(self._pending))
-        return self._tell(self._cleanest_cut()) if len(self._pending) >= MAX_PENDING else ""
+        count = len(self._pending)
+        added, alone = self._text_of(count)
+        if added and not added.endswith(BROKEN):
+            return self._tell(count, added, alone)
+        return self._tell_first(self._cleanest_cut()) if count >= MAX_PENDING else ""
 
     def finish(self) -> str:
         """What is left when no token follows, with a replacement character for an unfinished one."""
-        return self._tell(self._cleanest_cut()) + self._tell(len(self._pending))
+        return self._tell_first(self._cleanest_cut()) + self._tell_first(len(self._pending))
 
-    def _tell(self, count: int) -> str:
-        """The text of the first `count` pending tokens; they become the context of the rest, unless they have none."""
-        text, tokens = self._text_of(count), self._pending[:count]
+    def _tell_first(self, count: int) -> str:
+        return self._tell(count, *self._text_of(count))
+
+    def _tell(self, count: int, added: str, alone: str) -> str:
+        """The text of the first `count` pending tokens, as `_text_of` has it; they become the context of the rest,
+        unless they have none."""
+        tokens = self._pending[:count]
         del self._pending[:count]
-        if not text:
+        if not added:
             return ""
-        self._context, self._told = tokens, self._detokenizer.decode(tokens)
-        text, self._told_of_pending = _without_start(text, self._told_of_pending), ""
+        self._context, self._told = tokens, alone
+        text, self._told_of_pending = _without_start(added, self._told_of_pending), ""
         return text
 
-    def _text_of(self, count: int) -> str:
-        """What the first `count` pending tokens add to the text told.
+    def _text_of(self, count: int) -> tuple[str, str]:
+        """What the first `count` pending tokens add to the text told, and what they say alone.
 
         Without the context where they break that: byte fallback takes a run of bytes for broken from its start if one
         of them is.
@@ -91,19 +96,22 @@ class TextStream:
         pending = self._pending[:count]
         text, alone = self._detokenizer.decode(self._context + pending), self._detokenizer.decode(pending)
         if not text.startswith(self._told):
-            return alone
-        return min(text[len(self._told) :], alone, key=lambda added: added.count(BROKEN))
+            return alone, alone
+        added = text[len(self._told) :]
+        return (added if added.count(BROKEN) <= alone.count(BROKEN) else alone), alone
 
     def _cleanest_cut(self) -> int:
         """Where to cut a run of broken characters, or of genuine replacement characters: not through one of the
         latter, which would count as broken on both sides."""
         end = len(self._pending)
         cuts = range(end, max(0, end - MAX_UNFINISHED) - 1, -1)
-        return min(cuts, key=lambda count: self._text_of(count).count(BROKEN))
+        return min(cuts, key=lambda count: self._text_of(count)[0].count(BROKEN))
 
 
 def _without_start(text: str, told: str) -> str:
     """Without as much of its start as has been told."""
+    if not told:
+        return text
     pairs = enumerate(zip(text, told, strict=False))
     same = next((index for index, (a, b) in pairs if a != b), min(len(text), len(told)))
     return text[same:]

@@ -42,13 +42,15 @@ class StopMatcher:
         return told
 
     def _advance(self, text: str) -> str:
+        if not self._progress:
+            return text
         for index, character in enumerate(text):
             complete = [progress.stop for progress in self._progress if progress.advance(character)]
             if complete:
                 self.matched = max(complete, key=len)
                 return (self._held + text[: index + 1])[: -len(self.matched)]
         text = self._held + text
-        keep = max((progress.length for progress in self._progress), default=0)
+        keep = max([progress.length for progress in self._progress])
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

@@ -156,7 +156,7 @@ def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter
 
         assert yaml.safe_load(good)["quotas"]["guests"]["sessions"] == 1
         reload(daemon, {"limits": {"queue": 7}, "scheduling": {"ageing": "3s"}})
-        wait_for(lambda: "policy_set slowdown=1.4 between_tokens=0 ageing=3" in daemon.log)
+        wait_for(lambda: "policy_set slowdown=1.25 between_tokens=0 ageing=3" in daemon.log)
         with other_s(daemon, priority="interactive"):
             pass
         with daemon.client() as client:

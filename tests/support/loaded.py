@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from djinn_client.protocol import Placing, Sampling
+from djinn_client.protocol import Class, Placing, Sampling
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
@@ -113,8 +113,8 @@ class Served:
         for holder in holders:
             kv.drop(holder)
 
-    def open(self, tenant: int = 0) -> Session:
-        session = Session(f"s{next(self._numbers)}", "m", tenant, "agent")
+    def open(self, tenant: int = 0, klass: Class = "agent") -> Session:
+        session = Session(f"s{next(self._numbers)}", "m", tenant, klass)
         self.scheduler.open(session)
         return session
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from djinn_client.protocol import CLASSES, Class
-from djinnd.core.batch import Batch
+from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
@@ -36,6 +36,13 @@ def rising(base: float, token: float) -> Callable[[int], float]:
 STEPS = rising(0.01, 0.0001)
 
 
+def measured(times: StepTimes, seconds: Callable[[int], float]) -> None:
+    """Steps of all sizes have run, and taken so long by their tokens."""
+    for size in sorted({round(2 ** (bucket / 2)) for bucket in range(27)}) * 4:
+        times.note(size, 0, seconds(size))
+        times.note(1, size, seconds(1 + size))
+
+
 class VirtualDevice:
     """Requests are served until they end. `used` is device time by class and tenant: that of a step that only decodes
     is shared out evenly between its rows, what further tokens add to it by tokens."""
@@ -56,8 +63,7 @@ class VirtualDevice:
         self.kv = {name: KvManager(pages + 1, PAGE, 1 << 20, MAX_CONTEXT) for name in models or ("m",)}
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, num_blocks=2)
-            for tokens in sorted({round(2 ** (bucket / 2)) for bucket in range(27)}) * 2:
-                self.composer(name).times.note(tokens, seconds(tokens))
+            measured(self.composer(name).times, seconds)
         for tenant, weight in (weights or {}).items():
             self.scheduler.set_tenant(tenant, weight, None)
         self.now = 0.0
@@ -174,46 +180,53 @@ class Step:
         served = {row.session for row in batch.rows}
         self.left_out = [session for session in device.active(batch.model) if session not in served]
         self.rows = [row for row in batch.rows if row.session is not aged]
-        self.aged_tokens = batch.tokens - sum(row.count for row in self.rows)
+        self.aged = [row for row in batch.rows if row.session is aged]
 
-    def tokens(self, *classes: Class) -> int:
-        return sum(row.count for row in self.rows if row.session.klass in classes)
+    def of(self, *classes: Class) -> list[Row]:
+        return [row for row in self.rows if row.session.klass in classes]
 
-    def shielded(self, *classes: Class) -> int:
-        return sum(row.count for row in self.rows if row.session.klass in classes and not row.session.bulk)
+    def reads(self, row: Row) -> bool:
+        return self.remaining[row.session.id] > 1
 
-    def decoding(self, klass: Class) -> int:
+    def takes(self, rows: Sequence[Row]) -> float:
+        """Seconds, of a step with these rows."""
+        return self.times.predict(len(rows), sum(row.count - 1 for row in rows)) if rows else 0.0
+
+    def protected(self, klass: Class) -> int:
         """Those of a class that decode, and must not be slowed down."""
         here = [row.session for row in self.rows] + self.left_out
         return sum(s.klass == klass and not s.bulk and self.remaining[s.id] == 1 for s in here)
 
-    def allowed(self, tokens: int) -> float:
-        """Seconds that a step may take which slows so many down."""
-        if not tokens:
-            return math.inf
-        return max(self.policy.slowdown * self.times.predict(tokens), self.policy.between_tokens) + 1e-9
+    def allowed(self, *classes: Class, own: int = 0) -> float:
+        """Seconds that a step may take for the sake of these classes' rows that decode, and `own` more; where nobody
+        does, of those that read."""
+        shielded = [row for row in self.of(*classes) if not row.session.bulk]
+        decoders = sum(not self.reads(row) for row in shielded) + own
+        alone = self.times.predict(decoders) if decoders else self.takes(shielded)
+        return max(self.policy.slowdown * alone, self.policy.between_tokens) + 1e-9 if alone else math.inf
 
     def check_protection(self) -> None:
+        took = self.takes(self.batch.rows)
         for place, klass in enumerate(CLASSES[:-1]):
             above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
-            took = self.times.predict(self.batch.tokens)
-            assert not self.tokens(*below) or took <= self.allowed(self.shielded(*above)), f"{klass}: lower classes"
-            through = self.times.predict(self.aged_tokens + self.tokens(*above))
-            chunks = sum(r.count for r in self.rows if r.session.klass == klass and self.remaining[r.session.id] > 1)
-            own = self.decoding(klass)
-            may = self.allowed(self.shielded(*above[:-1]) + own) if own else math.inf
+            assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
+            own = self.protected(klass)
+            chunks = sum(row.count for row in self.of(klass) if self.reads(row))
+            may = self.allowed(*above[:-1], own=own) if own else math.inf
+            through = self.takes([*self.aged, *self.of(*above)])
             assert chunks <= LEAST_CHUNK or through <= may, f"{klass}: its own prompts"
 
     def check_left_out(self) -> None:
         """Where pages are not short."""
         if self.batch.tokens == self.limits[0] or len(self.batch.rows) == self.limits[1]:
             return
-        with_one_more = self.times.predict(self.batch.tokens + 1)
+        rows, further = len(self.batch.rows), self.batch.tokens - len(self.batch.rows)
         for session in self.left_out:
             above = CLASSES[: CLASSES.index(session.klass)]
-            slowed = self.shielded(*above)
-            may = min((self.allowed(self.shielded(*above[: end + 1])) for end in range(len(above))), default=math.inf)
-            own = self.decoding(session.klass) if session.klass != CLASSES[-1] else 0
-            if self.remaining[session.id] > 1 and own:
-                may = min(may, self.allowed(slowed + own))
-            assert with_one_more >= may - 1e-6, f"{session.id} is left out though there is room"
+            may = min((self.allowed(*above[: end + 1]) for end in range(len(above))), default=math.inf)
+            own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
+            reads = self.remaining[session.id] > 1
+            if reads and own:
+                may = min(may, self.allowed(*above, own=own))
+            with_it = self.times.predict(rows + 1, further + reads)
+            assert with_it >= may - 1e-6, f"{session.id} is left out though there is room"

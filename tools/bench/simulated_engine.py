@@ -102,6 +102,7 @@ class SimulatedEngine:
         self.composed_s = self.completed_s = 0.0  # of this thread's own time, in the scheduler
         self.moved: Counter[Way] = Counter()  # pages
         self.device_s: Callable[[int, float], object] = lambda tenant, seconds: None  # is told of each step's shares
+        self.ran: Callable[[Batch, float], object] = lambda batch, seconds: None  # is told of each step
         self._kv = KvManager(machine.pages + 1, machine.page_size, machine.page_bytes, machine.max_context)
         self._paging = Paging(self._kv)
         if machine.host_pages:
@@ -200,6 +201,7 @@ class SimulatedEngine:
             answer = self._answers[row.request.id]
             if answer.started is None:
                 answer.started = self.now
+        self.ran(batch, seconds)
         self.now += seconds
         self.busy_s += seconds
         self.steps += 1

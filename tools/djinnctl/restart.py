@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from djinn_client import Cancelled, Client, ConnectionLost, StatusReply
+from djinn_client import Cancelled, Client, ConnectionLost, ShuttingDown, StatusReply
 
 PAUSE = 0.1  # seconds between looks
 PATIENCE = 15.0  # seconds in which nobody may listen, before that is said: systemd takes some to start it again
@@ -45,7 +45,7 @@ def _successor(client: Client) -> StatusReply:
     while True:
         try:
             reply = client.status()
-        except Cancelled:  # the question came while the daemon went
+        except (ShuttingDown, Cancelled):  # the question came while the daemon went; an older one says Cancelled
             silent = 0.0
         except ConnectionLost:  # with the daemon that went, or nobody is there yet
             if silent > PATIENCE:

@@ -43,7 +43,8 @@ def ends(line: Line) -> None:
     assert request.warm
     line.send(Done(id=request.id))
     tell(line, state="draining")
-    line.send(Failure(id=line.expect(GetStatus).id, code="cancelled", message="the request was cancelled"))
+    for code in ("cancelled", "shutting_down"):  # the first is an older daemon's
+        line.send(Failure(id=line.expect(GetStatus).id, code=code, message="the daemon is stopping"))
 
 
 def begins(line: Line) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.protocol import Class
 from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
@@ -68,8 +69,8 @@ def prompts(count: int, longest: int) -> list[list[int]]:
     return [random_prompt(chance.randint(1, longest), VOCAB, seed) for seed in range(count)]
 
 
-def begin(served: Served, texts: list[list[int]], wish: int = WISH) -> list[Session]:
-    sessions = [served.open() for _ in texts]
+def begin(served: Served, texts: list[list[int]], wish: int = WISH, klass: Class = "agent") -> list[Session]:
+    sessions = [served.open(klass=klass) for _ in texts]
     for session, text in zip(sessions, texts, strict=True):
         served.submit(session, text, max_tokens=wish)
     return sessions
@@ -99,14 +100,15 @@ def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(seed: int) -
 
 
 def test_in_bfloat16_blocks_may_be_plain_packed_or_streamed_meanwhile_and_no_bit_changes(sixteen_bit: Path) -> None:
-    """With the same batches, so that products are tiled alike: no budget here takes a page from a session."""
+    """With the same batches, so that products are tiled alike: no budget here takes a page from a session, and in this
+    class all prompts are read at once."""
     texts = prompts(16, 200)
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
-        undisturbed = begin(served, texts)
+        undisturbed = begin(served, texts, klass="batch")
         served.run()
     chance = random.Random(0)
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
-        sessions = begin(served, texts)
+        sessions = begin(served, texts, klass="batch")
         served.step()
         needed = least(served) + 14 * served.runner.plan.page_bytes  # a page each
         seen: set[Place] = set()

@@ -19,12 +19,16 @@ def names(sessions: list[Session]) -> list[str]:
     return [session.id for session in sessions]
 
 
-def known(seconds: Mapping[int, float]) -> StepTimes:
-    """Steps of so many tokens take so long."""
+def known(rows: Mapping[int, float], further: Mapping[int, float] | None = None) -> StepTimes:
+    """Steps of so many rows take so long, and so much longer with so many tokens beyond one each; as rows do, if
+    nothing is said."""
     times = StepTimes()
-    for tokens, takes in seconds.items():
-        for _ in range(2):
-            times.note(tokens, takes)
+    for _ in range(4):
+        for count, takes in rows.items():
+            times.note(count, 0, takes)
+    for _ in range(4):
+        for count, takes in (further or rows).items():
+            times.note(1, count, rows[1] + takes)
     return times
 
 
@@ -107,26 +111,28 @@ def test_those_who_decode_in_a_lower_class_leave_a_prompt_its_row() -> None:
 
 # --- the time between tokens ----------------------------------------------------------------------------------------
 
-LINEAR = {tokens: 0.001 * tokens for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)}
-FLAT = dict.fromkeys((1, 16, 1024), 0.1)  # as a streamed model's
+SIZES = sorted({round(2 ** (bucket / 2)) for bucket in range(23)})
+LINEAR = {count: 0.001 * count for count in SIZES}
+FLAT = dict.fromkeys(SIZES, 0.1)  # as a streamed model's
+NOTHING = dict.fromkeys(SIZES, 0.0)
 
 
 def test_lower_classes_join_as_far_as_the_slowdown_lets_them() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(10)] + [session(f"b{n}") for n in range(10)]
-    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 15
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.501)), order)) == 15
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)) == 10
 
 
 def test_nobody_is_held_back_where_a_row_costs_nothing_or_nobody_knows() -> None:
     order = [session("i", klass="interactive"), session("b", 2000), *(session(f"b{n}") for n in range(10))]
-    for times in (known(FLAT), StepTimes()):
+    for times in (known(FLAT, NOTHING),):
         assert shares(room(order, times=times, policy=Policy(slowdown=1.0)), order) == [1, 2000] + [1] * 10
 
 
 def test_each_class_that_joins_slows_the_highest_down_no_further() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(100)] + [session(f"b{n}") for n in range(100)]
-    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 150
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.501)), order)) == 150
 
 
 def test_a_prompt_is_read_in_chunks_beside_those_that_decode() -> None:
@@ -150,7 +156,7 @@ def test_but_none_of_a_lower_class_where_it_would_hold_up_a_higher_one() -> None
 def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_higher_one() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
-    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)) == 150
+    assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.501)), order)) == 150
 
 
 def test_a_step_may_take_so_long_in_any_case() -> None:

@@ -1,86 +1,152 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from djinnd.scheduler import step_times
-from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.step_times import NO_LIMIT, Curve, StepTimes
 
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
-def known(*points: tuple[int, float]) -> StepTimes:
-    times = StepTimes()
-    for tokens, seconds in points:
-        times.note(tokens, 100.0)  # the first of a size tells nothing
-        times.note(tokens, seconds)
-    return times
+def known(*points: tuple[int, float]) -> Curve:
+    curve = Curve()
+    for count, seconds in points:
+        curve.note(count, 100.0)  # the first of a size tells nothing
+        curve.note(count, seconds)
+    return curve
+
+
+def measured(times: StepTimes, rows: int, further: int, seconds: float, often: int = 5) -> None:
+    for _ in range(often):
+        times.note(rows, further, seconds)
+
+
+# --- a curve --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_known_before_a_size_has_run_twice() -> None:
-    times = StepTimes()
-    for tokens in SIZES:
-        times.note(tokens, 9.0)
-    assert times.predict(4) == 0.0 and times.within(1.0) is None
+    curve = Curve()
+    for count in SIZES:
+        curve.note(count, 9.0)
+    assert curve.at(4) == 0.0 and curve.largest == 0
 
 
 def test_a_size_takes_what_it_took() -> None:
-    times = known((1, 0.1), (64, 0.5))
-    assert (times.predict(1), times.predict(64)) == (0.1, 0.5)
+    curve = known((1, 0.1), (64, 0.5))
+    assert (curve.at(1), curve.at(64)) == (0.1, 0.5)
 
 
 def test_between_two_sizes_the_time_rises_evenly() -> None:
-    times = known((4, 0.25), (16, 1.0))
-    assert times.predict(10) == 0.625
-    assert (times.within(0.625), times.within(0.624)) == (10, 9)
+    curve = known((4, 0.25), (16, 1.0))
+    assert curve.at(10) == 0.625
+    assert (curve.within(0.625), curve.within(0.624)) == (10, 9)
 
 
-def test_a_size_below_all_that_are_known_takes_as_long_as_the_smallest() -> None:
-    times = known((16, 0.4), (64, 0.8))
-    assert times.predict(1) == times.predict(16) == 0.4
-    assert times.within(0.3) == 0
+def test_below_all_that_are_known_less_is_tried_though_nothing_is_promised() -> None:
+    curve = known((16, 0.4), (64, 0.8))
+    assert curve.at(1) == curve.at(16) == 0.4
+    assert curve.within(0.2) == 8 and curve.within(0.0) == curve.within(-1.0) == 0
 
 
-def test_a_size_beyond_all_that_are_known_is_to_be_tried() -> None:
-    times = known((16, 0.4), (64, 0.8))
-    assert times.predict(5000) == 0.8
-    assert times.within(0.8) is None and times.within(0.79) == 62
+def test_beyond_all_that_are_known_twice_as_many_are_tried() -> None:
+    curve = known((16, 0.4), (64, 0.8))
+    assert curve.at(5000) == 0.8
+    assert curve.within(0.8) == 128 and curve.within(0.79) == 62
+    assert curve.within(math.inf) == NO_LIMIT
 
 
-def test_a_larger_step_takes_no_less_than_a_smaller_one() -> None:
-    times = known((16, 0.4), (64, 0.1), (256, 0.6))
-    assert (times.predict(16), times.predict(64)) == (0.1, 0.1)
-    assert times.within(0.09) == 0
+def test_where_nothing_is_known_a_few_are_tried() -> None:
+    assert 0 < Curve().within(1.0) <= 32
+    assert Curve().within(math.inf) == NO_LIMIT
+
+
+def test_more_take_no_less_than_fewer() -> None:
+    curve = known((16, 0.4), (64, 0.1), (256, 0.6))
+    assert (curve.at(16), curve.at(64)) == (0.1, 0.1)
+
+
+def test_a_hiccup_is_no_measure() -> None:
+    curve = known(*((count, 0.01 * count) for count in SIZES))
+    for _ in range(3):
+        curve.note(1024, 10.24)
+    curve.note(1024, 1000.0)
+    assert curve.at(1024) == pytest.approx(10.24)
 
 
 def test_a_size_that_was_slow_once_says_nothing_of_larger_ones() -> None:
-    times = known(*((tokens, 0.01 * tokens) for tokens in SIZES))
-    times.note(4, 1000.0)
-    assert times.predict(64) == pytest.approx(0.64)
-    assert times.within(0.64) == 64
+    curve = known(*((count, 0.01 * count) for count in SIZES if count != 4), (4, 1000.0))
+    assert curve.at(4) == pytest.approx(0.08) and curve.at(64) == pytest.approx(0.64)
 
 
 def test_what_changes_is_learned() -> None:
-    times = known((16, 0.1))
-    times.note(16, 0.2)
-    assert times.predict(16) == pytest.approx(0.12)
-    for _ in range(50):
-        times.note(16, 0.2)
-    assert times.predict(16) == pytest.approx(0.2, rel=1e-3)
+    curve = known((16, 0.1))
+    for _ in range(5):
+        curve.note(16, 0.2)
+    assert curve.at(16) == 0.2
 
 
 def test_sizes_that_are_alike_are_one() -> None:
-    times = StepTimes()
-    times.note(100, 9.0)
-    times.note(97, 0.3)
-    assert times.predict(91) == 0.3
+    curve = Curve()
+    curve.note(100, 9.0)
+    curve.note(97, 0.3)
+    assert curve.at(91) == 0.3
 
 
 def test_what_has_not_run_for_long_is_forgotten_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "_FORGOTTEN", 8)
-    times = known((1, 0.1), (1024, 5.0))
-    assert times.within(1.0) is not None
+    curve = known((1, 0.1), (1024, 5.0))
     for _ in range(16):
-        times.note(1, 0.1)
-    assert times.within(1.0) is None and times.predict(1) == pytest.approx(0.1)
-    times.note(1024, 50.0)
-    assert times.within(1.0) is None
+        curve.note(1, 0.1)
+    assert curve.largest == 1
+    curve.note(1024, 0.2)
+    assert curve.at(1024) == 0.2, "it need not be compiled again"
+
+
+# --- rows, and what they bring beyond one token ---------------------------------------------------------------------
+
+
+def test_what_prompts_take_is_what_such_rows_alone_do_not() -> None:
+    times = StepTimes()
+    measured(times, 4, 0, 1.0)
+    measured(times, 8, 0, 2.0)
+    measured(times, 4, 64, 1.5)
+    assert times.predict(4) == 1.0 and times.predict(8, 64) == 2.5
+    assert times.further_within(2.5, 8) == 128 and times.further_within(2.25, 8) == 32
+    assert times.rows_within(1.5, 64) == 4 and times.rows_within(2.0) == 16
+
+
+def test_a_device_that_runs_prompts_otherwise_shows_it() -> None:
+    """As where single tokens are a captured graph, and anything else is launched kernel by kernel."""
+    times = StepTimes()
+    for rows in (1, 2, 4, 8, 16, 32):
+        measured(times, rows, 0, 0.010)
+    measured(times, 16, 1, 0.030)
+    assert times.rows_within(0.0125) == 64, "rows cost nothing"
+    assert times.further_within(0.0125, 16) == 0, "but one token of a prompt does"
+
+
+def test_prompts_that_were_measured_beside_a_guess_are_measured_again() -> None:
+    times = StepTimes()
+    measured(times, 2, 0, 1.0)
+    measured(times, 32, 16, 5.0)  # of which nobody knows what 32 rows take
+    assert times.predict(32, 16) == 5.0
+    measured(times, 32, 0, 4.5)
+    measured(times, 32, 16, 5.0)
+    assert times.predict(2, 16) == 1.5
+
+
+def test_rows_that_were_never_alone_in_a_step_are_asked_for_until_they_were() -> None:
+    times = StepTimes()
+    asked = 0
+    while times.wants(4):
+        asked += 1
+        times.note(4, 0, 1.0)
+    assert 3 <= asked <= 5 and times.predict(4) == 1.0
+    assert times.wants(16)
+
+
+def test_but_not_for_ever() -> None:
+    times = StepTimes()
+    assert sum(times.wants(4) for _ in range(1000)) < 100

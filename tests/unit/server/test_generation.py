@@ -6,7 +6,7 @@ import pytest
 
 from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.detokenizer import Detokenizer
-from djinnd.server.generation import Generation
+from djinnd.server.generation import READ_AT_ONCE, Generation
 
 STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
 PROMPT = [5, 6]
@@ -51,6 +51,41 @@ def test_collected_the_final_reply_has_everything(tiny, story):
     assert (usage.prompt_tokens, usage.generated_tokens) == (2, len(story))
     assert (usage.session_tokens, usage.computed_tokens) == (len(play.session), 3)
     assert (reply.timings.queued, reply.timings.first_token, reply.timings.total) == (0.5, 1.0, 100.0)
+
+
+def test_text_that_nobody_waits_for_is_read_many_tokens_at_a_time(tiny, story):
+    class Counting:
+        def __init__(self, stream):
+            self.stream, self.asked = stream, []
+
+        def feed(self, token):
+            self.asked.append(token)
+            return self.stream.feed(token)
+
+        def finish(self):
+            return self.stream.finish()
+
+    def reads(**request):
+        play = Play(tiny, **request)
+        text = play.generation._text = Counting(play.generation._text)
+        found = []
+        for token in tokens:
+            before = len(text.asked)
+            play.feed([token])
+            found.append(len(text.asked) - before)
+        reply = play.finish()
+        assert text.asked == tokens
+        assert "".join(piece.text for piece in [*play.pieces, reply]) == tiny.decode(tokens)
+        return found
+
+    tokens = (story * READ_AT_ONCE)[: 3 * READ_AT_ONCE]
+    together = [reads() for _ in range(4)]
+    for found in together:
+        first, *others = [count for count in found if count]
+        assert first <= READ_AT_ONCE and set(others) == {READ_AT_ONCE}
+    at_a_time = [sum(count > 0 for count in step) for step in zip(*together, strict=True)]
+    assert max(at_a_time) == 1, "they take turns"
+    assert set(reads(stream=True)) == set(reads(stop=["never"])) == {1}
 
 
 def test_streamed_each_text_and_each_token_comes_once(tiny, story):
