@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.client import Session, Stream, attach, from_kv
+from djinn_client.cache import Cache
+from djinn_client.client import Session, attach, from_kv
 from djinn_client.control import (
     Client,
     close,
@@ -23,6 +24,7 @@ from djinn_client.control import (
     models,
     pause,
     plan,
+    points,
     quotas,
     resume,
     sessions,
@@ -33,6 +35,7 @@ from djinn_client.control import (
     unload,
     why,
 )
+from djinn_client.edits import EditInfo
 from djinn_client.errors import (
     Busy,
     Cancelled,
@@ -83,7 +86,9 @@ from djinn_client.protocol import (
     Usage,
 )
 from djinn_client.scheduling import Latency, QuotaUse, Spread, Why
+from djinn_client.stream import Stream
 from djinn_client.version import __version__
+from djinn_client.whitebox import Capture, Edit
 
 if TYPE_CHECKING:
     from djinn_client.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
@@ -96,11 +101,15 @@ __all__ = [
     "AsyncStream",
     "BudgetReply",
     "Busy",
+    "Cache",
     "Cancelled",
+    "Capture",
     "Client",
     "ConnectionLost",
     "DeviceInfo",
     "DjinnError",
+    "Edit",
+    "EditInfo",
     "EngineLost",
     "FileDamaged",
     "FrameTooLarge",
@@ -160,6 +169,7 @@ __all__ = [
     "models",
     "pause",
     "plan",
+    "points",
     "quotas",
     "resume",
     "sessions",

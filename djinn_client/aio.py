@@ -8,17 +8,22 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from djinn_client import whitebox
+from djinn_client.cache import Cache
 from djinn_client.connection import OnProgress
+from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
-from djinn_client.session import SessionSteps, StreamSteps
+from djinn_client.session import SessionSteps
 from djinn_client.steps import PAUSE_S, Steps, Wait
+from djinn_client.stream import StreamSteps
+from djinn_client.whitebox import Capture, Edit
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 T = TypeVar("T")
+AsyncEdit: TypeAlias = "Edit[Coroutine[Any, Any, None]]"
 
 
 async def run(steps: Steps[T]) -> T:
@@ -133,6 +139,39 @@ class AsyncSession:
         steps = await run(self._steps.fork(priority))
         return self._over(steps, steps.info.id)
 
+    async def steer(
+        self,
+        point: str | Iterable[str],
+        vector: Any = None,
+        *,
+        op: Op = "add",
+        scale: float = 1.0,
+        low: float | None = None,
+        high: float | None = None,
+        positions: Iterable[int] | None = None,
+    ) -> AsyncEdit:
+        """See Session.steer. `await edit.remove()` ends it."""
+        steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
+        return Edit(self._steps, await run(steps), run)
+
+    async def patch(
+        self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None
+    ) -> AsyncEdit:
+        """See Session.patch."""
+        return Edit(self._steps, await run(whitebox.patch(self._steps, activation, point, positions)), run)
+
+    async def unsteer(self, edit: AsyncEdit | int | None = None) -> None:
+        """See Session.unsteer."""
+        await run(whitebox.unsteer(self._steps, edit))
+
+    async def edits(self) -> list[EditInfo]:
+        """See Session.edits."""
+        return await run(whitebox.edits(self._steps))
+
+    def capture(self, points: str | Iterable[str]) -> Capture[Coroutine[Any, Any, Cache]]:
+        """`await s.capture(points).run("text")`. See Session.capture."""
+        return Capture(self._steps, points, run)
+
     async def kv(self) -> KV:
         """See Session.kv."""
         answer = await run(self._steps.export(kv=True))
@@ -140,9 +179,8 @@ class AsyncSession:
 
     async def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
         """See Session.save. The file is written in a thread."""
-        info = self._steps.info
-        answer = await run(self._steps.export(info.foreign_kv if kv is None else kv))
-        await asyncio.to_thread(save, path, info, answer)
+        answer = await run(self._steps.export(kv))
+        await asyncio.to_thread(save, path, self._steps.info, answer)
 
     @classmethod
     async def load(

@@ -1,4 +1,4 @@
-"""The blocking client: a session, and a stream of pieces."""
+"""The blocking client: a session."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from djinn_client import whitebox
+from djinn_client.cache import Cache
 from djinn_client.connection import OnProgress
+from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import import_of_file, import_of_kv, save
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
-from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
+from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
-from djinn_client.session import SessionSteps, StreamSteps
+from djinn_client.session import SessionSteps
 from djinn_client.steps import run
+from djinn_client.stream import Stream
+from djinn_client.whitebox import Capture, Edit
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -98,6 +103,69 @@ class Session:
         this one. Raises SessionBusy while a call runs, NotPermitted at the limit of sessions."""
         return self._over(run(self._steps.fork(priority)))
 
+    def steer(
+        self,
+        point: str | Iterable[str],
+        vector: Any = None,
+        *,
+        op: Op = "add",
+        scale: float = 1.0,
+        low: float | None = None,
+        high: float | None = None,
+        positions: Iterable[int] | None = None,
+    ) -> Edit[None]:
+        """Changes the session's activations `a` at a point, or at several, until the edit is removed:
+
+            add             a + scale·v                          v: `vector`
+            scale           a·scale                              takes no vector
+            project_out     a - scale·(a·v̂)v̂                     v̂: v of length 1
+            replace         v
+            clamp           a·v̂ is brought between `low` and `high`, either of which may be None
+
+        From now on: where the next token is chosen, and at all that follow; or at `positions`, ascending, also such as
+        have been computed already: these are computed again, with all that comes after them, when the session next
+        runs. `vector` is [width], or a row for each of the positions: a torch tensor on any device, a numpy array or a
+        sequence of numbers, in any dtype (the arithmetic is in float32, and rounded once). `point`: see djinn.points;
+        "blocks.14" is what block 14 gives, and "blocks.*" stands for all blocks.
+
+        An edit is data and belongs to the session: forks have it, and it survives restarts. Several at one point apply
+        in the order in which they were made.
+
+        Raises InvalidRequest for a point that the model has not, a vector of another width, or one that is larger than
+        a call can carry (15 MiB); SessionBusy, QuotaExceeded, Retry."""
+        steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
+        return Edit(self._steps, run(steps), run)
+
+    def patch(self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None) -> Edit[None]:
+        """Replaces activations by others: steer with op="replace".
+
+        An activation from a Cache knows its point and its positions: `t.patch(cache["blocks.9"], positions=[5])` takes
+        position 5 of it, and puts it at position 5 of this session; without `positions`, all that there are. Any other
+        tensor or array, [positions, width], needs the point and the positions: also a slice of an activation, to put it
+        elsewhere: `t.patch(cache["blocks.9"][:, 5:6], "blocks.9", positions=[7])`.
+
+        Raises what `steer` raises."""
+        return Edit(self._steps, run(whitebox.patch(self._steps, activation, point, positions)), run)
+
+    def unsteer(self, edit: Edit[None] | int | None = None) -> None:
+        """From now on this edit (or the one with this id; None: all) changes nothing. What it has changed stays, as it
+        is in the KV of the session's tokens; `truncate` to before it does away with that. Raises SessionBusy."""
+        run(whitebox.unsteer(self._steps, edit))
+
+    def edits(self) -> list[EditInfo]:
+        """The edits that the session's KV, or what comes next, follows from: those that were removed, too, where they
+        have changed something."""
+        return run(whitebox.edits(self._steps))
+
+    def capture(self, points: str | Iterable[str]) -> Capture[Cache]:
+        """`s.capture(["blocks.*.hook_resid_post", "logits"]).run("text")` runs the text and returns the activations at
+        these points as a Cache of tensors, mapped from memory that the daemon filled by one copy. See Capture.run.
+
+        There are no gradients: the model has run in another process, without a graph of the computation. The tensors
+        have `requires_grad` False, and `.backward()` of what is computed from them reaches no weight and no other
+        activation. For gradients, load the model with transformers; `share_model` serves that same one."""
+        return Capture(self._steps, points, run)
+
     def kv(self) -> KV:
         """The KV of all its tokens in this process's memory: see KV. What of it the daemon does not have is computed;
         it comes by one copy over the bus, into memory that is mapped here. Raises OutOfMemory, Retry."""
@@ -107,10 +175,10 @@ class Session:
     def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
         """Writes the session to a file, which only its owner may read, for `load`; replaces one that is there.
 
-        `kv` None: with its KV only where that does not follow from its tokens (`info.foreign_kv`). Otherwise the file
-        has tokens, a few kilobytes, and who loads it computes their KV. Raises OSError, and what `kv()` raises."""
-        info = self._steps.info
-        save(path, info, run(self._steps.export(info.foreign_kv if kv is None else kv)))
+        `kv` None: with its KV only where that does not follow from its tokens (`info.foreign_kv`, or edits). Otherwise
+        the file has tokens, a few kilobytes, and who loads it computes their KV. Raises OSError, and what `kv()`
+        raises."""
+        save(path, self._steps.info, run(self._steps.export(kv)))
 
     @classmethod
     def load(
@@ -206,40 +274,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of {self.info.model}>"
-
-
-class Stream:
-    """An iterator over the Pieces of one call. When it has ended, `result` is what `generate` would have returned.
-
-    Closing it early (close(), the end of its `with` block, or dropping it as `break` does) stops the work in the daemon
-    and leaves the session usable, with the tokens that were generated until then.
-    """
-
-    def __init__(self, steps: StreamSteps) -> None:
-        self._steps = steps
-
-    @property
-    def result(self) -> Generated:
-        """Raises InvalidRequest where the stream was not read to its end."""
-        return self._steps.result
-
-    def close(self) -> None:
-        self._steps.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Piece:
-        piece = run(self._steps.next())
-        if piece is None:
-            raise StopIteration
-        return piece
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def attach(session: str, *, address: str | None = None) -> Session:

@@ -88,6 +88,13 @@ class Client:
     def models(self) -> list[ModelInfo]:
         return self._call(build(ListModels), Models).models
 
+    def points(self, model: str) -> list[str]:
+        """The places in the model where sessions may look and change, one name for each, in the order of computing;
+        see djinn_client.points for the others. A model that is not loaded is loaded, for what it has is known then."""
+        known = next((info.points for info in self.models() if info.name == model), None)
+        known = known or self.load(model).points
+        return [] if known is None else list(known.names())
+
     def sessions(self) -> list[SessionInfo]:
         """The caller's sessions; every user's for an administrator."""
         return self._call(build(ListSessions), Sessions).sessions
@@ -219,6 +226,12 @@ def models(*, address: str | None = None) -> list[ModelInfo]:
     """The models that the daemon knows, loaded or not."""
     with Client(address) as client:
         return client.models()
+
+
+def points(model: str, *, address: str | None = None) -> list[str]:
+    """See Client.points."""
+    with Client(address) as client:
+        return client.points(model)
 
 
 def sessions(*, address: str | None = None) -> list[SessionInfo]:

@@ -20,6 +20,7 @@ from djinn_client.protocol import (
     Failure,
     Frame,
     FrameDecoder,
+    Generated,
     Logits,
     Partial,
     Request,
@@ -118,7 +119,7 @@ class Exchange:
             raise ProtocolError(f"a reply to request {message.id} came, but {self._in_flight} is in flight")
         if frame.fds > len(self._fds):
             raise ProtocolError(f"a reply announces {frame.fds} file descriptors, {len(self._fds)} came")
-        if frame.fds and not isinstance(message, Logits | SessionExported):
+        if frame.fds and not isinstance(message, Logits | Generated | SessionExported):
             raise ProtocolError(f"a {type(message).__name__} brings file descriptors that have no meaning in it")
         return Delivery(message, [self._fds.popleft() for _ in range(frame.fds)])
 

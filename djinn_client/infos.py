@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.points import PointMap
 from djinn_client.scheduling import Class, Latency
 
 Tier = Literal["device", "host", "disk"]  # where a page is
@@ -26,6 +27,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     age_s: float
     idle_s: float
     attached: int  # connections
+    edits: int = 0  # steering and patches that it has
     foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
     latency: Latency = Latency()  # of its calls so far
 
@@ -46,6 +48,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     ring_bytes: int = 0  # of device memory
     scratch_bytes: int = 0  # of device memory, where packed blocks are decoded
     vocab: int = 0
+    points: PointMap | None = None  # None: not loaded
     max_context: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0

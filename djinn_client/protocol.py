@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from djinn_client import replies, requests, signals
+from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
 from djinn_client.infos import *  # noqa: F403
 from djinn_client.placing import ModelPlan as ModelPlan
@@ -101,6 +102,9 @@ ClientMessage = (
     | requests.ForkSession
     | requests.CloseSession
     | requests.Generate
+    | requests.AddEdit
+    | requests.EndEdits
+    | requests.ListEdits
     | requests.Forward
     | requests.Truncate
     | requests.GetTokens
@@ -137,6 +141,8 @@ ServerMessage = (
     | replies.Progress
     | replies.Piece
     | replies.Generated
+    | replies.EditAdded
+    | replies.Edits
     | replies.Logits
     | replies.SessionOpened
     | replies.PauseReply

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
 from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier
 from djinn_client.kv_layout import KvLayout
@@ -76,7 +77,8 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Generated(Reply, tag="generated"):
-    """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought."""
+    """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought. With `captured`, a
+    memfd comes with it, sealed against shrinking and growing."""
 
     text: str
     token_ids: list[int]
@@ -84,6 +86,15 @@ class Generated(Reply, tag="generated"):
     usage: Usage
     timings: Timings
     logprobs: list[Logprobs] = []
+    captured: Captured | None = None
+
+
+class EditAdded(Reply, tag="edit_added"):
+    edit: int
+
+
+class Edits(Reply, tag="edit_list"):
+    edits: list[EditInfo]
 
 
 class Logits(Reply, tag="logits"):

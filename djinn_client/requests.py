@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from djinn_client.edits import Op
 from djinn_client.image import Dtype
 from djinn_client.infos import Tier
 from djinn_client.kv_layout import KvLayout
@@ -65,6 +66,7 @@ class Generate(Request, tag="generate"):
     stream: bool = False  # Pieces as they come; otherwise only the final reply
     expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
     deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
+    capture: list[str] = []  # points whose activations are wanted: see Generated. `max_tokens` may be 0 then
 
 
 class Forward(Request, tag="forward"):
@@ -72,6 +74,45 @@ class Forward(Request, tag="forward"):
 
     session: str
     token_ids: list[TokenId]
+
+
+class AddEdit(Request, tag="edit"):
+    """Answered by EditAdded. At these points, the session's activations are changed from now on:
+
+        add          a + scale v
+        scale        a scale
+        project_out  a without `scale` of its part along v
+        replace      v
+        clamp        the part of a along v, in units of v's length, is brought between `low` and `high`
+
+    From now on: where the next token is chosen, and after; or at `positions`, which may have been computed already, and
+    then are computed again. `values` has v: `rows` rows of the points' width of `dtype`: none for scale, else one, or
+    one for each of the positions. Positions are ascending."""
+
+    session: str
+    points: list[str]
+    op: Op = "add"
+    scale: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    positions: list[int] | None = None
+    rows: int = 0
+    dtype: Dtype = "float32"
+    values: bytes = b""
+
+
+class EndEdits(Request, tag="end_edits"):
+    """From now on these edits of the session change nothing; None: all. What they have changed stays. Answered by
+    Done."""
+
+    session: str
+    edits: list[int] | None = None
+
+
+class ListEdits(Request, tag="edits"):
+    """Answered by Edits: those that changed anything, too."""
+
+    session: str
 
 
 class Truncate(Request, tag="truncate"):

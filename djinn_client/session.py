@@ -7,30 +7,31 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
-from djinn_client.exchange import Delivery
+from djinn_client.exchange import Delivery, close_all
 from djinn_client.options import GenerateOptions, build, generate_request, signal_message, token_ids
+from djinn_client.points import PointMap
 from djinn_client.protocol import (
     AttachSession,
     Class,
     CloseSession,
     Done,
+    Edits,
     ExplainSession,
     ExportSession,
     ForkSession,
     Forward,
-    Generate,
     Generated,
     GetTokens,
     ImportSession,
+    ListEdits,
+    ListModels,
     Logits,
+    Models,
     OpenSession,
     PauseReply,
     PauseSession,
-    Piece,
     Progress,
     Reply,
     Request,
@@ -46,6 +47,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.scheduling import Why
 from djinn_client.steps import Steps
+from djinn_client.stream import StreamSteps
 from djinn_client.tensors import logits_array
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class SessionSteps:
         self._address = address
         self._connection: Connection | None = None
         self._info: SessionInfo | None = None
+        self._points: PointMap | None = None  # of its model, where it has been asked for
         self._ended = ""  # "closed" or "detached"
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
         self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
@@ -99,20 +102,26 @@ class SessionSteps:
 
     def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
         request = generate_request(self.info.id, prompt, options, stream=False)
-        return (yield from self._call(request, Generated)).message
+        answer = yield from self.call(request, Generated)
+        close_all(answer.fds)
+        return answer.message
 
     def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
 
     def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
         request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
-        return logits_array(*(yield from self._call(request, Logits)))
+        return logits_array(*(yield from self.call(request, Logits)))
 
-    def export(self, kv: bool) -> Steps[Answer[SessionExported]]:
-        return (yield from self._call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
+    def export(self, kv: bool | None) -> Steps[Answer[SessionExported]]:
+        """`kv` None: with its KV where that does not follow from its tokens."""
+        if kv is None:
+            listed = yield from self.call(build(ListEdits, session=self.info.id), Edits)
+            kv = self.info.foreign_kv or bool(listed.message.edits)
+        return (yield from self.call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
 
     def truncate(self, length: int) -> Steps[None]:
-        yield from self._call(build(Truncate, session=self.info.id, length=length), Done)
+        yield from self.call(build(Truncate, session=self.info.id, length=length), Done)
 
     def signal(self, kind: str, expected_s: float | None, tool: str) -> Steps[None]:
         """Also between two pieces of a stream: it has no reply that could be taken for one of the stream's."""
@@ -134,8 +143,23 @@ class SessionSteps:
     def why(self) -> Steps[Why]:
         return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why
 
+    def points(self) -> Steps[PointMap | None]:
+        """Of the model; None where it is not loaded."""
+        if self._points is None:
+            models = (yield from self.call(build(ListModels), Models)).message.models
+            self._points = next((model.points for model in models if model.name == self.info.model), None)
+        return self._points
+
     def token_ids(self) -> Steps[list[int]]:
-        return (yield from self._call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+        return (yield from self.call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+
+    def call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+        """A request on the session's connection and its final reply, whose descriptors are the caller's."""
+        self._expect_idle()
+        with self._turn:
+            self._expect_no_stream()
+            connection = yield from self._connected()
+            return (yield from connection.call(request, expected))
 
     def close(self) -> Steps[None]:
         """Closes the session in the daemon, and does nothing where it is closed, detached or gone already."""
@@ -182,13 +206,6 @@ class SessionSteps:
             yield from self._begin(build(AttachSession, session=self.info.id))
         assert self._connection is not None
         return self._connection
-
-    def _call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        self._expect_idle()
-        with self._turn:
-            self._expect_no_stream()
-            connection = yield from self._connected()
-            return (yield from connection.call(request, expected))
 
     def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
         """A call over a connection of its own, because it is about a call that may be running on the session's."""
@@ -241,78 +258,3 @@ class SessionSteps:
         stream = None if self._stream is None else self._stream()
         if stream is not None and stream is not but and not stream.ended:
             raise SessionBusy("a stream of this session is open: read it to its end or close it first")
-
-
-class StreamSteps:
-    """A Generate whose text comes in Pieces. The session is its own from the first piece that is asked for until the
-    last has come, or it is closed, or nobody holds it any more."""
-
-    ended = False
-    connection: Connection | None = None  # set when the request is about to be sent
-
-    def __init__(self, session: SessionSteps, request: Generate) -> None:
-        self.request = request
-        self._session = session
-        self._pieces: list[Piece] = []
-        self._result: Generated | None = None
-        self._waiting = False
-
-    @property
-    def result(self) -> Generated:
-        """The whole call's text, tokens, finish reason, usage and timings. Raises InvalidRequest before the end."""
-        if self._result is None:
-            raise InvalidRequest("the stream was not read to its end: it has no result")
-        return self._result
-
-    def next(self) -> Steps[Piece | None]:
-        """The next piece with something in it, or None at the end."""
-        if self._waiting:
-            raise SessionBusy("another thread or task is waiting for this stream's next piece")
-        if self.ended:
-            return None
-        try:
-            self._waiting = True
-            delivery = yield from self._session.next_of(self)
-        except BaseException:
-            self._give_up()
-            raise
-        finally:
-            self._waiting = False
-        match delivery.message:
-            case Piece() as piece:
-                self._pieces.append(piece)
-                return piece
-            case Generated() as last:
-                return self._finish(last)
-            case _:
-                self.ended = True
-                assert self.connection is not None
-                raise self.connection.unexpected(delivery)
-
-    def close(self) -> None:
-        """Gives up what has not come; the session stays as far as it went. Raises SessionBusy in mid-wait."""
-        if self._waiting:
-            raise SessionBusy("another thread or task is waiting for this stream's next piece")
-        self._give_up()
-
-    def __del__(self) -> None:
-        self._give_up()
-
-    def _give_up(self) -> None:
-        if not self.ended:
-            self.ended = True
-            if self.connection is not None:
-                self.connection.give_up()
-
-    def _finish(self, last: Generated) -> Piece | None:
-        """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
-        rest = Piece(id=last.id, text=last.text, token_ids=last.token_ids, logprobs=last.logprobs)
-        self._pieces.append(rest)
-        self._result = msgspec.structs.replace(
-            last,
-            text="".join(piece.text for piece in self._pieces),
-            token_ids=[token for piece in self._pieces for token in piece.token_ids],
-            logprobs=[entry for piece in self._pieces for entry in piece.logprobs],
-        )
-        self.ended = True
-        return rest if rest.text or rest.token_ids else None

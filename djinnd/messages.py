@@ -23,6 +23,7 @@ import msgspec
 from djinn_client.errors import ProtocolError
 from djinn_client.image import Dtype, Image
 from djinn_client.placing import ModelPlan, Placing
+from djinn_client.points import Point
 from djinn_client.protocol import (
     HEADER,
     MAGIC,
@@ -35,6 +36,7 @@ from djinn_client.protocol import (
     Span,
     Tier,
 )
+from djinnd.core.edits import Edit
 
 Holding = Literal["weights", "pages"]
 
@@ -136,6 +138,7 @@ class Open(msgspec.Struct, tag="open"):
     priority: Class
     tokens: list[int] = []
     paused: bool = False
+    edits: tuple[Edit, ...] = ()
 
 
 class Fork(msgspec.Struct, tag="fork"):
@@ -165,6 +168,22 @@ class Run(msgspec.Struct, tag="run"):
     logits: bool = False
     expected_tokens: int = 0  # 0: nobody knows
     deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
+    capture: list[Point] = []  # see Capture
+
+
+class AddEdit(msgspec.Struct, tag="add_edit"):
+    """One-way. The session is idle."""
+
+    session: str
+    edit: Edit
+
+
+class EndEdits(msgspec.Struct, tag="end_edits"):
+    """One-way, likewise: from position `at` on these change nothing."""
+
+    session: str
+    edits: list[int]
+    at: int
 
 
 class CancelRun(msgspec.Struct, tag="cancel"):
@@ -319,6 +338,8 @@ ToEngine = (
     | Fork
     | Close
     | Run
+    | AddEdit
+    | EndEdits
     | CancelRun
     | Halt
     | Hold
@@ -460,6 +481,19 @@ class Stepped(msgspec.Struct, tag="stepped"):
     started: list[Started] = []
 
 
+class Capture(msgspec.Struct, frozen=True):
+    """What the sealed memfd has that comes with the frame: for each point of the Run's `capture`, in their order, from
+    its offset on, `room` rows of the point's width and the dtype, row-major; the first `positions` of them are the
+    activations at the session's positions from `first` on."""
+
+    dtype: Dtype
+    first: int
+    positions: int
+    room: int
+    nbytes: int  # of the window
+    offsets: list[int]  # bytes
+
+
 class Finished(msgspec.Struct, tag="finished"):
     """Final reply of a Run. `length` is the session's; `generated` counts the tokens that stay."""
 
@@ -468,6 +502,7 @@ class Finished(msgspec.Struct, tag="finished"):
     length: int
     generated: int
     computed: int
+    capture: Capture | None = None
 
 
 class LogitsReady(msgspec.Struct, tag="logits"):

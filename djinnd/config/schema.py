@@ -27,6 +27,8 @@ from djinnd.config.units import (
 Count = Annotated[int, Meta(ge=1)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
+MAX_EDIT_BYTES = 128 << 20  # of a session: with its tokens it is one message to an engine
+
 
 class Log(Struct, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -40,6 +42,8 @@ class Limits(Struct, frozen=True):
     connections_per_user: Count = 1024
     shared_models_per_user: Count = 8
     public_prefixes_per_model: Count = 256
+    edits_per_session: Count = 1000
+    edit_bytes_per_session: Size = 64 << 20  # of their values, and 128 for each span of positions and each point
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
     queue: Count = 1024  # requests that wait for their first row; more are told to come back
@@ -52,6 +56,11 @@ class Limits(Struct, frozen=True):
     engine_start: Seconds = 300  # from starting an engine to its first word
     engine_silence: Seconds = 30  # without a word, after which an engine is killed
     engine_wait: Seconds = 120  # that a call waits for an engine that is being started
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.edit_bytes_per_session > MAX_EDIT_BYTES:
+            raise ValueError(f"edit_bytes_per_session is more than {MAX_EDIT_BYTES >> 20}MiB, the most that it may be")
 
 
 class Model(Struct, frozen=True):

@@ -15,7 +15,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from djinn_client.points import Point
 from djinn_client.protocol import FinishReason, Sampling
+from djinnd.core.edits import FOREVER
 
 
 class RequestState(Enum):
@@ -38,9 +40,10 @@ _MOVES = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`max_tokens` 0 asks for no new token: a forward pass. `first` is the session's length before this request and
-    `prompt_end` its length with the prompt; generated tokens follow. `logits_from` is the first position whose
-    logits are wanted, for a forward pass."""
+    """`max_tokens` 0 asks for no new token. `first` is the session's length before this request and `prompt_end` its
+    length with the prompt; generated tokens follow. `logits`: of a forward pass, those of the prompt are wanted.
+    `capture`: activations at these points. `seen_from`: the first position of which more is wanted than KV, and has not
+    been computed yet; FOREVER where there is none."""
 
     id: int
     first: int
@@ -49,7 +52,9 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
-    logits_from: int | None = None
+    logits: bool = False
+    capture: tuple[Point, ...] = ()
+    seen_from: int = FOREVER
     expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
     deadline: float = math.inf  # by which the last token is wanted, on the engine's clock
     state: RequestState = RequestState.QUEUED

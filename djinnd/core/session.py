@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from djinn_client.protocol import Class
+from djinnd.core.edits import FOREVER, Edit, cut
+from djinnd.core.names import Names
 from djinnd.core.request import Request
 
 
@@ -32,18 +35,22 @@ class Session:
     passed_over: str = ""  # why it has no row in the last step, of those that were asked
     woken: bool = False  # its pages have left the device since its last row
     left_at: int = 0  # what `computed` was when its pages last left the device
+    edits: tuple[Edit, ...] = ()  # in the order of their numbers
+    edited_from: int = FOREVER  # the first position that a change of them has been about, since the last request
 
     @property
     def remaining(self) -> int:
         """Tokens that the model has still to run before it can give the next one."""
         return len(self.tokens) - self.computed
 
-    def run_last_again(self) -> None:
-        """The last token's KV will be the model's own."""
-        self.foreign_tokens = min(self.foreign_tokens, len(self.tokens) - 1)
+    @property
+    def names(self) -> Sequence[int]:
+        """What the KV of each position follows from, beside that of those before it: by these, pages are known."""
+        return Names(self.tokens, self.edits) if self.edits else self.tokens
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
+        self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)
         self.foreign_tokens = min(self.foreign_tokens, length)

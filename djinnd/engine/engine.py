@@ -17,11 +17,14 @@ import torch
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost
 from djinnd import messages
 from djinnd.core.batch import Batch
+from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel, ServerGone
+from djinnd.engine.courses import Courses
+from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.export import Passages
 from djinnd.engine.figures import Figures
 from djinnd.engine.loading import LoadQueue, LoadResult
@@ -57,7 +60,9 @@ class Engine:
         self._pauses = Pauses(self._scheduler, self._runners, channel)
         self._tiers = Tiers(device, self._scheduler, self._loads, self._pauses)
         self._tracer = Tracer(device, channel.send)
-        self._passages = Passages(device, self._scheduler, self._runners, channel, self._compute_kv)
+        self._courses = Courses(channel)
+        self._passages = Passages(device, self._scheduler, self._runners, channel, self._courses, self._compute_kv)
+        self._deliveries = Deliveries(device, channel, self._courses, self._fail_delivery)
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
         self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._under_way)
@@ -82,6 +87,8 @@ class Engine:
             messages.Halt: lambda m: self._finish(self._scheduler.halt(m.request, m.keep)),
             messages.Hold: self._hold,
             messages.Truncate: lambda m: self._scheduler.truncate(m.session, m.length),
+            messages.AddEdit: lambda m: self._scheduler.edit(m.session, m.edit),
+            messages.EndEdits: lambda m: self._scheduler.end_edits(m.session, m.edits, m.at),
             messages.ExportKv: self._passages.export,
             messages.ImportKv: self._passages.import_,
             messages.Signal: self._tiers.signal,
@@ -111,7 +118,7 @@ class Engine:
                 self._adopt_loaded()
                 moving = self._tiers.turn()
                 busy = self._step() or (quiet and self._prepare())
-                busy = self._passages.turn() or busy
+                busy = self._courses.turn() or busy
                 if moving and not busy:
                     self._tiers.wait()
                 busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
@@ -121,7 +128,7 @@ class Engine:
             log.warning("server_gone")
         finally:
             self._loads.close()
-            self._passages.close()
+            self._courses.close()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +154,7 @@ class Engine:
         for index in sampled.unsound:
             told = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
             self._fail(requests[index], told)
-        waits = bool(sampled.tokens) or any(row.request.logits_from is not None for row in batch.rows)
+        waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
         for request in self._scheduler.complete(batch, sampled.tokens, seconds):
             self._finish(request)
@@ -215,7 +222,7 @@ class Engine:
 
     def _open(self, message: messages.Open) -> None:
         session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
-        session.paused = message.paused
+        session.paused, session.edits = message.paused, message.edits
         self._scheduler.open(session)
 
     def _fork(self, message: messages.Fork) -> None:
@@ -224,7 +231,9 @@ class Engine:
             self._runners[self._scheduler.session(message.session).model].copy_page(*copy)
 
     def _close(self, message: messages.Close) -> None:
+        runner = self._runners[self._scheduler.session(message.session).model]
         self._finish(self._scheduler.close(message.session))
+        runner.use_edits(message.session, ())
 
     def _run(self, message: messages.Run) -> None:
         try:
@@ -235,6 +244,9 @@ class Engine:
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
         first = len(session.tokens)
+        seen_from = first if message.logits else FOREVER
+        if message.capture:
+            seen_from = min(first if message.tokens else now(first), session.edited_from)
         request = Request(
             id=message.request,
             first=first,
@@ -243,25 +255,39 @@ class Engine:
             sampling=message.sampling,
             stop_tokens=frozenset(message.stop_tokens),
             logprobs=message.logprobs,
-            logits_from=first if message.logits else None,
+            logits=message.logits,
+            capture=tuple(message.capture),
+            seen_from=seen_from,
             expected_tokens=message.expected_tokens,
             deadline=message.deadline or math.inf,
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
         self._scheduler.submit(session.id, request, message.tokens)
         self._tiers.called(session.id)
-        if message.logits:
-            try:
-                self._runners[session.model].open_window(request)
-            except OSError as error:
-                self._scheduler.rollback(request.id)
-                raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
+        try:
+            self._make_room(session, request)
+        except OutOfMemory:
+            self._scheduler.rollback(request.id)
+            raise
         self._under_way[request.id] = session
         self._waiting.add(request.id)
+
+    def _make_room(self, session: Session, request: Request) -> None:
+        """For what the request's steps need and give beside tokens. Raises OutOfMemory."""
+        runner = self._runners[session.model]
+        runner.use_edits(session.id, session.edits)
+        if request.capture:
+            self._deliveries.open(session, request, runner)
+        if request.logits:
+            try:
+                runner.open_window(request)
+            except OSError as error:
+                raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
 
     def _compute_kv(self, number: int, session: Session) -> None:
         """Submits a request that computes what KV the session lacks, and gives no token."""
         length = len(session.tokens)
+        self._runners[session.model].use_edits(session.id, session.edits)
         self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
         self._under_way[number] = session
 
@@ -281,6 +307,10 @@ class Engine:
             assert request.finish_reason is not None
             generated = length - request.prompt_end
             reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
+            if request.capture and request.finish_reason != "cancelled":
+                self._deliveries.ended(request, reply)
+                return
+            self._deliveries.drop(request)
             self._channel.send(reply)
         else:
             told = messages.LogitsReady(request.id, length, request.computed, window.tokens, window.vocab)
@@ -288,10 +318,20 @@ class Engine:
         if window is not None:
             window.close()
 
+    def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
+        """What it captures has nowhere to go."""
+        if request.id in self._under_way:
+            self._fail(request, error)
+            return
+        if session in self._scheduler.sessions():  # idle until this is answered
+            self._scheduler.truncate(session.id, request.first)
+        self._refuse(request.id, error)
+
     def _fail(self, request: Request, error: DjinnError) -> None:
         """Answers with the error; the session is as it was before the request."""
         self._scheduler.rollback(request.id)
         session = self._forget(request)
+        self._deliveries.drop(request)
         window = self._runners[session.model].forget(request)
         if window is not None:
             window.close()
@@ -393,6 +433,7 @@ class Engine:
 
     def _unload(self, message: messages.Unload) -> None:
         def unload() -> None:
+            self._deliveries.abandon(self._runners[message.model])
             self._tiers.remove(message.model)
             self._scheduler.remove_model(message.model)
             self._runners.pop(message.model).release()

@@ -14,41 +14,23 @@ SessionLost (Engine._fail_lost), so that nothing is made up.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
-from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory, Retry, SessionNotFound
 from djinn_client.shm import map_read_only, map_writable, new_window
 from djinnd.core.session import Session
-from djinnd.device import Device, Event, Lane
+from djinnd.device import Device
 from djinnd.engine.channel import Channel
+from djinnd.engine.courses import Course, Courses
 from djinnd.engine.model_runner import ModelRunner
-from djinnd.messages import ExportKv, Failed, Finished, ImportKv, KvExported
+from djinnd.engine.window import Window
+from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.scheduler.scheduler import Scheduler
-
-log = logging.getLogger("djinnd.engine")
-
-PIECE_BYTES = 32 << 20
-_HOST_PAGE = 4096
-
-Wait = Future[Any] | None  # come back when it is done; None: in the next turn
-Course = Generator[Wait, None, None]
-
-
-@dataclass(slots=True, eq=False)
-class _Passage:
-    course: Course
-    waits: Wait = None
-    filling: Future[None] | None = None  # while the KV that lacks is computed
 
 
 class Passages:
@@ -61,6 +43,7 @@ class Passages:
         scheduler: Scheduler,
         runners: Mapping[str, ModelRunner],
         channel: Channel,
+        courses: Courses,
         fill: Callable[[int, Session], None],
     ) -> None:
         """`runners`: by model, as they are at any time."""
@@ -68,19 +51,18 @@ class Passages:
         self._scheduler = scheduler
         self._runners = runners
         self._channel = channel
+        self._courses = courses
         self._fill = fill
-        self._passages: dict[int, _Passage] = {}  # by request
-        self._aside = ThreadPoolExecutor(1, "djinn-windows")
+        self._filling: dict[int, Future[None]] = {}  # by request, while the KV that lacks is computed
 
     def export(self, message: ExportKv) -> None:
         """Of an idle session, which nobody but its close touches until KvExported, or Failed, is sent."""
         try:
             session = self._present(message.session)
         except SessionNotFound as error:
-            self._refuse(message.request, error)
+            self._courses.refuse(message.request, error)
             return
-        course = self._export(message.request, session, self._runners[session.model])
-        self._passages[message.request] = _Passage(course)
+        self._courses.start(message.request, self._export(message.request, session, self._runners[session.model]))
 
     def import_(self, message: ImportKv) -> None:
         """Opens the session; takes the descriptor. Ends with Finished, or with Failed: what the session then has is of
@@ -89,44 +71,18 @@ class Passages:
         session.salt = message.salt
         self._scheduler.open(session)
         course = self._import(message.request, session, self._runners[session.model], message.kv_tokens, message.fd)
-        self._passages[message.request] = _Passage(course)
+        self._courses.start(message.request, course)
 
     def filled(self, request: int, error: DjinnError | None) -> bool:
         """A request has ended. False: it is none of these."""
-        passage = self._passages.get(request)
-        if passage is None or passage.filling is None:
+        filling = self._filling.pop(request, None)
+        if filling is None:
             return False
-        filling, passage.filling = passage.filling, None
         if error is None:
             filling.set_result(None)
         else:
             filling.set_exception(error)
         return True
-
-    def turn(self) -> bool:
-        """Once in each turn of the engine's loop. → whether something goes on in the next one at once."""
-        busy = False
-        for request, passage in list(self._passages.items()):
-            if passage.waits is not None and not passage.waits.done():
-                continue
-            try:
-                passage.waits = next(passage.course)
-            except StopIteration:
-                del self._passages[request]
-            except DjinnError as error:
-                del self._passages[request]
-                self._refuse(request, error)
-            else:
-                busy |= passage.waits is None
-        return busy
-
-    def _refuse(self, request: int, error: DjinnError) -> None:
-        self._channel.send(Failed(request, error.code, error.message, error.data))
-
-    def close(self) -> None:
-        for passage in self._passages.values():
-            passage.course.close()
-        self._aside.shutdown()
 
     # --- the two ----------------------------------------------------------------------------------------------------
 
@@ -135,15 +91,15 @@ class Passages:
         shape, dtype = _shape(runner, length), runner.model.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            fd = yield from self._elsewhere(lambda: new_window("djinnd-kv", nbytes))
+            fd = yield from self._courses.elsewhere(lambda: new_window("djinnd-kv", nbytes))
         except OSError as error:
             raise OutOfMemory(
                 f"the host has no {nbytes:,} bytes for the session's KV: {error}", needed=nbytes
             ) from error
         try:
             memory = torch.frombuffer(map_writable(fd, nbytes), dtype=torch.uint8)
-            with _Window(self._device, memory, runner.plan.page_bytes, self._aside) as window:
-                yield from self._elsewhere(window.pin)
+            with Window(self._device, memory, runner.plan.page_bytes, self._courses) as window:
+                yield from self._courses.elsewhere(window.pin)
                 pages = memory.view(dtype).view(shape)
                 for first, count in window.pieces():
                     while self._present(session.id).computed < length:
@@ -163,8 +119,8 @@ class Passages:
             memory = torch.frombuffer(map_read_only(fd, math.prod(shape) * dtype.itemsize), dtype=torch.uint8)
         finally:
             os.close(fd)
-        with _Window(self._device, memory, runner.plan.page_bytes, self._aside, read_only=True) as window:
-            yield from self._elsewhere(window.pin)
+        with Window(self._device, memory, runner.plan.page_bytes, self._courses, read_only=True) as window:
+            yield from self._courses.elsewhere(window.pin)
             yield from self._reserve(self._present(session.id), runner, tokens)
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
@@ -210,77 +166,14 @@ class Passages:
             yield None
         if session.remaining == 0:
             return
-        filling = self._passages[request].filling = Future()
+        filling = self._filling[request] = Future()
         try:
             self._fill(request, session)
         except DjinnError:
-            self._passages[request].filling = None
+            del self._filling[request]
             raise
         yield filling
         filling.result()
-
-    def _elsewhere(self, act: Callable[[], Any]) -> Generator[Wait, None, Any]:
-        """What takes longer than a step may wait."""
-        future = self._aside.submit(act)
-        future.add_done_callback(lambda _: self._channel.wake())
-        yield future
-        return future.result()
-
-
-class _Window:
-    """Host memory while it is pinned and copied from or to. Leaving the context waits for the copies in flight, and has
-    the memory unpinned in the thread of `aside`."""
-
-    def __init__(
-        self, device: Device, memory: Tensor, page_bytes: int, aside: ThreadPoolExecutor, *, read_only: bool = False
-    ) -> None:
-        """memory: uint8 [pages * page_bytes]"""
-        self._device = device
-        self._memory = memory
-        self._page_bytes = page_bytes
-        self._aside = aside
-        self._read_only = read_only
-        self._lane = Lane.UP if read_only else Lane.DOWN
-        self._pinned: list[Tensor] = []
-        self._flying: deque[Event] = deque()
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """First page and count. A piece starts on a page of the host, too: so each is pinned by itself."""
-        pages = len(self._memory) // self._page_bytes
-        align = _HOST_PAGE // math.gcd(self._page_bytes, _HOST_PAGE)
-        count = max(PIECE_BYTES // self._page_bytes // align, 1) * align
-        return ((first, min(count, pages - first)) for first in range(0, pages, count))
-
-    def pin(self) -> None:
-        """Raises OutOfMemory."""
-        size = self._page_bytes
-        pieces = [self._memory[first * size : (first + count) * size] for first, count in self.pieces()]
-        self._device.pin(pieces, read_only=self._read_only)
-        self._pinned = pieces
-
-    def queue(self, copies: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """One piece, target and source of each copy."""
-        after, event = self._device.mark(), None
-        for target, source in copies:
-            event = self._device.copy(target, source, after, "window", self._lane)
-        assert event is not None, "a piece without pages"
-        event.order()
-        self._flying.append(event)
-        if len(self._flying) > 2:
-            self._flying.popleft().wait()
-
-    def __enter__(self) -> _Window:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._flying:
-            self._flying.popleft().wait()
-        self._aside.submit(self._release).add_done_callback(_told)
-
-    def _release(self) -> None:
-        """Behind `pin` in the thread, where that is still under way."""
-        self._device.unpin(self._pinned)
-        self._pinned = []
 
 
 def _shape(runner: ModelRunner, tokens: int) -> tuple[int, ...]:
@@ -294,8 +187,3 @@ def _runs(first: int, pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if index == len(pages) or pages[index] != pages[index - 1] + 1:
             yield first + start, pages[start], index - start
             start = index
-
-
-def _told(release: Future[None]) -> None:
-    if (error := release.exception()) is not None:
-        log.error("window_not_released error=%r", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
@@ -11,6 +12,10 @@ from djinnd.device import Device
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.tiers import Tiers
 from djinnd.scheduler.scheduler import Scheduler
+
+
+class Audited(Protocol):
+    def check_integrity(self) -> None: ...
 
 
 class Figures:
@@ -56,9 +61,11 @@ class Figures:
 
     def _audit(self) -> list[str]:
         findings = []
-        for name, audited in (("scheduler", self._scheduler), ("budget", self._device.budget)):
+        audited: dict[str, Audited] = {"scheduler": self._scheduler, "budget": self._device.budget}
+        audited |= {f"edits of {runner.name}": runner.edits for runner in self._runners.values()}
+        for name, part in audited.items():
             try:
-                audited.check_integrity()
+                part.check_integrity()
             except AssertionError as error:
                 findings.append(f"{name}: {error}")
         windows = {request for runner in self._runners.values() for request in runner.windows}

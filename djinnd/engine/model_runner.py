@@ -14,11 +14,16 @@ from torch import Tensor
 
 from djinn_client.protocol import ModelInfo
 from djinnd.core.batch import Batch, Row
+from djinnd.core.edits import Edit
 from djinnd.core.request import Request
 from djinnd.device import Device
 from djinnd.device.cuda import CudaDevice
+from djinnd.engine.captures import Captures
+from djinnd.engine.edit_table import EditTable
 from djinnd.engine.logits_window import LogitsWindow
-from djinnd.engine.memory import LOGIT_ROWS, KvPlan, ModelShape, workspace_bytes
+from djinnd.engine.memory import KvPlan, ModelShape, workspace_bytes
+from djinnd.engine.picks import Picks
+from djinnd.engine.step_probe import Part, Touched
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
 from djinnd.model.graphs import Shape, StepGraphs
@@ -29,6 +34,8 @@ from djinnd.model.sampler import Sampled, Sampler
 from djinnd.weights.plan import Place, Plan
 
 log = logging.getLogger("djinnd.engine")
+
+Rows = Sequence[Row]
 
 _PAGES_AT_ONCE = 32  # that are moved from one pool to another: what is held twice
 
@@ -59,6 +66,10 @@ class ModelRunner:
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
+        points = model.skeleton.points
+        self.edits = EditTable(device, self.name, points.width, points.vocab)
+        self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
+        self._touched: Touched | None = None  # by edits, the last batch that may have been
         self.graphs = self._new_graphs()
         self._ran: Shape | None = None  # by the last step, and not settled yet
 
@@ -98,7 +109,8 @@ class ModelRunner:
     @property
     def nbytes(self) -> int:
         """Of the device's budget."""
-        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0])
+        touched = self.edits.nbytes + self.captures.nbytes
+        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
 
     def move(self, places: Plan, num_pages: int) -> None:
         """Between steps: brings blocks to their places and the pages that are held into a pool of `num_pages`, with the
@@ -156,22 +168,57 @@ class ModelRunner:
             stale = self.kv.take_stale()
             if stale:
                 self.model.zero_pages(stale)
-            logits = self._replay(batch.rows) if self._replays(batch) else self._mixed(batch.rows)
+            touched = self._touch(batch) if self.edits or self.captures else None
+            rows, logits = self._passes(batch.rows, touched)
             if logits is None:
                 return Sampled([], [], [])
-            return self.sampler.sample(logits, [row.session for row in batch.rows if row.samples])
+            sampling = [row for row in rows if row.samples]
+            sampled = self.sampler.sample(logits, [row.session for row in sampling])
+            return sampled if rows is batch.rows else _in_order(sampled, sampling, batch)
 
-    def _replays(self, batch: Batch) -> bool:
-        """Forward passes have logits of their own at many tokens: those steps run eagerly."""
-        return self.graphs is not None and all(row.request.logits_from is None for row in batch.rows)
+    def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
+        """In the steps that follow, the session has these. Raises OutOfMemory where their values have no room, and then
+        it has none."""
+        if self.edits.of(session) != edits:
+            self._touched = None  # what it holds may have to move, or to go
+            self.edits.set(session, edits)
 
-    def _replay(self, rows: tuple[Row, ...]) -> Tensor | None:
+    def _touch(self, batch: Batch) -> Touched:
+        touched, self._touched = self._touched, None
+        if touched is None or not touched.lasts(batch):
+            touched = Touched(self.device, batch, self.edits, self.captures)
+        if not self.captures:  # what is captured moves with others' captures
+            self._touched = touched
+        return touched
+
+    def _passes(self, rows: Rows, touched: Touched | None) -> tuple[Rows, Tensor | None]:
+        """Runs the batch. Rows of which more is wanted than graphs can give run eagerly: in a pass of their own, for
+        the others' sake, or with all others, where each pass over the blocks costs the bus. → the rows in the order in
+        which they were run, and the logits of those that sample, if any does."""
+        whole = None if touched is None else touched.part(range(len(rows)))
+        if self.graphs is None:
+            return rows, self._mixed(rows, whole)
+        inside = frozenset[int]() if touched is None else touched.inside
+        apart = [index for index, row in enumerate(rows) if row.request.logits or index in inside]
+        if not apart:
+            return rows, self._replay(rows, whole)
+        if len(apart) == len(rows) or self.model.residency.streams:
+            return rows, self._mixed(rows, whole)
+        others = sorted(set(range(len(rows))).difference(apart))
+        first, last = (None if touched is None else touched.part(some) for some in (others, apart))
+        order = [rows[index] for index in (*others, *apart)]
+        given = [self._replay(order[: len(others)], first), self._mixed(order[len(others) :], last)]
+        logits = [some for some in given if some is not None]
+        return order, torch.cat(logits) if logits else None
+
+    def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
+        """Runs these rows, which are touched between blocks at the most. → logits of those that sample, if any does."""
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]
         shape = graphs.fitting(sum(counts), len(rows), max(counts))
         if shape is None:
-            return self._mixed(rows)
+            return self._mixed(rows, part)
         inputs = graphs.inputs(shape)
         self._compose(inputs, rows)
         sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
@@ -179,7 +226,7 @@ class ModelRunner:
         inputs.pad(sum(counts), len(rows), len(sampling))
         inputs.send()
         self._ran = shape
-        return graphs.run(shape, len(sampling))
+        return graphs.run(shape, len(sampling), None if part is None else part.probe())
 
     def settle(self) -> None:
         """After a step, when what it gave has been told: what makes the next one of its shape faster."""
@@ -187,38 +234,41 @@ class ModelRunner:
         if graphs is not None and shape is not None and graphs.wants(shape):
             self._attempt(graphs, lambda: graphs.capture(shape))
 
-    def _mixed(self, rows: tuple[Row, ...]) -> Tensor | None:
-        """→ logits of the rows that sample, if any does."""
+    def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
+        """Runs these rows eagerly. → logits of those that sample, if any does."""
         counts = [row.count for row in rows]
         inputs = StepInputs(self.device, sum(counts), len(rows), max(self.kv.pages_held(r.session.id) for r in rows))
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - _told(row), end)]
-        inputs.host["picks"][: len(sampling) + len(told)] = sampling + told
+        seen = [] if part is None else part.seen_behind(sampling)
+        picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
         inputs.send()
-        hidden = self.model.forward(
+        picks.hidden = self.model.forward(
             inputs,
             max_query=max(counts),
             max_kv=max(row.end for row in rows),
             fresh=all(row.start == 0 for row in rows),
+            probe=None if part is None else part.probe(),
         )
-        picked = inputs.picks(len(sampling) + len(told))
-        self._tell_logits(hidden, picked[len(sampling) :], rows)
-        return self.model.logits(hidden, picked[: len(sampling)]) if sampling else None
+        logits = picks.logits(0, len(sampling)) if sampling else None
+        self._tell_logits(picks, len(sampling), rows)
+        for _ in picks.pieces(len(sampling) + len(told), len(seen)):
+            pass  # the probe has seen it
+        return logits
 
-    def _tell_logits(self, hidden: Tensor, picks: Tensor, rows: Sequence[Row]) -> None:
-        """Writes each forward pass's logits to its window, a bounded number of rows at a time."""
-        for row, own in zip(rows, picks.split([_told(row) for row in rows]), strict=True):
-            first = row.request.logits_from
-            if first is None or not len(own):
-                continue
-            window, position = self.windows[row.request.id], row.end - len(own)
-            for some in own.split(LOGIT_ROWS):
-                window.write(position - first, self.model.logits(hidden, some))
-                position += len(some)
+    def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
+        """Writes each forward pass's logits, which are from pick `first` on, to its window."""
+        for row in rows:
+            count = _told(row)
+            position = row.end - count - row.request.first
+            for logits in picks.pieces(first, count):
+                self.windows[row.request.id].write(position, logits)
+                position += len(logits)
+            first += count
 
-    def _compose(self, inputs: StepInputs, rows: tuple[Row, ...]) -> None:
+    def _compose(self, inputs: StepInputs, rows: Rows) -> None:
         """Fills the host side of `inputs` for `rows`, which may have fewer than it has room for."""
         host = inputs.host
         counts = np.array([row.count for row in rows])
@@ -241,8 +291,7 @@ class ModelRunner:
 
     def open_window(self, request: Request) -> None:
         """Raises OSError when the host has no memory for the logits."""
-        assert request.logits_from is not None
-        self.windows[request.id] = LogitsWindow(request.prompt_end - request.logits_from, self.model.vocab)
+        self.windows[request.id] = LogitsWindow(request.prompt_end - request.first, self.model.vocab)
 
     def forget(self, request: Request) -> LogitsWindow | None:
         """The request has ended. Its window, if it had one, is the caller's now."""
@@ -254,6 +303,9 @@ class ModelRunner:
         for window in self.windows.values():
             window.close()
         self.graphs = None
+        self._touched = None
+        self.edits.release()
+        self.captures.release()
         labels = [kv_label(self.name), workspace_label(self.name)]
         self.weights.release(self.device)
         for label in labels:
@@ -276,6 +328,7 @@ class ModelRunner:
             parameters=self.weights.parameters,
             blocks=self.model.num_blocks,
             vocab=self.model.vocab,
+            points=self.model.skeleton.points,
             max_context=self.plan.max_context,
             weight_bytes=self.weights.nbytes,
             blocks_plain=places.count(Place.PLAIN),
@@ -306,8 +359,20 @@ def workspace_label(name: str) -> str:
 
 def _told(row: Row) -> int:
     """How many of the row's tokens have their logits told: its last ones, or none."""
-    first = row.request.logits_from
-    return 0 if first is None else max(0, row.end - max(row.start, first))
+    request = row.request
+    return max(0, row.end - max(row.start, request.seen_from)) if request.logits else 0
+
+
+def _in_order(sampled: Sampled, sampling: Rows, batch: Batch) -> Sampled:
+    """`sampling`: the rows that its entries are of. → in the batch's order."""
+    entries = {row.request.id: entry for entry, row in enumerate(sampling)}
+    order = [entries[row.request.id] for row in batch.rows if row.samples]
+    unsound = set(sampled.unsound)
+    return Sampled(
+        [sampled.tokens[entry] for entry in order],
+        [sampled.logprobs[entry] for entry in order],
+        [index for index, entry in enumerate(order) if entry in unsound],
+    )
 
 
 def _slots(

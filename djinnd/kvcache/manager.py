@@ -63,6 +63,7 @@ class KvManager:
         self._read: dict[int, int] = {}  # of those, how many first tokens nobody may write
         self._stranded: set[int] = set()  # of those, the ones that no session holds
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
+        self.changes = 0  # counts whenever a page gets one holder more, or one less; not, when it gets its first
 
     @property
     def _width(self) -> int:
@@ -202,7 +203,7 @@ class KvManager:
         if len(keys) * size <= computed:
             return computed
         self.trim(session_id, own * size)
-        self.pool.share(found, tenant)
+        self._share(found, tenant)
         self._stranded.difference_update(found)
         self._append(session_id, found)
         self._keys[session_id] = keys
@@ -223,7 +224,7 @@ class KvManager:
         assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
         full = tokens // self.page_size
         own, copy = pages[:full], None
-        self.pool.share(own, tenant)
+        self._share(own, tenant)
         if full < len(pages) and may_copy and self.pool.free:
             copy = PageCopy(pages[full], *self.pool.allocate(1, tenant, overwritten=True))
             self._prefixes.forget([copy.target])
@@ -266,7 +267,12 @@ class KvManager:
         self._table[row, held : held + len(pages)] = pages
         self._held[row] = held + len(pages)
 
+    def _share(self, pages: Sequence[int], tenant: int) -> None:
+        self.changes += 1
+        self.pool.share(pages, tenant)
+
     def _cut(self, session_id: str, row: int, kept: int) -> None:
+        self.changes += 1
         held = self._held[row]
         pages = self._pages(row)[kept:].tolist()
         self.pool.release(pages, self._prefixes)
@@ -302,6 +308,7 @@ class KvManager:
         """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move.
         Nothing is moving."""
         assert not self._protected, f"pages {sorted(self._protected)} are moving"
+        self.changes += 1
         places = self.pool.resize(num_pages)
         self._prefixes.move(places)
         renamed = np.full(max(places, default=0) + 1, SCRATCH, np.int32)

@@ -36,8 +36,13 @@ def root(tenant: int, salt: bytes = b"") -> Key:
 
 
 def chain(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of the page that holds `tokens`, all of it, after the page of `parent`."""
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=KEY_BYTES).digest()
+    """The key of the page that holds `tokens`, all of it, after the page of `parent`. In the place of a token there may
+    be a position's name (core/names.py): 64 bits, and negative in the upper 32, which no token is."""
+    try:
+        numbers = array("i", tokens)
+    except OverflowError:
+        numbers = array("q", tokens)
+    return blake2b(parent + numbers.tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class PublicPrefixes:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from djinn_client.errors import ModelRejected
 
@@ -60,7 +61,7 @@ class _StandIn(nn.Module):
 class Prologue:
     """`arguments[i]` are block i's keyword arguments. Tensors among them stay where they are: a graph may hold them."""
 
-    hidden: Tensor  # [1, tokens, width]
+    hidden: Tensor  # [1, tokens, width], in memory of its own: who changes it changes what block 0 is given, no more
     arguments: list[dict[str, Any]]
 
 
@@ -90,6 +91,7 @@ class Adapter:
         self._names = [_parameter_names(block) for block in self.blocks]
         self._recorded: list[dict[str, Any]] = [{} for _ in self.blocks]
         self._hidden: Tensor | None = None
+        self._is_shared: bool | None = None  # learnt by the first prologue, on whatever device: it is how they are made
         for index, block in enumerate(self.blocks):
             places[index] = _StandIn(index, self, block)
 
@@ -102,8 +104,12 @@ class Adapter:
         """ids, positions: int64 [1, tokens]."""
         with suppress(_PrologueDone):
             self.model(input_ids=ids, position_ids=positions, past_key_values=None, use_cache=False)
-        assert self._hidden is not None
-        return Prologue(self._hidden, list(self._recorded))
+        hidden = self._hidden
+        assert hidden is not None
+        if self._is_shared is None:
+            others = [*self.model.parameters(), *self.model.buffers(), *self._recorded]
+            self._is_shared = _is_shared(hidden, others)
+        return Prologue(hidden.clone() if self._is_shared else hidden, list(self._recorded))
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         """[1, tokens, width] → [1, tokens, width]."""
@@ -124,6 +130,12 @@ class Adapter:
         finally:
             self.final_hidden = None
         return logits[0]
+
+
+def _is_shared(tensor: Tensor, others: list[Any]) -> bool:
+    """Whether anything in `others`, in however deep structures, has the tensor's memory."""
+    memory = tensor.untyped_storage()._cdata  # there are no addresses on the meta device
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == memory for leaf in tree_leaves(others))
 
 
 def _parameter_names(block: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from djinn_client.errors import ModelRejected
 from djinnd.device import Device
+from djinnd.model.editing import warm_up
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 
@@ -67,6 +68,9 @@ def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callab
         start += chunk
     singles = torch.cat([run(i, 1) for i in range(start, count)])
     model.zero_pages(pages.tolist())
+    with device.computing():
+        for width in (model.skeleton.points.width, model.vocab):
+            warm_up(width, model.dtype, model.pool.device)
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
     allowed = tolerance(model.dtype, model.num_blocks)
     if not error < allowed:

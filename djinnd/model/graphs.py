@@ -9,7 +9,8 @@ boundaries; all replays of a step together cost the host little more than one (2
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays all graphs of
-its shape in order, and only `logits` is read after it.
+its shape in order, and only `logits` is read after it. Between two blocks' replays, what lies between these blocks is
+there to be seen and changed (model/probe.py). What lies inside of a block is not: a step that wants it runs eagerly.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`).
 """
@@ -22,10 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from djinn_client.points import Point
 from djinnd.device.cuda import CudaDevice
 from djinnd.model.adapter import Prologue
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
+from djinnd.model.probe import Probe, is_between_blocks, look
+from djinnd.model.unowned import unowned
 
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -46,6 +50,7 @@ class _Captured:
 
     graphs: list[torch.cuda.CUDAGraph]
     prologue: Prologue
+    resid: list[Tensor]  # at resid 0 … N; from 1 on unowned: the pool may have them in one place
     logits: Tensor
 
 
@@ -94,20 +99,24 @@ class StepGraphs:
             self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
         return self._inputs[shape]
 
-    def run(self, shape: Shape, picks: int) -> Tensor | None:
-        """Runs the step, by graphs if the shape has been captured. → logits [picks, vocab], valid until the next step;
-        None where none are wanted."""
+    def run(self, shape: Shape, picks: int, probe: Probe | None = None) -> Tensor | None:
+        """Runs the step, by graphs if the shape has been captured and `probe` wants no more than what is between
+        blocks. → logits [picks, vocab], valid until the next step; None where none are wanted."""
         captured, residency = self._captured.get(shape), self._model.residency
-        if captured is None:
-            return self._run_eagerly(shape, picks)
+        if captured is None or not (probe is None or is_between_blocks(probe)):
+            return self._run_eagerly(shape, picks, probe)
         prologue, *blocks, epilogue = captured.graphs
         with self._device.span("compute", "prologue"):
             prologue.replay()
-        if residency.streams or self._device.trace is not None:
+        if probe is not None:
+            look(probe, Point("resid"), captured.resid[0])
+        if residency.streams or self._device.trace is not None or probe is not None:
             for index, graph in enumerate(blocks):
                 residency.begin(index)
                 graph.replay()
                 residency.end(index)
+                if probe is not None:
+                    look(probe, Point("resid", index + 1), captured.resid[index + 1])
         else:
             for graph in blocks:
                 graph.replay()
@@ -117,10 +126,10 @@ class StepGraphs:
             epilogue.replay()
         return captured.logits[:picks]
 
-    def _run_eagerly(self, shape: Shape, picks: int) -> Tensor | None:
+    def _run_eagerly(self, shape: Shape, picks: int, probe: Probe | None = None) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
-        hidden = model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
-        return model.logits(hidden, inputs.picks(shape.rows))[:picks] if picks else None
+        hidden = model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe)
+        return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
 
     def wants(self, shape: Shape) -> bool:
         """Whether the shape should be captured, now that it has been run."""
@@ -157,12 +166,14 @@ class StepGraphs:
         with self._record(graphs):
             prologue = adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
+        resid = [hidden]
         for index, arguments in enumerate(prologue.arguments):
             with self._record(graphs):
                 hidden = model.run_block(index, hidden, arguments)
+            resid.append(unowned(hidden))
         with self._record(graphs):
             logits = adapter.epilogue(hidden.index_select(1, inputs.picks(shape.rows)))
-        self._captured[shape] = _Captured(graphs, prologue, logits)
+        self._captured[shape] = _Captured(graphs, prologue, resid, logits)
 
     def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
         graphs.append(torch.cuda.CUDAGraph())

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from djinn_client.points import Point
 from djinnd.model.attention import attention_for
 from djinnd.model.hf_attention import AttentionContext, BlockKV
 from djinnd.model.inputs import StepInputs
+from djinnd.model.probe import Probe, look, watching
 from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton
 
@@ -45,16 +47,23 @@ class PagedModel:
         return int(self.skeleton.config.vocab_size)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> Tensor:
-        """Runs the batch in `inputs` through all blocks → hidden [1, tokens, width]."""
+    def forward(
+        self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool, probe: Probe | None = None
+    ) -> Tensor:
+        """Runs the batch in `inputs` through all blocks → hidden [1, tokens, width]. `probe` is shown what it wants to
+        see of it, but for norm and logits."""
         self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
+        if probe is not None:
+            look(probe, Point("resid"), hidden)
         for index, arguments in enumerate(prologue.arguments):
             self.residency.begin(index)
-            hidden = self.run_block(index, hidden, arguments)
+            hidden = self.run_block(index, hidden, arguments, probe)
             self.residency.end(index)
+            if probe is not None:
+                look(probe, Point("resid", index + 1), hidden)
         return hidden
 
     def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
@@ -62,16 +71,37 @@ class PagedModel:
         self.residency.tokens.real = inputs.real
         self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
 
-    def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Decodes the block where that is needed, and computes it: what a captured graph holds of it."""
+    def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
+        """Decodes the block where that is needed, and computes it: what a captured graph holds of it. `probe` is shown
+        its attn and mlp."""
         self.residency.prepare(index, hidden.shape[1])
-        return self.adapter.run_block(index, hidden, arguments)
+        if probe is None:
+            return self.adapter.run_block(index, hidden, arguments)
+        with watching(probe, self._points_in(index)):
+            return self.adapter.run_block(index, hidden, arguments)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, picks: Tensor) -> Tensor:
-        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of those tokens."""
+    def logits(self, hidden: Tensor, picks: Tensor, probe: Probe | None = None) -> Tensor:
+        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of those tokens. `probe` is shown norm
+        and logits."""
+        picked = hidden.index_select(1, picks)
         with self.device.span("compute", "epilogue"):
-            return self.adapter.epilogue(hidden.index_select(1, picks))
+            if probe is None:
+                return self.adapter.epilogue(picked)
+            with watching(probe, self._points_behind()):
+                logits = self.adapter.epilogue(picked)
+            look(probe, Point("logits"), logits.unsqueeze(0))
+            return logits
+
+    def _points_in(self, index: int) -> dict[Point, nn.Module]:
+        """Found by their paths each time: what stands there is replaced when the model comes to its device."""
+        block, points = self.adapter.blocks[index], self.skeleton.points
+        paths = {Point("attn", index): points.attention, Point("mlp", index): points.mlp}
+        return {point: block.get_submodule(path) for point, path in paths.items() if path}
+
+    def _points_behind(self) -> dict[Point, nn.Module]:
+        norm = self.skeleton.points.norm
+        return {Point("norm"): self.adapter.model.get_submodule(norm)} if norm else {}
 
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:

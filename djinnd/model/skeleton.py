@@ -19,6 +19,7 @@ from djinnd.model.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.experts import find_stack
 from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
+from djinnd.model.point_map import learn_points
 from djinnd.model.rope import fix_frequencies, stop_choosing
 from djinnd.weights.layout import Layout
 
@@ -96,6 +97,8 @@ class Skeleton:
             raise ModelRejected(f"{self.family} ties parameters of its blocks: not served yet", family=self.family)
         self.adapter = Adapter(model)
         self.kv_shape = self._learn_kv_shape()
+        layers = self.prefixes[0].removesuffix(".0.")
+        self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
         self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
 
     @property

@@ -201,9 +201,9 @@ class ModelQueue:
         """See Residence.rewind."""
         self.residence.rewind(session, computed)
 
-    def cut(self, session: Session) -> None:
-        """It has fewer tokens now, and no request. One that was on its way out still is."""
-        self.rewind(session, session.computed)
+    def revise(self, session: Session, first: int) -> None:
+        """See Residence.revise; of a session without a request. One that was on its way out still is."""
+        self.residence.revise(session, first)
         if session.paused or session.waits:
             self.residence.leave(session)
 
@@ -308,6 +308,9 @@ class ModelQueue:
     def _check_session(self, session: Session) -> None:
         name, length, computed, request = session.id, len(session.tokens), session.computed, session.request
         assert 0 <= computed <= length <= self.limit, f"session {name}: {computed} of {length} tokens computed"
+        numbers = [edit.number for edit in session.edits]
+        assert numbers == sorted(set(numbers)), f"session {name} has edits {numbers}"
+        assert all(edit.extents for edit in session.edits), f"session {name} has an edit that changes nothing"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
             assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"

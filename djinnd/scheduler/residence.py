@@ -66,6 +66,8 @@ class Residence:
         self.costs = Costs()
         self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
         self._leaving: dict[str, _Departure] = {}
+        self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
+        self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
         self._arriving: dict[str, _Arrival] = {}
         self._left: dict[str, Left] = {}  # the pages of sessions that have left, where they are known
 
@@ -77,7 +79,7 @@ class Residence:
 
     def is_moving(self, session: Session) -> bool:
         """It can have no row now."""
-        return self.is_leaving(session) or self.is_arriving(session)
+        return session.id in self._leaving or session.id in self._arriving
 
     @property
     def sessions_move(self) -> bool:
@@ -128,7 +130,7 @@ class Residence:
         leaving = (departure.session for departure in self._leaving.values())
         others = (other for other in candidates if not self.is_moving(other))
         own = (session for session in chain(leaving, others) if session.tenant == tenant)
-        victims = self._first_that_free(missing, own, tenant)
+        victims, _ = self._first_that_free(missing, own, tenant)
         for victim in victims:
             self.leave(victim, forced=True)
         return bool(victims)
@@ -148,19 +150,24 @@ class Residence:
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
         """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
         missing = shortage.needed + (self.claimed or 0) - shortage.free - self.kv.stranded
+        if missing <= 0 or (missing <= self._promised and self._promised_at == self.kv.changes):
+            return True
         leaving = [departure.session for departure in self._leaving.values()]
         others = (session for session in candidates if not self.is_moving(session))
-        victims = self._first_that_free(missing, chain(leaving, others)) if missing > 0 else []
-        if missing > 0 and not victims:
-            return False
+        victims, freed = self._first_that_free(missing, chain(leaving, others))
+        self._promised, self._promised_at = freed, self.kv.changes
         for victim in victims:
             self.leave(victim, forced=True)
-        return True
+        return bool(victims)
 
-    def _first_that_free(self, missing: int, candidates: Iterable[Session], tenant: int | None = None) -> list[Session]:
-        """Of the first candidates whose pages together free `missing`, those that it takes; empty where all of them
-        free fewer. A page is free when the last that holds it is a victim. `tenant`: only pages that are his count."""
+    def _first_that_free(
+        self, missing: int, candidates: Iterable[Session], tenant: int | None = None
+    ) -> tuple[list[Session], int]:
+        """Of the first candidates whose pages together free `missing`, those that it takes, and how many that frees;
+        nobody where all of them free fewer. A page is free when the last that holds it is a victim. `tenant`: only
+        pages that are his count."""
         victims: dict[Session, list[int]] = {}
+        freed = 0
         given: Counter[int] = Counter()  # references, by page
 
         def is_free(page: int) -> bool:
@@ -170,17 +177,17 @@ class Residence:
         for candidate in candidates:
             pages = victims[candidate] = self.kv.pages_of(candidate.id)
             given.update(pages)
-            missing -= sum(map(is_free, pages))
-            if missing <= 0:
-                return [victim for victim, pages in victims.items() if any(map(is_free, pages))]
-        return []
+            freed += sum(map(is_free, pages))
+            if freed >= missing:
+                return [victim for victim, pages in victims.items() if any(map(is_free, pages))], freed
+        return [], 0
 
     def _adopt(self, session: Session) -> None:
         """Spares a session that is about to be given pages what the device has of its KV."""
         most, size = _most(session), self.kv.page_size
         if most // size > session.computed // size and self._holds_kv_only(session):
             session.computed = self.kv.adopt(
-                session.id, session.tenant, session.tokens, session.computed, most, session.salt
+                session.id, session.tenant, session.names, session.computed, most, session.salt
             )
 
     def _holds_kv_only(self, session: Session) -> bool:
@@ -195,7 +202,7 @@ class Residence:
         computed = session.computed
         left = self._left.get(session.id)
         found = self.paging.find(
-            session.id, _origin(session), session.tokens, computed, _of_use(session), _ends(session), left
+            session.id, _origin(session), session.names, computed, _of_use(session), _ends(session), left
         )
         if found.tokens <= computed:
             return None
@@ -248,11 +255,12 @@ class Residence:
 
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""
-        self._leaving.pop(session.id, None)
+        if self._leaving.pop(session.id, None) is not None:
+            self._promised = 0
 
     def _departed(self, departure: _Departure) -> None:
         session = departure.session
-        self._leaving.pop(session.id, None)
+        self.stay(session)
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
         self._left.pop(session.id, None)
@@ -269,16 +277,16 @@ class Residence:
         """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
         an earlier engine had, those that it has left."""
         if session.computed:
-            return self.kv.keys_of(session.id, _origin(session), session.tokens, session.computed)
+            return self.kv.keys_of(session.id, _origin(session), session.names, session.computed)
         if session.id not in self._left:
-            tokens, origin = session.tokens, _origin(session)
+            names, origin = session.names, _origin(session)
             if session.left_at:
-                reach = min(session.left_at, len(tokens))
-                left = Left(self.kv.keys_of(session.id, origin, tokens, reach), reach)
+                reach = min(session.left_at, len(names))
+                left = Left(self.kv.keys_of(session.id, origin, names, reach), reach)
             elif self.paging.host is None:
                 return []
             else:
-                found = self.paging.find(session.id, origin, tokens, 0, len(tokens), _ends(session))
+                found = self.paging.find(session.id, origin, names, 0, len(names), _ends(session))
                 left = Left(list(found.keys), found.tokens)
             self._left[session.id] = left
         return self._left[session.id].keys
@@ -300,9 +308,10 @@ class Residence:
             return
         self.kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
-        if session.request is not None and session.remaining == 0:
-            self.rewind(session, session.computed - 1)
-            session.run_last_again()
+        most = _most(session)
+        if session.computed > most:
+            self.rewind(session, most)
+            session.foreign_tokens = min(session.foreign_tokens, most)
 
     # --- along with the session -------------------------------------------------------------------------------------
 
@@ -317,11 +326,20 @@ class Residence:
         filled = computed // self.kv.page_size > session.computed // self.kv.page_size
         session.computed = computed
         if filled:
-            self.kv.publish(session.id, session.tenant, session.tokens, computed, session.salt)
+            self.kv.publish(session.id, session.tenant, session.names, computed, session.salt)
+
+    def revise(self, session: Session, first: int) -> None:
+        """From position `first` on, its KV will follow from something else, or there is none any more; that of the
+        positions before stays where it is."""
+        left = self._left.get(session.id)
+        self.rewind(session, min(session.computed, first))
+        if left is not None:
+            reach = min(left.tokens, first)
+            self._left[session.id] = Left(left.keys[: self.kv.pages_for(reach)], reach)
 
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
-        self._leaving.pop(session.id, None)
+        self.stay(session)
         self._arriving.pop(session.id, None)
         self._left.pop(session.id, None)
 
@@ -331,6 +349,11 @@ class Residence:
         assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
         for departure in self._leaving.values():
             assert not departure.transfer.is_over, f"session {departure.session.id} has left"
+        if self._promised and self._promised_at == self.kv.changes:
+            gone = [departure.session for departure in self._leaving.values() if departure.forced]
+            given = Counter(chain.from_iterable(self.kv.pages_of(session.id) for session in gone))
+            freed = sum(given[page] == self.kv.holders(page) for page in given)
+            assert freed >= self._promised, f"{self._promised} pages are promised, those who leave free {freed}"
         for arrival in self._arriving.values():
             held = self.kv.pages_held(arrival.session.id)
             assert held == self.kv.pages_for(arrival.transfer.tokens), f"{arrival.session.id} arrives with {held} pages"
@@ -346,18 +369,16 @@ def _was_an_earlier_engine_s(session: Session) -> bool:
 
 
 def _most(session: Session) -> int:
-    """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all whose logits
-    are wanted."""
+    """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all of which
+    more is wanted."""
     request = session.request
-    if request is None:
-        return len(session.tokens)
-    return len(session.tokens) - 1 if request.logits_from is None else request.logits_from
+    return len(session.tokens) if request is None else min(len(session.tokens) - 1, request.seen_from)
 
 
 def _of_use(session: Session) -> int:
     """The same in lower tiers: KV that a client gave is brought back to its end, though the last token is run again."""
     request = session.request
-    return request.first if request is not None and session.foreign_tokens else _most(session)
+    return min(request.first, request.seen_from) if request is not None and session.foreign_tokens else _most(session)
 
 
 def _ends(session: Session) -> tuple[int, ...]:

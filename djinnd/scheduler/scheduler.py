@@ -12,12 +12,13 @@ one runs its tokens again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import CLASSES, Class, FinishReason
 from djinnd.core.batch import Batch
+from djinnd.core.edits import FOREVER, Edit, ended
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager, PageCopy
@@ -106,6 +107,7 @@ class Scheduler:
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
         child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens), touched=parent.touched)
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
+        child.edits, child.edited_from = parent.edits, parent.edited_from
         self.open(child)
         residence = self._queues[parent.model].residence
         if residence.is_arriving(parent):
@@ -141,7 +143,29 @@ class Scheduler:
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
         session.truncate(length)
-        self._queues[session.model].cut(session)
+        self._queues[session.model].revise(session, length)
+
+    def edit(self, session_id: str, edit: Edit) -> None:
+        """Of an idle session: one edit more. What it changes is computed anew when the session next runs. Raises
+        SessionNotFound."""
+        session = self.session(session_id)
+        assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
+        session.edits = (*session.edits, edit)
+        self._revise(session, edit.first)
+
+    def end_edits(self, session_id: str, numbers: Collection[int], at: int) -> None:
+        """Of an idle session: from position `at` on these change nothing. Raises SessionNotFound."""
+        session = self.session(session_id)
+        assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
+        changed = any(each.end > at for edit in session.edits if edit.number in numbers for each in edit.extents)
+        session.edits = ended(session.edits, numbers, at)
+        if changed:
+            self._revise(session, at)
+
+    def _revise(self, session: Session, first: int) -> None:
+        session.edited_from = min(session.edited_from, first)
+        session.foreign_tokens = min(session.foreign_tokens, first)
+        self._queues[session.model].revise(session, first)
 
     def set_class(self, session_id: str, klass: Class) -> None:
         """Of a session, and of the request that runs on it. One that is gone stays as it is."""
@@ -177,14 +201,16 @@ class Scheduler:
         assert session.request is None and request.id not in self._in_progress
         assert request.state is RequestState.QUEUED
         assert (request.first, request.prompt_end) == (len(session.tokens), length)
-        wants = new_tokens or (session.tokens and request.max_tokens) or session.remaining
+        wants = new_tokens or (session.tokens and (request.max_tokens or request.capture)) or session.remaining
         assert wants, f"request {request.id} has nothing to run"
         queue = self._queues[session.model]
         queue.check_fits(session.tenant, length + min(1, request.max_tokens))
         session.tokens.extend(new_tokens)
-        if session.remaining == 0:
-            queue.rewind(session, session.computed - 1)  # the last token's logits choose the next one
-            session.run_last_again()
+        again = min(len(session.tokens) - 1, request.seen_from)  # the last token's logits choose the next one
+        if session.computed > again:
+            queue.rewind(session, again)
+        if again < request.first:
+            session.foreign_tokens = min(session.foreign_tokens, again)
         session.request = request
         self._in_progress[request.id] = (session, request)
         queue.join(session, self._now)
@@ -278,6 +304,8 @@ class Scheduler:
         request.move("finish")
         request.finish_reason = reason
         session.request = None
+        if reason is not None:
+            session.edited_from = FOREVER
         self._queues[session.model].leave(session)
         del self._in_progress[request.id]
         return request
@@ -313,6 +341,7 @@ class Scheduler:
         queue.composer.ran(batch.rows, seconds)
         advance = queue.residence.advance
         tokens = iter(next_tokens)
+        limits: dict[int, int] = {}  # of a session's tokens, by tenant
         finished = []
         for row in batch.rows:
             token = next(tokens) if row.samples else None
@@ -322,7 +351,11 @@ class Scheduler:
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
             advance(session, row.end)
-            reason = _advance(session, request, token, queue.limit_of(session.tenant))
+            request.seen_from = max(request.seen_from, row.end)
+            limit = limits.get(session.tenant)
+            if limit is None:
+                limit = limits[session.tenant] = queue.limit_of(session.tenant)
+            reason = _advance(session, request, token, limit)
             if reason:
                 finished.append(self._finish(session, reason))
         return finished

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
+from djinn_client.points import Point
 from djinn_client.protocol import (
     Forward,
     Generate,
@@ -24,6 +25,8 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 1 << 30
+MAX_POINTS = 1024  # names of a request
+MAX_POINT_LENGTH = 256  # characters
 MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
 MAX_KEEP_ALIVE_S = 365 * 86400.0
@@ -34,8 +37,9 @@ def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
     request.sampling.validate()
     if request.text is not None and request.token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not as both")
-    if not 1 <= request.max_tokens <= MAX_NEW_TOKENS:
-        raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be 1 or more", field="max_tokens")
+    least = 0 if request.capture else 1
+    if not least <= request.max_tokens <= MAX_NEW_TOKENS:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be {least} or more", field="max_tokens")
     _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
@@ -75,6 +79,19 @@ def check_tokens(tokens: Sequence[int], model: ModelInfo) -> None:
             token=highest,
             vocab=model.vocab,
         )
+
+
+def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str, Point]:
+    """Name → point, each name once, of a star one for each block. `field`: of the request. Raises InvalidRequest."""
+    wanted = list(dict.fromkeys(names))
+    if len(wanted) > MAX_POINTS:
+        told = f"{len(wanted):,} points are too many: at most {MAX_POINTS:,} names; a * stands for every block"
+        raise InvalidRequest(told, field=field, limit=MAX_POINTS)
+    longest = max(map(len, wanted), default=0)
+    if longest > MAX_POINT_LENGTH:
+        raise InvalidRequest(f"a point's name has {longest:,} characters: at most {MAX_POINT_LENGTH}", field=field)
+    assert model.points is not None, "a model that is loaded knows its points"
+    return model.points.resolve_all(wanted)
 
 
 def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> None:

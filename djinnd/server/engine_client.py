@@ -1,7 +1,7 @@
 """The server's end of the socket pair to one engine process, from its first word to its loss.
 
-A run is told what happens to it and ends with exactly one of `finished`, `logits` and `failed`; another call has a
-future. When the engine is lost, all of them fail with EngineLost in the same turn of the loop.
+A run is told what happens to it and ends with exactly one of `finished`, `captured`, `logits`, `exported` and `failed`;
+another call has a future. When the engine is lost, all of them fail with EngineLost in the same turn of the loop.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Run(Protocol):
     def started(self, at: float, woken: bool) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
     def finished(self, message: messages.Finished) -> None: ...
+    def captured(self, message: messages.Finished, fd: int) -> None:
+        """It is finished, and this is what it was to capture. The descriptor is the run's now."""
+
     def logits(self, message: messages.LogitsReady, fd: int) -> None:
         """The descriptor is the run's now."""
 
@@ -158,8 +161,10 @@ class EngineClient:
         match message:
             case messages.Stepped():
                 self._stepped(message)
-            case messages.Finished():
+            case messages.Finished(capture=None):
                 self._runs.pop(message.request).finished(message)
+            case messages.Finished():
+                self._runs.pop(message.request).captured(message, fds[0])
             case messages.LogitsReady():
                 self._runs.pop(message.request).logits(message, fds[0])
             case messages.KvExported():

@@ -17,6 +17,7 @@ from djinn_client.errors import InvalidRequest, SessionNotFound, ShuttingDown
 from djinnd.messages import Signal
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.daemon_requests import DaemonRequests
+from djinnd.server.editing import Editing
 from djinnd.server.explaining import Explaining
 from djinnd.server.export import Exporting
 from djinnd.server.journal import Journal
@@ -39,6 +40,7 @@ _NEW_WORK = (
     protocol.OpenSession,
     protocol.ForkSession,
     protocol.Generate,
+    protocol.AddEdit,
     protocol.Forward,
     protocol.ExportSession,
     protocol.ImportSession,
@@ -57,6 +59,8 @@ _CHANGES = (
     protocol.ForkSession,
     protocol.ImportSession,
     protocol.Generate,
+    protocol.AddEdit,
+    protocol.EndEdits,
     protocol.Forward,
     protocol.Truncate,
     protocol.SetPriority,
@@ -87,6 +91,7 @@ class Handlers:
         of_work = WorkRequests(sessions, models, queue)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart)
+        editing = Editing(sessions, models)
         exporting = Exporting(sessions, models, status)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
@@ -103,6 +108,9 @@ class Handlers:
             protocol.ExportSession: exporting.export,
             protocol.ImportSession: exporting.import_,
             protocol.ExplainSession: explaining.explain,
+            protocol.AddEdit: editing.add,
+            protocol.EndEdits: editing.end,
+            protocol.ListEdits: editing.list_edits,
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
             protocol.ListModels: of_models.list_models,

@@ -19,12 +19,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from djinn_client.errors import JournalUnavailable
 from djinn_client.protocol import Class
+from djinnd.core.edits import Edit
+from djinnd.server.edit_list import EditList
+from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import (
     Change,
     Closed,
@@ -60,6 +63,7 @@ class Kept(NamedTuple):
 
     sessions: list[KeptSession]
     prefixes: list[Published]
+    edits: dict[str, EditList]  # by session
 
 
 @dataclass(slots=True)
@@ -94,7 +98,7 @@ class Journal:
         """Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
-        kept = Kept(self._file.sessions(), self._file.prefixes())
+        kept = Kept(self._file.sessions(), self._file.prefixes(), self._file.edits())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -140,6 +144,15 @@ class Journal:
 
     def reclassified(self, session: Journalled) -> None:
         self._note(Reclassified(session.id, session.priority))
+
+    def edited(self, session: str, edit: Edit, names: Sequence[str]) -> None:
+        self._note(Edited(session, edit, names))
+
+    def edits_ended(self, session: str, numbers: Collection[int], at: int) -> None:
+        self._note(EditsEnded(session, list(numbers), at))
+
+    def edits_cut(self, session: str, length: int) -> None:
+        self._note(EditsCut(session, length))
 
     def closed(self, session: Journalled) -> None:
         self._gathering.sessions.pop(session.id, None)

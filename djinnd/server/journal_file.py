@@ -2,10 +2,11 @@
 
     change    what has happened since the last fold, a row a commit
     session   the sessions as they were at the last fold
+    edit      their edits, likewise: see journal_edits.py
 
 A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
 one page of the write-ahead log, where a row of each would cost sixty. Folding brings the rows of `change` into
-`session` and removes them, in one transaction: at start, and whenever `change` has grown to FOLD_BYTES.
+the other tables and removes them, in one transaction: at start, and whenever `change` has grown to FOLD_BYTES.
 
 What is committed survives the death of the process. The log is not synchronised with each commit (synchronous=NORMAL):
 a power cut or a crash of the kernel may lose the last commits, never the file and never the order.
@@ -25,6 +26,9 @@ from pathlib import Path
 import msgspec
 
 from djinn_client.protocol import Class
+from djinnd.server import journal_edits
+from djinnd.server.edit_list import EditList
+from djinnd.server.journal_edits import EditChange, Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.socket_path import StartError
 
 NAME = "journal.db"
@@ -42,6 +46,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     """,
     "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
     "",  # Reclassified may be among the changes
+    journal_edits.TABLES,
 )
 VERSION = len(_UPGRADES)
 
@@ -88,7 +93,7 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
     prefix: str
 
 
-Change = Opened | Extended | Reclassified | Closed | Published | Withdrawn
+Change = Opened | Extended | Reclassified | Closed | EditChange | Published | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -147,6 +152,10 @@ class JournalFile:
             for name, model, user, created, tokens in rows
         ]
 
+    def edits(self) -> dict[str, EditList]:
+        """By session, as of the last fold."""
+        return journal_edits.read_edits(self._db)
+
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
         encoded = _encoder.encode(changes)
@@ -162,9 +171,10 @@ class JournalFile:
         self._unfolded = 0  # also where it fails: it is tried again when as much has come
         images: dict[str, KeptSession | None] = {}
         prefixes: dict[str, Published | None] = {}
+        edits = EditFold(self._db, lambda session: self._image(session, images) is not None)
         for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
             for change in _decoder.decode(encoded):
-                self._apply(change, at, images, prefixes)
+                self._apply(change, at, images, prefixes, edits)
         if not images and not prefixes:
             return
         gone = [(name,) for name, image in images.items() if image is None]
@@ -175,6 +185,7 @@ class JournalFile:
         try:
             self._db.executemany("DELETE FROM session WHERE id = ?", gone)
             self._db.executemany("INSERT OR REPLACE INTO session VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
+            edits.write()
             self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
             self._db.executemany("INSERT OR REPLACE INTO prefix VALUES (?, ?, ?, ?, ?)", published)
             self._db.execute("DELETE FROM change")
@@ -218,6 +229,7 @@ class JournalFile:
         at: float,
         images: dict[str, KeptSession | None],
         prefixes: dict[str, Published | None],
+        edits: EditFold,
     ) -> None:
         match change:
             case Opened(session, user, model, shared, priority, created):
@@ -228,6 +240,9 @@ class JournalFile:
                     image.priority = priority
             case Closed(session):
                 images[session] = None
+                edits.closed(session)
+            case Edited() | EditsEnded() | EditsCut():
+                edits.apply(change)
             case Published(prefix):
                 prefixes[prefix] = change
             case Withdrawn(prefix):

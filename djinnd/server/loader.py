@@ -184,7 +184,15 @@ class Loader:
 def open_in(engine: EngineClient, session: SessionRecord) -> None:
     engine.set_tenants([session.tenant.limits])
     engine.send(
-        Open(session.id, session.model, session.user, session.priority, session.tokens, paused=session.is_paused)
+        Open(
+            session.id,
+            session.model,
+            session.user,
+            session.priority,
+            session.tokens,
+            paused=session.is_paused,
+            edits=session.edits.edits,
+        )
     )
 
 

@@ -24,8 +24,8 @@ from djinn_client.errors import ModelNotFound
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import ModelInfo
 from djinnd import config
-from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, TenantLimits
-from djinnd.server import admission
+from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, TenantLimits, ToEngine
+from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
 from djinnd.server.checkpoints import known_models, model_named
 from djinnd.server.client import Client
@@ -81,6 +81,12 @@ class Models:
         """The engine that has the session open, if there is one."""
         model = self.model_of(session)
         return None if model is None else model.engine
+
+    def tell(self, session: SessionRecord, message: ToEngine) -> None:
+        """The engine that has the session, if there is one: the next one is told the session as it is."""
+        engine = self.engine_of(session)
+        if engine is not None:
+            engine.send(message)
 
     def model_of(self, session: SessionRecord) -> Model | None:
         return self._models.get(session.model) if session.is_servable else None
@@ -155,13 +161,15 @@ class Models:
 
     async def once_ready(self, session: SessionRecord) -> Model:
         """The session's, which has been ready. An earlier daemon's session loads it, and finds out whether its tokens
-        still are the model's. Raises SessionLost, ModelNotFound, TokenOutOfRange, and what loading raises."""
+        and edits still are the model's. Raises SessionLost, ModelNotFound, TokenOutOfRange, InvalidRequest, and what
+        loading raises."""
         session.expect_model()
         if self.find(session.model).info is None:
             await self.ready(session.model)
         model = self.find(session.model)
         if session.is_restored:
             admission.check_tokens(session.tokens, model.described[0])
+            edit_admission.check_fit(session.edits, model.described[0])
             session.is_restored = False
         return model
 

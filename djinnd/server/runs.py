@@ -16,9 +16,12 @@ from typing import Literal
 import msgspec
 
 from djinn_client.errors import Cancelled, DjinnError
-from djinn_client.protocol import Forward, Generate, Logits, Logprobs, Sampling, Timings
-from djinnd.messages import CancelRun, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
+from djinn_client.protocol import Forward, Generate, Generated, Logits, Logprobs, Sampling, Timings
+from djinnd.core.edits import FOREVER
+from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
+from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
+from djinnd.server.connection import close_fds
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
 from djinnd.server.queueing import Place
@@ -38,6 +41,7 @@ class SessionRun:
         self._call = call
         self._session = session
         self._session.called(call.received)
+        self._session.edited_from = FOREVER
         self._engine = engine
         self._number = 0
         self._first = len(session.tokens)
@@ -69,6 +73,9 @@ class SessionRun:
     def finished(self, message: Finished) -> None:
         raise AssertionError(f"a {type(self).__name__} ends otherwise")
 
+    def captured(self, message: Finished, fd: int) -> None:
+        raise AssertionError(f"activations for a {type(self).__name__}")
+
     def logits(self, message: LogitsReady, fd: int) -> None:
         raise AssertionError(f"logits for a {type(self).__name__}")
 
@@ -97,9 +104,11 @@ class GenerateRun(SessionRun):
         prompt: Sequence[int],
         stop_tokens: Collection[int],
         vocabulary: Vocabulary,
+        capturing: Capturing | None,
     ) -> None:
         super().__init__(call, session, engine)
         self._place = place
+        self._capturing = capturing
         session.tokens.extend(prompt)
         session.tenant.charge(len(prompt), time.monotonic())
         text = vocabulary.text_after(session.tokens)
@@ -117,6 +126,7 @@ class GenerateRun(SessionRun):
             logprobs=request.logprobs,
             expected_tokens=request.expected_tokens,
             deadline=call.received + request.deadline_s if request.deadline_s else 0.0,
+            capture=[] if capturing is None else capturing.points,
         )
 
     def started(self, at: float, woken: bool) -> None:
@@ -131,28 +141,65 @@ class GenerateRun(SessionRun):
         self._session.tenant.charge(1, at)
         try:
             piece = self._generation.token(token, logprobs, at)
-        except BaseException as fault:  # a panic in the tokenizer's Rust code is no Exception
-            log.exception("token_failed session=%s", self._session.id)
-            self._fault = fault
+        except BaseException as fault:
+            self._blame(fault)
             self.cancel()
             return
-        self._session.changed()
         if piece is not None:
+            self._session.changed()
             self._call.send(piece)
         if self._generation.keep is not None and not self._halted:
             self._halted = True
             self._engine.send(Halt(self._number, self._generation.keep))
 
     def finished(self, message: Finished) -> None:
-        if self._fault is not None:
-            self._undo(DjinnError(f"the daemon failed on a token of its own: {self._fault!r}; its log has the details"))
+        reply = self._ended(message)
+        if reply is not None:
+            self.done.set_result(Answer(reply))
+
+    def captured(self, message: Finished, fd: int) -> None:
+        assert self._capturing is not None and message.capture is not None
+        reply, fds = self._ended(message), [fd]
+        if reply is not None and message.reason != "cancelled":
+            reply.captured = self._capturing.told(message.capture, self._positions(message.capture))
+            self.done.set_result(Answer(reply, fds))
             return
+        close_fds(fds)
+        if reply is not None:
+            self.done.set_result(Answer(reply))
+
+    def _positions(self, capture: Capture) -> int:
+        """That were captured and are the session's. The engine may have gone on before it heard of a stop string; it
+        is as if it had not: the last token that it generated is not computed."""
+        length = self._generation.length
+        computed = length - 1 if length > self._generation.prompt_end else length
+        return min(capture.positions, computed - capture.first)
+
+    def _ended(self, message: Finished) -> Generated | None:
+        """The final reply; None where there is none, but an error."""
+        reply = self._reply(message) if self._fault is None else None
+        if reply is None:
+            self._undo(DjinnError(f"the daemon failed on a token of its own: {self._fault!r}; its log has the details"))
+            return None
         length = self._generation.length
         if message.length != length:
             assert self._halted and message.length > length, (message, length)
             self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
-        self._session.changed()  # there may be nothing but a prompt
-        self.done.set_result(Answer(self._generation.finish(message.reason, message.computed, time.monotonic())))
+        self._session.changed()
+        return reply
+
+    def _reply(self, message: Finished) -> Generated | None:
+        """None: text failed."""
+        try:
+            return self._generation.finish(message.reason, message.computed, time.monotonic())
+        except BaseException as fault:
+            self._blame(fault)
+            return None
+
+    def _blame(self, fault: BaseException) -> None:
+        """A panic in the tokenizer's Rust code, too, which is no Exception."""
+        log.exception("token_failed session=%s", self._session.id)
+        self._fault = fault
 
 
 class ForwardRun(SessionRun):

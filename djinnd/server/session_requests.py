@@ -11,12 +11,12 @@ import logging
 from djinn_client import protocol
 from djinn_client.errors import DjinnError, EngineLost
 from djinn_client.protocol import Done, PauseReply, SessionOpened, Sessions, TokenIds
-from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, ToEngine, Truncate
+from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.loader import open_in
 from djinnd.server.models import Models
-from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions import SessionTable
 from djinnd.server.status import Status
 
 log = logging.getLogger("djinnd.server")
@@ -60,7 +60,7 @@ class SessionRequests:
         session.expect_idle()
         admission.check_truncate(request.length, len(session.tokens))
         session.cut(request.length)
-        self._tell(session, Truncate(session.id, request.length))
+        self._models.tell(session, Truncate(session.id, request.length))
         return Answer(Done(id=call.id))
 
     async def pause(self, call: Call, request: protocol.PauseSession) -> Answer:
@@ -87,14 +87,14 @@ class SessionRequests:
         session = self._sessions.lookup(request.session, call.client)
         session.is_paused = False
         session.latency.interrupted()
-        self._tell(session, Resume(session.id))
+        self._models.tell(session, Resume(session.id))
         log.info("session_resumed session=%s", session.id)
         return Answer(Done(id=call.id))
 
     async def set_priority(self, call: Call, request: protocol.SetPriority) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         self._sessions.set_class(session, request.priority)
-        self._tell(session, SetClass(session.id, session.priority))
+        self._models.tell(session, SetClass(session.id, session.priority))
         return Answer(Done(id=call.id))
 
     async def get_tokens(self, call: Call, request: protocol.GetTokens) -> Answer:
@@ -104,9 +104,3 @@ class SessionRequests:
     async def list_sessions(self, call: Call, request: protocol.ListSessions) -> Answer:
         visible = self._sessions.visible(call.client)
         return Answer(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))
-
-    def _tell(self, session: SessionRecord, message: ToEngine) -> None:
-        """The engine that has the session, if there is one."""
-        engine = self._models.engine_of(session)
-        if engine is not None:
-            engine.send(message)

@@ -9,14 +9,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
+from djinnd.core.edits import FOREVER, Edit
 from djinnd.server.client import Call, Client
+from djinnd.server.edit_list import EditList
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
 from djinnd.server.latency import Latencies, SessionLatency
@@ -51,6 +53,8 @@ class SessionRecord:
     is_orphan: bool = False  # its shared model went with an earlier daemon; one of that name now is another
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
+    edits: EditList = field(default_factory=EditList)
+    edited_from: int = FOREVER  # the first position that a change of them has been about, since the last run
     woken_at: float = 0.0
     attached: set[Client] = field(default_factory=set)
     call: Call | None = None  # that works on it
@@ -76,8 +80,29 @@ class SessionRecord:
         if not self.salt:
             self.journal.changed(self)
 
+    def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
+        self.edits.add(edit, names)
+        self.edited_from = min(self.edited_from, edit.first)
+        if not self.salt:
+            self.journal.edited(self.id, edit, names)
+
+    def inherit_edits(self, parent: SessionRecord) -> None:
+        """Of a fork that has none yet."""
+        self.edits, self.edited_from = parent.edits.copy(), parent.edited_from
+        if not self.salt:
+            for edit in self.edits.edits:
+                self.journal.edited(self.id, edit, self.edits.names[edit.number])
+
+    def end_edits(self, numbers: Collection[int], at: int) -> None:
+        self.edits.end(numbers, at)
+        self.edited_from = min(self.edited_from, at)
+        if not self.salt:
+            self.journal.edits_ended(self.id, numbers, at)
+
     def cut(self, length: int) -> None:
         del self.tokens[length:]
+        if self.edits.cut(length) and not self.salt:
+            self.journal.edits_cut(self.id, length)
         if length < self.journalled:
             self.journalled = length
             self.journal.changed(self)
@@ -160,8 +185,8 @@ class SessionTable:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
         return tenant
 
-    def restore(self, kept: Iterable[KeptSession]) -> None:
-        """At start: what the journal has, detached. Limits hold for what is opened after that."""
+    def restore(self, kept: Iterable[KeptSession], edits: Mapping[str, EditList]) -> None:
+        """At start: what the journal has, detached. `edits`: by session. Limits hold for what is opened after that."""
         now, clock = time.monotonic(), time.time()
         for was in kept:
             age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # clocks are set back, too
@@ -173,6 +198,7 @@ class SessionTable:
             session.is_restored = True
             session.tokens = was.tokens.tolist()
             session.journalled = len(session.tokens)
+            session.edits = edits.get(was.id, session.edits)
             self._sessions[session.id] = session
             self._detached(session)
         self._close_expired()
@@ -196,14 +222,15 @@ class SessionTable:
         return session
 
     def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:
-        """A session with the parent's tokens, attached to the client. Raises SessionBusy, and as expect_room; and
-        NotPermitted where the parent is another user's, for an administrator too: users share no pages."""
+        """A session with the parent's tokens and edits, attached to the client. Raises SessionBusy, and as expect_room;
+        and NotPermitted where the parent is another user's, for an administrator too: users share no pages."""
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()
+        session.inherit_edits(parent)
         log.info("session_forked session=%s parent=%s tokens=%d", session.id, parent.id, len(session.tokens))
         return session
 

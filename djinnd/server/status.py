@@ -137,6 +137,7 @@ class Status:
             age_s=now - session.created,
             idle_s=0.0 if session.call else now - session.used,
             attached=len(session.attached),
+            edits=len(session.edits.unended),
             foreign_kv=bool(session.salt),
             latency=session.latency.told(),
         )

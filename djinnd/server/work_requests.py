@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from djinn_client.protocol import Forward, Generate
 from djinnd.server import admission
+from djinnd.server.capturing import capturing_of
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
@@ -34,11 +35,12 @@ class WorkRequests:
             info, vocabulary = (await self._models.once_ready(session)).described
             admission.check_generate(request, info, vocabulary.has_text)
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
-            admission.check_prompt(prompt, len(session.tokens), info, room=1)
+            admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
+            capturing = capturing_of(request, len(prompt), session, info)
             stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
             engine = await self._models.ready(session.model)
             session.expect_model()
-            run = GenerateRun(call, session, engine, place, request, prompt, stop_tokens, vocabulary)
+            run = GenerateRun(call, session, engine, place, request, prompt, stop_tokens, vocabulary, capturing)
             call.client.started(call, run)
             return await run.done
 

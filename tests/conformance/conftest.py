@@ -52,6 +52,23 @@ class BlockingStream:
         return piece
 
 
+class BlockingEdit:
+    def __init__(self, edit: djinn.Edit[None]) -> None:
+        self.edit = edit
+        self.id = edit.id
+
+    async def remove(self) -> None:
+        await asyncio.to_thread(self.edit.remove)
+
+
+class BlockingCapture:
+    def __init__(self, capture: djinn.Capture[djinn.Cache]) -> None:
+        self._capture = capture
+
+    async def run(self, prompt: Any = None, **options: Any) -> djinn.Cache:
+        return await asyncio.to_thread(self._capture.run, prompt, **options)
+
+
 class Blocking:
     """A Session with the names and the awaits of an AsyncSession."""
 
@@ -84,6 +101,21 @@ class Blocking:
 
     async def fork(self, **options: Any) -> Blocking:
         return Blocking(await asyncio.to_thread(self._session.fork, **options))
+
+    async def steer(self, *arguments: Any, **options: Any) -> BlockingEdit:
+        return BlockingEdit(await asyncio.to_thread(self._session.steer, *arguments, **options))
+
+    async def patch(self, *arguments: Any, **options: Any) -> BlockingEdit:
+        return BlockingEdit(await asyncio.to_thread(self._session.patch, *arguments, **options))
+
+    async def unsteer(self, edit: BlockingEdit | int | None = None) -> None:
+        await asyncio.to_thread(self._session.unsteer, edit.edit if isinstance(edit, BlockingEdit) else edit)
+
+    async def edits(self) -> list[djinn.EditInfo]:
+        return await asyncio.to_thread(self._session.edits)
+
+    def capture(self, points: Any) -> BlockingCapture:
+        return BlockingCapture(self._session.capture(points))
 
     async def signal(self, kind: Any, **options: Any) -> None:
         await asyncio.to_thread(self._session.signal, kind, **options)

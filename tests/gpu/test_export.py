@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from djinnd import messages
-from djinnd.engine import export
 from tests.support.cuda import cuda_device
 from tests.support.exporting import ExportingEngine, filled
 from tests.support.loaded import random_prompt
@@ -33,7 +32,7 @@ def engine() -> Iterator[ExportingEngine]:
 def test_kv_comes_back_as_it_left(
     engine: ExportingEngine, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "PIECE_BYTES", piece)
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", piece)
     engine.loaded(reduced_model("llama-2"), dtype=dtype)
     engine.open("s")
     engine.open("other")

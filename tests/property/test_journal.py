@@ -11,10 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class
+from djinnd.core.edits import Edit, Extent, now
+from djinnd.server.edit_list import EditList
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import NAME, JournalFile
 from tests.support.journalled import Session
+
+Told = tuple[list[int], str, EditList]
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -24,27 +29,35 @@ class JournalMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.folders = [Path(tempfile.mkdtemp(prefix="journal-"))]
-        self.told: dict[str, tuple[list[int], str]] = {}
+        self.told: dict[str, Told] = {}
         self.count = 0
         self.start()
 
     def start(self) -> None:
         async def open_it() -> None:
             self.journal = Journal(str(self.folders[-1]))
-            kept = {session.id: (session.tokens.tolist(), session.priority) for session in self.journal.open().sessions}
+            there = self.journal.open()
+            kept = {
+                session.id: (session.tokens.tolist(), session.priority, there.edits.get(session.id, EditList()))
+                for session in there.sessions
+            }
             assert kept == self.told
+            assert there.edits.keys() <= kept.keys()
             self.sessions = {
-                name: Session(name, tokens, priority=priority, journalled=len(tokens))
-                for name, (tokens, priority) in kept.items()
+                name: Session(name, tokens, priority=priority, journalled=len(tokens), edits=edits)
+                for name, (tokens, priority, edits) in kept.items()
             }
 
         self.loop.run_until_complete(open_it())
 
     def tell(self) -> None:
         """A client hears how things are: the loop runs until it has."""
-        heard: list[dict[str, tuple[list[int], str]]] = []
-        now = {name: (list(session.tokens), session.priority) for name, session in self.sessions.items()}
-        self.journal.after(heard.append, now)
+        heard: list[dict[str, Told]] = []
+        told = {
+            name: (list(session.tokens), session.priority, session.edits.copy())
+            for name, session in self.sessions.items()
+        }
+        self.journal.after(heard.append, told)
         self.loop.run_until_complete(self.journal.settled())
         (self.told,) = heard
 
@@ -72,6 +85,30 @@ class JournalMachine(RuleBasedStateMachine):
         del session.tokens[length:]
         session.journalled = min(session.journalled, length)
         self.journal.changed(session)
+        if session.edits.cut(length):
+            self.journal.edits_cut(session.id, length)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), values=st.binary(max_size=8), first=st.none() | st.integers(0, 20))
+    def edit(self, data: st.DataObject, values: bytes, first: int | None) -> None:
+        """From now on; or at two positions."""
+        session = self.session(data)
+        if first is None:
+            extents: tuple[Extent, ...] = (Extent(now(len(session.tokens))),)
+        else:
+            extents = (Extent(first, first + 1), Extent(first + 3, first + 4, 1))
+        edit = Edit(session.edits.given + 1, (Point("mlp", 1),), "add", extents, rows=2, values=values)
+        session.edits.add(edit, ["blocks.1.mlp.hook_out"])
+        self.journal.edited(session.id, edit, ["blocks.1.mlp.hook_out"])
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def end_edits(self, data: st.DataObject) -> None:
+        session = self.session(data)
+        numbers = [number for number in session.edits.unended if data.draw(st.booleans())]
+        at = now(len(session.tokens))
+        session.edits.end(numbers, at)
+        self.journal.edits_ended(session.id, numbers, at)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), priority=st.sampled_from(CLASSES))

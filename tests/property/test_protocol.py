@@ -198,6 +198,8 @@ def strategy_for(type_: Any) -> st.SearchStrategy[Any]:
             return st.sampled_from(choices)
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(strategy_for(item), max_size=3)
+        case msgspec.inspect.TupleType(item_types=items):
+            return st.tuples(*map(strategy_for, items))
         case msgspec.inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(strategy_for(key), strategy_for(value), max_size=3)
         case msgspec.inspect.UnionType(types=types):

@@ -1,11 +1,12 @@
-"""The scheduler under random events, beside a dumb model of three things: the tokens that each session must have, the
-order in which requests of a class and a tenant arrived, and a device that remembers in each slot of KV whose token was
-written there. Who comes first among tenants, and what time does to it, is test_fairness.py's."""
+"""The scheduler under random events, beside a dumb model of three things: the tokens and the edits that each session
+must have, the order in which requests of a class and a tenant arrived, and a device that remembers in each slot of KV
+whose token was written there, and what was done to it. Who comes first among tenants, and what time does to it, is
+test_fairness.py's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -15,27 +16,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
+from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Batch, Row
+from djinnd.core.edits import FOREVER, Edit, Extent, now
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.scheduler import Scheduler
+from tests.support.virtual import measured
 
 MODELS = ("m", "n")
 MAX_CONTEXT = 24
 NUM_BLOCKS = 3
 QUIET = 9  # a token that stops nothing
 TOKENS = st.integers(0, QUIET)
+VALUES = st.sampled_from([b"one", b"two"])
+POINT = Point("resid", 1)
 WHO = st.tuples(st.sampled_from(MODELS), st.integers(0, 2), st.sampled_from(CLASSES))
 STEP_S = 0.001  # whatever it brings: so nobody can be in anybody's way
 
 
 class Written(NamedTuple):
-    """What a slot of KV holds: it follows from the token and all that stand before it."""
+    """What a slot of KV holds: it follows from the token and all that stand before it, and what was done to each."""
 
     tenant: int
-    tokens: tuple[int, ...]
+    done: tuple[tuple[int, tuple[bytes, ...]], ...]
 
 
 @dataclass(eq=False)
@@ -47,8 +53,24 @@ class Call:
     prompt_end: int
     max_tokens: int
     stop: frozenset[int]
+    wanted: int = FOREVER  # from which position on activations are
     held: bool = False
+    seen: set[int] = field(default_factory=set)  # positions that were run
     computed: int = 0  # tokens that were run before it had generated one
+
+
+@dataclass
+class Change:
+    """An edit as its caller sees it: of these positions, or from `first` on; of none from `end` on."""
+
+    value: bytes
+    positions: frozenset[int] = frozenset()
+    first: int | None = None
+    end: int | None = None
+
+    def covers(self, position: int) -> bool:
+        begun = position in self.positions or (self.first is not None and position >= self.first)
+        return begun and (self.end is None or position < self.end)
 
 
 @dataclass(eq=False)
@@ -58,6 +80,23 @@ class Shadow:
     session: Session
     tokens: list[int] = field(default_factory=list)
     call: Call | None = None
+    changes: dict[int, Change] = field(default_factory=dict)  # by number
+
+    def written(self, position: int) -> Written:
+        """What is to be in the slot of that position."""
+        tokens, changes = self.tokens[: position + 1], self.changes.values()
+        return Written(
+            self.session.tenant,
+            tuple((token, tuple(c.value for c in changes if c.covers(at))) for at, token in enumerate(tokens)),
+        )
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:]
+        for change in self.changes.values():
+            if change.end is not None:
+                change.end = min(change.end, length)
+            elif change.first is not None:
+                change.first = min(change.first, length)
 
     def work(self) -> int:
         """Steps that are enough for the call when it comes first, even if all its KV is computed anew."""
@@ -113,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
+            measured(self.scheduler._queues[name].composer.times, lambda tokens: STEP_S)
         self.device: dict[str, dict[int, Written]] = {name: {} for name in MODELS}
         self.shadows: dict[str, Shadow] = {}
         self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}  # that may run, in order of arrival
@@ -174,7 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (session.model, session.tenant, session.klass) == (model, parent.session.tenant, "batch")
             lost = parent.session.computed - session.computed
             assert 0 <= lost < kv.page_size and (lost == 0 or not free)
-            child = self.shadows[name] = Shadow(session, list(parent.tokens))
+            changes = {number: replace(change) for number, change in parent.changes.items()}
+            child = self.shadows[name] = Shadow(session, list(parent.tokens), changes=changes)
             self.cut(child, max(0, len(child.tokens) - data.draw(st.integers(0, 3))))
 
     @rule(data=st.data())
@@ -194,11 +235,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(TOKENS, max_size=14),
         max_tokens=st.sampled_from([0, 1, 4, 8]),
         stop=st.frozensets(st.integers(0, 1)),
+        captures=st.booleans(),
     )
-    def submit(self, data: st.DataObject, prompt: list[int], max_tokens: int, stop: frozenset[int]) -> None:
+    def submit(
+        self, data: st.DataObject, prompt: list[int], max_tokens: int, stop: frozenset[int], captures: bool
+    ) -> None:
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
-        if shadow and (prompt or (shadow.tokens and max_tokens)):
-            self.start(shadow, prompt, max_tokens, stop)
+        if shadow and (prompt or (shadow.tokens and (max_tokens or captures))):
+            self.start(shadow, prompt, max_tokens, stop, captures)
 
     @rule(data=st.data(), max_tokens=st.integers(1, 8))
     def go_on(self, data: st.DataObject, max_tokens: int) -> None:
@@ -221,10 +265,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if shadow.call is None:
                 self.start(shadow, prompt, max_tokens, stop=frozenset())
 
-    def start(self, shadow: Shadow, prompt: list[int], max_tokens: int, stop: frozenset[int]) -> None:
+    def start(
+        self, shadow: Shadow, prompt: list[int], max_tokens: int, stop: frozenset[int], captures: bool = False
+    ) -> None:
         session = shadow.session
         first, end = len(shadow.tokens), len(shadow.tokens) + len(prompt)
         request = Request(next(self.ids), first, end, max_tokens, stop_tokens=stop)
+        if captures:
+            request.capture = (POINT,)
+            request.seen_from = min(first if prompt else now(first), session.edited_from)
+        wanted = request.seen_from
         length = end + (1 if max_tokens else 0)
         if length > self.limit(session.model):
             with pytest.raises(PromptTooLong if length > MAX_CONTEXT else OutOfMemory):
@@ -232,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.submit(session.id, request, prompt)
         shadow.tokens += prompt
-        shadow.call = Call(request, first, end, max_tokens, stop)
+        shadow.call = Call(request, first, end, max_tokens, stop, wanted)
         self.lines[session.model].append(shadow)
 
     @rule(data=st.data())
@@ -248,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shadow = self.draw_shadow(data, lambda shadow: shadow.call)
         if shadow and shadow.call:
             keep = data.draw(st.integers(0, len(shadow.tokens) - shadow.call.prompt_end))
-            del shadow.tokens[shadow.call.prompt_end + keep :]
+            shadow.cut(shadow.call.prompt_end + keep)
             self.ended(shadow, self.scheduler.halt(shadow.call.request.id, keep), "stop")
 
     @rule(data=st.data())
@@ -297,7 +347,43 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def cut(self, shadow: Shadow, length: int) -> None:
         self.scheduler.truncate(shadow.session.id, length)
-        del shadow.tokens[length:]
+        shadow.cut(length)
+
+    # --- edits ------------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), value=VALUES, positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3))
+    def edit(self, data: st.DataObject, value: bytes, positions: frozenset[int] | None) -> None:
+        """From now on where no positions are given."""
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
+        if shadow:
+            self.change(shadow, value, positions)
+
+    def change(self, shadow: Shadow, value: bytes, positions: frozenset[int] | None) -> None:
+        number, at = next(self.ids), now(len(shadow.tokens))
+        extents = tuple(Extent(p, p + 1) for p in sorted(positions)) if positions else (Extent(at),)
+        self.scheduler.edit(shadow.session.id, Edit(number, (POINT,), "add", extents, rows=1, values=value))
+        shadow.changes[number] = Change(value, positions or frozenset(), None if positions else at)
+        assert shadow.session.edited_from <= extents[0].start
+
+    @rule(value=VALUES, positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3))
+    def edit_all(self, value: bytes, positions: frozenset[int] | None) -> None:
+        """Alike: so they share pages behind it, too."""
+        for shadow in self.shadows.values():
+            if shadow.call is None and len(shadow.changes) < 3:
+                self.change(shadow, value, positions)
+
+    @rule(data=st.data())
+    def end_edits(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call is None and shadow.changes)
+        if shadow:
+            self.end(shadow, data.draw(st.sets(st.sampled_from(sorted(shadow.changes)), min_size=1)))
+
+    def end(self, shadow: Shadow, numbers: set[int]) -> None:
+        at = now(len(shadow.tokens))
+        self.scheduler.end_edits(shadow.session.id, numbers, at)
+        for number in numbers:
+            end = shadow.changes[number].end
+            shadow.changes[number].end = at if end is None else min(end, at)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -377,12 +463,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
                 memory.pop(slot, None)
         for row in batch.rows:
-            shadow, tenant = self.shadows[row.session.id], row.session.tenant
+            shadow = self.shadows[row.session.id]
             for position, slot in enumerate(kv.slots(row.session.id, row.start, row.count).tolist(), row.start):
                 assert kv.may_write(slot // kv.page_size), "a session writes into a page that others hold, or find"
-                memory[slot] = Written(tenant, tuple(shadow.tokens[: position + 1]))
+                memory[slot] = shadow.written(position)
             for position, slot in enumerate(kv.slots(row.session.id, 0, row.end).tolist()):
-                expected = Written(tenant, tuple(shadow.tokens[: position + 1]))
+                expected = shadow.written(position)
                 assert memory.get(slot) == expected, f"{row.session.id} reads {memory.get(slot)} at {position}"
         for row in batch.rows:
             for page in kv.pages_of(row.session.id):
@@ -409,6 +495,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue  # its request has ended since
             if len(shadow.tokens) == call.prompt_end:
                 call.computed += row.count
+            call.seen.update(range(row.start, row.end))
             reason = self.outcome(shadow, row, token)
             if reason:
                 expected.append((shadow, reason))
@@ -416,6 +503,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.tick(self.now)
         finished = self.scheduler.complete(batch, next_tokens, STEP_S)
         for (shadow, reason), request in zip(expected, finished, strict=True):
+            assert shadow.call
+            generated = len(shadow.tokens) - shadow.call.prompt_end
+            wanted = range(shadow.call.wanted, shadow.call.prompt_end + max(generated - 1, 0))
+            assert shadow.call.seen.issuperset(wanted), "what was to be captured was not run"
             self.ended(shadow, request, reason)
 
     def outcome(self, shadow: Shadow, row: Row, token: int | None) -> str | None:
@@ -449,7 +540,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             shadow = self.shadows.get(row.session.id)
             request = self.scheduler.rollback(call.request.id)
             if shadow and shadow.call is call:
-                del shadow.tokens[call.first :]
+                shadow.cut(call.first)
                 self.ended(shadow, request, None)
             else:
                 assert request is None

@@ -251,10 +251,10 @@ class TiersMachine(SchedulerMachine):
         for _ in range(steps):
             shadow = choice.choice(list(self.shadows.values()))
             name, call = shadow.session.id, shadow.call
-            match choice.randrange(12):
+            match choice.randrange(14):
                 case 0 | 1 | 2 if call is None:
                     prompt = [choice.randrange(QUIET) for _ in range(choice.randrange(1, 6))]
-                    self.start(shadow, prompt, choice.choice([0, 1, 3]), frozenset())
+                    self.start(shadow, prompt, choice.choice([0, 1, 3]), frozenset(), choice.random() < 0.3)
                 case 3 if call is None:
                     self.cut(shadow, choice.randrange(len(shadow.tokens) + 1))
                 case 3 if call is not None and choice.random() < 0.3:
@@ -269,6 +269,11 @@ class TiersMachine(SchedulerMachine):
                     self.resume_one(shadow)
                 case 9:
                     self.tend(choice.choice([0.1, 2.0, 11.0]))
+                case 10 if call is None and len(shadow.changes) < 3:
+                    positions = frozenset(choice.sample(range(10), choice.randrange(3)))
+                    self.change(shadow, choice.choice([b"one", b"two"]), positions or None)
+                case 11 if call is None and shadow.changes:
+                    self.end(shadow, {choice.choice(list(shadow.changes))})
                 case _:
                     self.run_quietly(choice.randrange(1, 8), choice.randrange(1 << 32))
             self.agrees()

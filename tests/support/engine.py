@@ -1,9 +1,10 @@
 """A scripted engine for tests of the server: a real process that speaks djinnd.messages over its end of a socket pair.
 
 It computes nothing. The token at position p of any session is `story[p % len(story)]`, so that every test knows what a
-session must hold. What it is to do otherwise is in a JSON file (`Script`), keyed by the first token of a prompt, so
-that one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each byte that
-a test writes into it, and otherwise as fast as it can.
+session must hold. An edit of position p - 1 shifts that by its number, and so it does what is captured there: the
+position, in all columns. What the engine is to do otherwise is in a JSON file (`Script`), keyed by the first token of a
+prompt, so that one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each
+byte that a test writes into it, and otherwise as fast as it can.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import msgspec
 import posix_ipc
 
 from djinn_client.placing import ModelPlan, Placing
+from djinn_client.points import PointMap
 from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
 from djinnd import messages
+from djinnd.core.edits import FOREVER, Edit, cut, ended
 from djinnd.messages import MAX_FRAME
 from djinnd.server.arena_header import HEADER_BYTES
 
@@ -35,6 +38,7 @@ BLOCK_BYTES = 1 << 13
 WEIGHT_BYTES = BLOCKS * BLOCK_BYTES
 RING_BYTES = 3 * BLOCK_BYTES
 BUDGET = 1 << 30
+WIDTH = 8  # of activations
 PAGE_SIZE = 16  # tokens
 PAGE_BYTES = 1 << 12
 
@@ -71,6 +75,9 @@ class Session:
     bulk: bool = False
     priority: str = ""  # that it was given while it was open
     is_started: bool = False
+    edits: tuple[Edit, ...] = ()
+    edited_from: int = FOREVER
+    seen_from: int = 0  # by what the run captures
 
 
 class Engine:
@@ -131,7 +138,7 @@ class Engine:
         self.steps += 1
         if self.trace is not None:
             self.traced.append(Span("step", "step", 1e3 * len(self.traced), 1e3))
-        tokens, started, ended = [], [], []
+        tokens, started, ended_runs = [], [], []
         for name, session in list(self.sessions.items()):
             run = session.run
             if run is None or session.held or session.paused:
@@ -144,7 +151,11 @@ class Engine:
             if run.logits:
                 self.answer_logits(session)
                 continue
-            token = self.script.story[len(session.tokens) % len(self.script.story)]
+            if not run.max_tokens:
+                ended_runs.append((name, "length"))
+                continue
+            at = len(session.tokens) + shift(session, len(session.tokens) - 1)
+            token = self.script.story[at % len(self.script.story)]
             session.tokens.append(token)
             logprobs = None
             if run.logprobs is not None:
@@ -152,12 +163,12 @@ class Engine:
             tokens.append(messages.Token(run.request, token, logprobs))
             generated = len(session.tokens) - session.prompt_end
             if token in run.stop_tokens:
-                ended.append((name, "stop"))
+                ended_runs.append((name, "stop"))
             elif generated == run.max_tokens or len(session.tokens) == self.script.context:
-                ended.append((name, "length"))
+                ended_runs.append((name, "length"))
         if tokens or started:
             self.send(messages.Stepped(tokens, started))
-        for name, reason in ended:
+        for name, reason in ended_runs:
             self.finish(self.sessions[name], reason)
 
     def trouble(self, what: str | None, session: Session) -> bool:
@@ -187,7 +198,32 @@ class Engine:
         session.run, session.held = None, False
         generated = len(session.tokens) - session.prompt_end
         computed = session.prompt_end - session.first
-        self.send(messages.Finished(run.request, reason, len(session.tokens), generated, computed))  # type: ignore[arg-type]
+        finished = messages.Finished(run.request, reason, len(session.tokens), generated, computed)  # type: ignore[arg-type]
+        if run.capture:
+            self.send_captured(finished, session, run)
+        else:
+            self.send(finished)
+
+    def send_captured(self, finished: messages.Finished, session: Session, run: messages.Run) -> None:
+        """float32, with room for all that it might have been; also of one that was cancelled."""
+        points = self.models[session.model].points
+        assert points is not None and len(set(run.capture)) == len(run.capture)
+        first, generated = session.seen_from, finished.generated
+        positions = finished.length - first - (generated > 0)
+        room = session.prompt_end - first + max(run.max_tokens - 1, 0)
+        widths = [points.width_at(point) for point in run.capture]
+        offsets = [4 * room * sum(widths[:index]) for index in range(len(widths))]
+        nbytes = 4 * room * sum(widths)
+        fd = sealed_memfd("djinnd-captured", nbytes)
+        with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as values:
+            for width, offset in zip(widths, offsets, strict=True):
+                for row in range(positions):
+                    value = float(first + row + shift(session, first + row))
+                    for column in range(width):
+                        values[offset // 4 + row * width + column] = value
+        finished.capture = messages.Capture("float32", first, positions, room, nbytes, offsets)
+        self.send(finished, (fd,))
+        os.close(fd)
 
     def answer_logits(self, session: Session) -> None:
         """Logits [tokens, vocab] whose every entry is the token that they are of."""
@@ -195,9 +231,7 @@ class Engine:
         assert run is not None
         vocab = self.models[session.model].vocab
         nbytes = len(run.tokens) * vocab * 4
-        fd = os.memfd_create("djinnd-logits", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fd = sealed_memfd("djinnd-logits", nbytes)
         with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as rows:
             for index, token in enumerate(run.tokens):
                 for column in range(vocab):
@@ -264,7 +298,17 @@ class Engine:
             kv_bytes=load.kv_bytes or 1 << 20,
             page_size=PAGE_SIZE,
             page_bytes=PAGE_BYTES,
-            dtype=load.dtype,
+            dtype="float32" if load.dtype == "auto" else load.dtype,
+            points=PointMap(
+                blocks=BLOCKS,
+                width=WIDTH,
+                vocab=config["vocab_size"],
+                layers="model.layers",
+                attention="self_attn",
+                mlp="mlp",
+                norm="model.norm",
+                head="lm_head",
+            ),
             **places(resident_blocks(load.placing)),
         )
         self.send(messages.Loading(load.model, "adopted" if ready.complete else "filled", 100, 100))
@@ -371,13 +415,28 @@ class Engine:
     def on_open(self, message: messages.Open) -> None:
         assert message.session not in self.sessions and message.model in self.models
         self.sessions[message.session] = Session(
-            message.model, message.tenant, message.tokens, paused="host" * message.paused
+            message.model, message.tenant, message.tokens, paused="host" * message.paused, edits=message.edits
         )
 
     def on_fork(self, message: messages.Fork) -> None:
         parent = self.sessions[message.parent]
         assert message.session not in self.sessions and parent.run is None
-        self.sessions[message.session] = Session(parent.model, parent.tenant, list(parent.tokens))
+        self.sessions[message.session] = Session(
+            parent.model, parent.tenant, list(parent.tokens), edits=parent.edits, edited_from=parent.edited_from
+        )
+
+    def on_addedit(self, message: messages.AddEdit) -> None:
+        session = self.sessions[message.session]
+        assert session.run is None and message.edit.number > max((edit.number for edit in session.edits), default=0)
+        session.edits = (*session.edits, message.edit)
+        session.edited_from = min(session.edited_from, message.edit.first)
+
+    def on_endedits(self, message: messages.EndEdits) -> None:
+        session = self.sessions[message.session]
+        assert session.run is None and message.edits
+        assert all(not edit.over for edit in session.edits if edit.number in message.edits)
+        session.edits = ended(session.edits, message.edits, message.at)
+        session.edited_from = min(session.edited_from, message.at)
 
     def on_close(self, message: messages.Close) -> None:
         session = self.sessions[message.session]
@@ -393,6 +452,8 @@ class Engine:
         session.first = len(session.tokens)
         session.tokens += run.tokens
         session.prompt_end = len(session.tokens)
+        again = session.first if run.tokens else max(session.first - 1, 0)
+        session.seen_from, session.edited_from = min(again, session.edited_from), FOREVER
 
     def on_cancelrun(self, message: messages.CancelRun) -> None:
         for session in self.sessions.values():
@@ -414,6 +475,7 @@ class Engine:
         session = self.sessions[message.session]
         assert session.run is None and message.length <= len(session.tokens)
         del session.tokens[message.length :]
+        session.edits = cut(session.edits, message.length)
 
     def on_signal(self, message: messages.Signal) -> None:
         assert message.expected_s >= 0 and (message.waits or not message.expected_s)
@@ -516,6 +578,18 @@ def places(resident: int) -> dict[str, int]:
         "streamed_bytes": streamed * BLOCK_BYTES,
         "ring_bytes": RING_BYTES if streamed else 0,
     }
+
+
+def shift(session: Session, position: int) -> int:
+    extents = ((edit.number, extent) for edit in session.edits for extent in edit.extents)
+    return sum(number for number, extent in extents if extent.start <= position < extent.end)
+
+
+def sealed_memfd(name: str, nbytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def pages_of(session: Session) -> int:

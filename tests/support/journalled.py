@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from djinnd.server.edit_list import EditList
+
 
 @dataclass
 class Session:
@@ -16,3 +18,4 @@ class Session:
     priority: str = "agent"
     created: float = field(default_factory=time.monotonic)
     journalled: int = 0
+    edits: EditList = field(default_factory=EditList)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from djinn_client.protocol import Class, Placing, Sampling
 from djinnd.core.batch import Batch
+from djinnd.core.edits import FOREVER
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -142,7 +143,8 @@ class Served:
             max_tokens=max_tokens,
             sampling=sampling or Sampling(),
             logprobs=logprobs,
-            logits_from=None if max_tokens else first,
+            logits=not max_tokens,
+            seen_from=FOREVER if max_tokens else first,
         )
         self.scheduler.submit(session.id, request, tokens)
         if not max_tokens:
@@ -168,7 +170,7 @@ class Served:
 
     def complete(self, batch: Batch, sampled: Sampled) -> None:
         for request in self.scheduler.complete(batch, sampled.tokens):
-            if request.logits_from is None:
+            if not request.logits:
                 self.runner.forget(request)
         self.scheduler.check_integrity()
 

@@ -24,7 +24,7 @@ import uvloop
 import yaml
 
 from djinn_client import Client
-from djinn_client.protocol import HEADER, MAX_REPLY, FrameDecoder, Hello, ServerMessage, decode_reply, encode
+from djinn_client.protocol import HEADER, MAX_FDS, MAX_REPLY, FrameDecoder, Hello, ServerMessage, decode_reply, encode
 from djinnd.config import load
 from djinnd.server.server import Server
 from djinnd.server.stopping import Stopping
@@ -140,6 +140,7 @@ class Wire:
         self.socket.connect(address)
         self._decoder = FrameDecoder(MAX_REPLY)
         self._replies: list[ServerMessage] = []
+        self._fds: list[int] = []
         if hello:
             self.ask(Hello(id=0))
 
@@ -148,6 +149,8 @@ class Wire:
 
     def __exit__(self, *error: object) -> None:
         self.socket.close()
+        for fd in self._fds:
+            os.close(fd)
 
     def send(self, *messages: Any) -> None:
         self.socket.sendall(b"".join(encode(message) for message in messages))
@@ -162,13 +165,18 @@ class Wire:
         """The next one; None when the daemon has hung up."""
         while not self._replies:
             try:
-                data = self.socket.recv(1 << 16)
+                data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, MAX_FDS)
             except ConnectionResetError:
                 return None
             if not data:
                 return None
+            self._fds += fds
             self._replies += [decode_reply(frame.payload) for frame in self._decoder.feed(data)]
         return self._replies.pop(0)
+
+    def take_fd(self) -> int:
+        """The oldest descriptor that has come; the caller's."""
+        return self._fds.pop(0)
 
     def ask(self, message: Any) -> ServerMessage | None:
         self.send(message)

@@ -1,6 +1,7 @@
 """Triton kernels of the model's hot path. Importing this needs Triton, which comes with CUDA builds of torch."""
 
 from djinnd.model.kernels.decode import MAX_QUERY, decode
+from djinnd.model.kernels.edit import edit
 from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.kv_write import kv_write
@@ -19,6 +20,7 @@ __all__ = [
     "Scratch",
     "Tiles",
     "decode",
+    "edit",
     "fetch_packed",
     "fetch_plain",
     "gated",

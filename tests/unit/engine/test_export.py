@@ -12,7 +12,6 @@ from torch import Tensor
 
 from djinn_client.kv import KvWindow
 from djinnd import messages
-from djinnd.engine import export
 from tests.support import reference
 from tests.support.descriptors import open_descriptors
 from tests.support.exporting import SALT, filled
@@ -54,7 +53,7 @@ def cache_of_transformers(tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def test_what_is_exported_is_the_kv_of_transformers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all tokens: the last one's, too, which nobody had computed. In several pieces."""
-    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     engine.open("s")
     tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
     kv = engine.export("s")
@@ -75,7 +74,7 @@ def test_kv_that_is_not_there_is_computed_first(engine: Engine) -> None:
 
 
 def test_others_run_while_kv_travels(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     for name in ("s", "t"):
         engine.open(name)
     engine.tokens("s", prompt(300), NEW)
@@ -171,7 +170,7 @@ def test_kv_that_the_pool_has_no_room_for(small: Engine) -> None:
 
 
 def test_a_session_that_is_closed_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     engine.open("s")
     engine.outcome(engine.run("s", prompt(300), 0, logits=True))
     window = filled(engine.export("s"))

@@ -191,3 +191,12 @@ def test_in_a_pool_a_tenant_finds_the_pages_that_it_had_before_a_marking() -> No
     assert kv.pages_of("a") == kv.pages_of("b") + pages[3:]
     assert fill(kv, "a2", ALICE, [*tokens, *tokens]) == 16
     assert kv.trim("a", 12) == 12 and fill(kv, "a3", ALICE, tokens) == 16
+
+
+def test_keys_of_edited_positions_are_no_token_s() -> None:
+    """Names are 64 bits wide: nothing of them is lost, and a page of such is no page of twice as many tokens."""
+    parent, name = root(0), -(1 << 62) - 12345
+    assert chain(parent, [1, name]) == chain(parent, [1, name])
+    assert len({chain(parent, [1, name]), chain(parent, [1, name - 1]), chain(parent, [name, 1])}) == 3
+    low, high = name & 0xFFFFFFFF, name >> 32
+    assert high < 0 and chain(parent, [low - (1 << 32) if low >> 31 else low, 0]) != chain(parent, [name])

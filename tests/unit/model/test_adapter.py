@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from djinn_client.errors import ModelRejected
@@ -76,6 +77,47 @@ def test_an_adapter_goes_with_its_last_user() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Layer(nn.Module):
+    def forward(self, hidden: Tensor, beside: Any = None) -> Tensor:
+        return hidden
+
+
+class Sharing(nn.Module):
+    """A model whose blocks are given something beside the hidden states, by its name."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.embed = nn.Parameter(torch.rand(1, TOKENS, 4))
+        self.beside = beside
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        hidden = self.embed if self.beside == "weights" else self.embed * 2
+        given = {"nothing": None, "another": hidden.clone(), "itself": hidden, "a view": {"deep": [hidden[:, :3]]}}
+        for layer in self.layers:
+            hidden = layer(hidden, beside=given.get(self.beside))
+        return hidden
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("beside", ["nothing", "another", "itself", "a view", "weights"])
+@torch.inference_mode()
+def test_what_the_first_block_is_given_is_nobody_else_s(beside: str, device: str) -> None:
+    """So it may be changed in place. Learnt once: also of a model that was on the meta device then."""
+    adapter = Adapter(Sharing(beside).to(device))
+    adapter.prologue(*batch())
+    adapter.model.embed = nn.Parameter(torch.rand(1, TOKENS, 4))
+    prologue = adapter.prologue(*batch())
+    wanted = [adapter.model.embed, *(leaf for leaf in tree_leaves(prologue.arguments) if isinstance(leaf, Tensor))]
+    before = [tensor.clone() for tensor in wanted]
+    prologue.hidden.zero_()
+    assert all(torch.equal(tensor, kept) for tensor, kept in zip(wanted, before, strict=True))
+    is_copied = prologue.hidden is not adapter._hidden
+    assert is_copied == (beside in ("itself", "a view", "weights"))  # where nobody has it, nothing is copied
 
 
 class Stack(nn.Module):

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
+from djinnd.model.kernels.edit import edit_kernel
 from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
 from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
@@ -33,11 +34,12 @@ SHARED_MEMORY = {AMPERE: 163 << 10, HOPPER: 227 << 10}  # bytes a program may ha
 POINTERS = {
     **dict.fromkeys(("query_starts", "kv_lengths", "page_table"), "*i32"),
     **dict.fromkeys(("partial", "stats"), "*fp32"),
-    **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias"), "*bf16"),
+    **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias", "bank"), "*bf16"),
     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
-    "slots": "*i64",
+    **dict.fromkeys(("slots", "where", "value"), "*i64"),
+    **dict.fromkeys(("scales", "lows", "highs"), "*fp32"),
     **dict.fromkeys(("sm", "nibbles"), "*u8"),
-    **dict.fromkeys(("bases", "stripes", "patches", "head", "picked", "source", "target"), "*i32"),
+    **dict.fromkeys(("bases", "stripes", "patches", "head", "picked", "source", "target", "codes"), "*i32"),
 }
 FLOATS = ("score_scale", "cap", "eps")
 STRIDES = ("_token", "_head", "_page", "_row")
@@ -95,6 +97,8 @@ def test_the_small_kernels(capability: int) -> None:
     compile_for(capability, combine_kernel, HEADS=32, HEAD_DIM=80, DIM=128, TILE=64, SPLITS=16, WINDOW=True, SINKS=True)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
+    for width in (5120, 128_256):
+        compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])

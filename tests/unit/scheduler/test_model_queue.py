@@ -67,7 +67,7 @@ def test_only_the_last_chunk_of_a_prompt_samples() -> None:
 def test_a_forward_pass_never_samples() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 3)
-    session.request = Request(id=1, first=0, prompt_end=3, max_tokens=0, logits_from=0)
+    session.request = Request(id=1, first=0, prompt_end=3, max_tokens=0, logits=True, seen_from=0)
     (row,) = queue.composer.compose(step=1, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (3, False)
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from djinn_client.points import Point
+from djinnd.core.edits import Edit, Extent
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
@@ -223,3 +225,46 @@ def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_
     assert not house.residence.secure(session, ()) and house.residence.is_arriving(session)
     house.copy_all()
     assert session.computed == 9
+
+
+@pytest.mark.parametrize("first", [9, 8, 5, 4, 0])
+def test_of_who_has_left_what_comes_before_a_change_is_found_again(first: int) -> None:
+    """Also the part of a page: KV that a client gave cannot be computed."""
+    house = House()
+    session = gone(house, "a", 10)
+    session.foreign_tokens = first
+    house.residence.revise(session, first)
+    session.tokens[first:] = [77] * (10 - first)
+    house.ask(session)
+    assert house.residence.secure(session, ()) == (first == 0)
+    house.copy_all()
+    assert session.computed == first
+    house.residence.revise(session, 2)
+    assert session.computed == min(first, 2)
+    house.residence.check_integrity()
+
+
+def test_a_session_whose_kv_follows_from_edits_has_other_keys_from_there_on() -> None:
+    house = House()
+    plain, edited = house.session("a", 10), house.session("b", 10, computed=False)
+    edited.edits = (Edit(1, (Point("resid", 1),), "scale", (Extent(6),)),)
+    house.ask(edited)
+    assert house.residence.secure(edited, ()) and edited.computed == 4
+    house.residence.advance(edited, 12)
+    ours, theirs = house.residence.keys(plain), house.residence.keys(edited)
+    assert ours[0] == theirs[0] and not set(ours[1:]) & set(theirs)
+    house.residence.leave(edited)
+    house.copy_all()
+    assert house.residence.keys(edited) == theirs
+
+
+def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:
+    """They were on their way when it was asked for activations of what they hold."""
+    house = House()
+    session = gone(house, "a", 10)
+    assert house.residence.prefetch(session, ()) and house.residence.is_arriving(session)
+    house.ask(session)
+    assert session.request is not None
+    session.request.seen_from = 6
+    house.copy_all()
+    assert session.computed == 6

@@ -5,7 +5,9 @@ from itertools import count
 import pytest
 
 from djinn_client.errors import OutOfMemory, PromptTooLong, SessionNotFound
+from djinn_client.points import Point
 from djinnd.core.batch import Batch
+from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
@@ -83,7 +85,7 @@ def test_a_session_goes_on_from_its_kv() -> None:
 def test_without_a_prompt_the_last_token_is_run_again_where_it_has_kv() -> None:
     daemon = Daemon()
     session = daemon.open("a")
-    daemon.submit("a", prompt=6, max_tokens=0, logits_from=0)
+    daemon.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
     daemon.step()
     assert session.computed == 6
     daemon.submit("a", prompt=0, max_tokens=1)
@@ -94,7 +96,7 @@ def test_without_a_prompt_the_last_token_is_run_again_where_it_has_kv() -> None:
 def test_a_forward_pass_ends_with_its_last_token_and_generates_none() -> None:
     daemon = Daemon(max_batch_tokens=4)
     session = daemon.open("a")
-    request = daemon.submit("a", prompt=6, max_tokens=0, logits_from=0)
+    request = daemon.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
     assert daemon.step()[1] == []
     assert daemon.step()[1] == [request]
     assert (request.finish_reason, request.computed, session.tokens) == ("length", 6, [7] * 6)
@@ -731,9 +733,98 @@ def test_tokens_whose_logits_are_wanted_are_computed_though_their_kv_is_there() 
     daemon.submit("a", prompt=12, max_tokens=1)
     daemon.step()
     daemon.open("b", tokens=9)
-    daemon.submit("b", prompt=3, max_tokens=0, logits_from=9)
+    daemon.submit("b", prompt=3, max_tokens=0, logits=True, seen_from=9)
     batch, _ = daemon.step()
     assert (batch.rows[0].start, batch.rows[0].count) == (8, 4)
+
+
+def edit(number: int, *extents: Extent) -> Edit:
+    return Edit(number, (Point("resid", 1),), "scale", extents)
+
+
+def test_an_edit_has_what_it_changes_computed_anew() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    daemon.submit("a", prompt=10, max_tokens=2)
+    daemon.step()
+    daemon.step()
+    assert session.computed == 11
+    daemon.scheduler.edit("a", edit(1, Extent(11)))
+    assert (session.computed, session.edited_from) == (11, 11)
+    daemon.scheduler.edit("a", edit(2, Extent(5, 6), Extent(8, 9)))
+    assert (session.computed, session.edited_from) == (5, 5)
+    daemon.scheduler.end_edits("a", [2], 9)
+    assert (session.computed, [each.over for each in session.edits]) == (5, [False, True])
+    daemon.submit("a", prompt=0, max_tokens=1)
+    batch, _ = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].end, session.edited_from) == (5, 12, FOREVER)
+    daemon.scheduler.end_edits("a", [1], 12)
+    assert (session.computed, session.edits[0].extents) == (12, (Extent(11, 12),))
+
+
+def test_of_sessions_with_the_same_tokens_those_share_that_are_edited_alike() -> None:
+    daemon = Daemon()
+    computed = {}
+    for name, edits in {"plain": [], "edited": [edit(1, Extent(9))], "alike": [edit(7, Extent(9))]}.items():
+        daemon.open(name)
+        for each in edits:
+            daemon.scheduler.edit(name, each)
+        request = daemon.submit(name, prompt=15, max_tokens=1)
+        daemon.step()
+        computed[name] = request.computed
+    assert computed == {"plain": 15, "edited": 7, "alike": 3}
+    pages = {name: daemon.kv["m"].pages_of(name) for name in computed}
+    assert pages["plain"][:2] == pages["edited"][:2] and not set(pages["plain"][2:]) & set(pages["edited"])
+
+
+def test_a_fork_has_its_parent_s_edits() -> None:
+    daemon = Daemon()
+    parent = daemon.open("a")
+    daemon.submit("a", prompt=10, max_tokens=1)
+    daemon.step()
+    daemon.scheduler.edit("a", edit(1, Extent(6)))
+    daemon.scheduler.fork("a", "b", "agent")
+    child = daemon.scheduler.session("b")
+    assert (child.edits, child.edited_from, child.computed) == (parent.edits, 6, 6)
+    daemon.scheduler.end_edits("a", [1], 10)
+    assert child.edits == (edit(1, Extent(6)),)
+
+
+def test_a_call_that_failed_leaves_what_was_edited_to_the_next() -> None:
+    daemon = Daemon()
+    session = daemon.open("a", tokens=10)
+    daemon.scheduler.edit("a", edit(1, Extent(3, 4)))
+    daemon.scheduler.rollback(daemon.submit("a", prompt=2).id)
+    assert session.edited_from == 3
+    daemon.scheduler.cancel(daemon.submit("a", prompt=2).id)
+    assert session.edited_from == FOREVER
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "seen_from"), [(3, 0, 10), (0, 0, 9), (0, 2, 4), (3, 2, 4)])
+def test_what_is_to_be_seen_is_run_though_its_kv_is_there(prompt: int, max_tokens: int, seen_from: int) -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    daemon.submit("a", prompt=10, max_tokens=0)
+    daemon.step()
+    request = daemon.submit("a", prompt, max_tokens, capture=(Point("resid"),), seen_from=seen_from)
+    batch, finished = daemon.step()
+    assert (batch.rows[0].start, batch.rows[0].end) == (seen_from, 10 + prompt)
+    assert request.seen_from == 10 + prompt and finished == ([] if max_tokens else [request])
+
+
+def test_what_was_seen_need_not_be_again() -> None:
+    """Its pages are lost and come back from another session's."""
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", 9, 4, capture=(Point("resid"),), seen_from=0)
+    daemon.step()
+    daemon.open("b")
+    daemon.submit("b", prompt=9, max_tokens=1)
+    daemon.step()
+    daemon.scheduler.residence("m").leave(session, forced=True)
+    batch, _ = daemon.step()
+    assert [(row.start, row.end) for row in batch.rows if row.session is session] == [(8, 11)]
+    assert request.seen_from == 11
 
 
 def test_a_prompt_that_shares_waits_like_any_other_where_pages_are_short() -> None:

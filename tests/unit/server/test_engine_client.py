@@ -115,6 +115,22 @@ def test_a_failed_run_is_told_the_error_with_its_figures(play):
     play(act)
 
 
+def test_what_was_captured_comes_with_its_descriptor(play):
+    async def act(scene):
+        run, memory = Heard(), os.memfd_create("captured")
+        said = finished(scene.run(run))
+        said.capture = messages.Capture("float32", first=0, positions=1, room=2, nbytes=16, offsets=[0])
+        scene.say(said, fds=[memory])
+        os.close(memory)
+        await scene.until(lambda: run.told)
+        ((name, message, fd),) = run.told
+        assert (name, message) == ("captured", said)
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:captured")
+        os.close(fd)
+
+    play(act)
+
+
 def test_logits_come_with_their_descriptor(play):
     async def act(scene):
         run, memory = Heard(), os.memfd_create("logits")

@@ -10,7 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from djinn_client.points import Point
+from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.server import journal_file
+from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.socket_path import StartError
 
@@ -111,12 +114,17 @@ def test_public_prefixes_are_kept_until_they_are_withdrawn(tmp_path: Path) -> No
     file.close()
 
 
+def make_older(folder: Path, version: int, *lacking: str) -> None:
+    """What a djinnd has left that knew less."""
+    with sqlite3.connect(folder / NAME) as db:
+        db.executescript("".join(f"DROP TABLE {table};" for table in lacking) + f"PRAGMA user_version = {version};")
+    db.close()
+
+
 def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
     """As a djinnd that knew no public prefixes has left it."""
     write(tmp_path, [ONE, Extended("one", 0, [1, 2])], [Extended("one", 2, [3])])
-    with sqlite3.connect(tmp_path / NAME) as db:
-        db.executescript("DROP TABLE prefix; PRAGMA user_version = 1;")
-    db.close()
+    make_older(tmp_path, 1, "prefix", "edit", "edit_count")
     for _ in range(2):
         file = JournalFile(str(tmp_path))
         assert [session.tokens.tolist() for session in file.sessions()] == [[1, 2, 3]]
@@ -128,6 +136,85 @@ def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     assert file.prefixes() == [SYSTEM]
     file.close()
+
+
+def added(session: str, number: int, *extents: Extent, values: bytes = b"") -> Edited:
+    edit = Edit(number, (Point("resid", 3),), "add", extents, rows=len(values) // 4, values=values)
+    return Edited(session, edit, [f"blocks.{number}"])
+
+
+def spans(folder: Path) -> dict[str, dict[int, list[tuple[int, int]]]]:
+    file = JournalFile(str(folder))
+    try:
+        return {
+            name: {edit.number: [(each.start, each.end) for each in edit.extents] for edit in edits.edits}
+            for name, edits in file.edits().items()
+        }
+    finally:
+        file.close()
+
+
+def test_edits_are_read_back_as_they_were(tmp_path: Path) -> None:
+    one = added("one", 1, Extent(3, 5, 0), Extent(9, 10, 2), values=bytes(range(12)))
+    two = added("one", 2, Extent(7))
+    write(tmp_path, [ONE, one], [two, TWO])
+    for _ in range(2):
+        file = JournalFile(str(tmp_path))
+        (edits,) = file.edits().values()
+        assert edits.edits == (one.edit, two.edit)
+        assert edits.names == {1: ["blocks.1"], 2: ["blocks.2"]} and edits.given == 2
+        file.close()
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_what_becomes_of_edits_is_replayed_in_its_own_order(tmp_path: Path, folds: bool) -> None:
+    """Whatever the tokens do meanwhile, which are written with the last of several changes."""
+    file = JournalFile(str(tmp_path))
+    for changes in (
+        [ONE, TWO, added("one", 1, Extent(5)), added("two", 1, Extent(0))],
+        [added("one", 2, Extent(2, 4), Extent(8, 9)), Extended("one", 0, [7] * 6)],
+        [EditsCut("one", 3), EditsEnded("one", [1], 12), added("one", 3, Extent(12)), Extended("one", 3, [8] * 10)],
+        [EditsEnded("one", [3], 12), EditsEnded("two", [1], 0), Extended("one", 4, [])],
+    ):
+        file.append(changes)
+        if folds:
+            file.fold()
+    file.close()
+    assert spans(tmp_path) == {"one": {1: [(3, 12)], 2: [(2, 4), (8, 9)]}, "two": {}}
+    file = JournalFile(str(tmp_path))
+    assert {name: edits.given for name, edits in file.edits().items()} == {"one": 3, "two": 1}
+    file.close()
+
+
+def test_edits_go_with_their_session(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, TWO, added("one", 1, Extent(0)), added("two", 1, Extent(0))], [Closed("one")])
+    write(tmp_path, [added("one", 2, Extent(0)), EditsCut("one", 0), EditsEnded("one", [1], 0)])
+    assert spans(tmp_path) == {"two": {1: [(0, FOREVER)]}}
+    write(tmp_path, [Closed("two")])
+    assert spans(tmp_path) == {}
+    with sqlite3.connect(tmp_path / NAME) as db:
+        for table in ("edit", "edit_count"):
+            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+    db.close()
+
+
+def test_values_count_as_what_is_to_be_folded(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path))
+    file.append([ONE, added("one", 1, Extent(0), values=bytes(journal_file.FOLD_BYTES))])
+    assert file.wants_fold
+    file.fold()
+    (edits,) = file.edits().values()
+    assert len(edits.edits[0].values) == journal_file.FOLD_BYTES
+    file.close()
+
+
+@pytest.mark.parametrize(("version", "lacking"), [(1, ["prefix"]), (2, []), (3, [])])
+def test_a_journal_that_knew_no_edits_is_read_and_written(tmp_path: Path, version: int, lacking: list[str]) -> None:
+    write(tmp_path, [ONE, Extended("one", 0, [1, 2])])
+    make_older(tmp_path, version, *lacking, "edit", "edit_count")
+    write(tmp_path, [added("one", 1, Extent(1))])
+    assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
+    assert kept(tmp_path) == {"one": [1, 2]}
 
 
 def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
@@ -155,9 +242,7 @@ def test_another_version_is_left_alone(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StartError, match=f"has version 9 and this djinnd reads {journal_file.VERSION}"):
         JournalFile(str(tmp_path))
-    with sqlite3.connect(tmp_path / NAME) as db:
-        db.execute("PRAGMA user_version = 2")
-    db.close()
+    make_older(tmp_path, 2, "edit", "edit_count")
     assert kept(tmp_path) == {"one": []}
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from djinn_client.errors import ModelNotFound, NotPermitted, QuotaExceeded, SessionBusy, SessionLost, SessionNotFound
+from djinn_client.points import Point
 from djinnd.config import Limits, Quota
+from djinnd.core.edits import Edit, Extent
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
 from djinnd.server.quotas import Quotas
@@ -207,7 +209,7 @@ def kept(name, **changes):
 def test_what_the_journal_has_begins_as_detached_and_counts(table):
     async def play():
         sessions, _ = table(sessions_per_user=2)
-        sessions.restore([kept("a"), kept("b", used=time.time() + 900)])
+        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {})
         owner = FakeClient(1)
         first, second = sessions.visible(owner)
         assert first.tokens == [1, 2, 3] and first.journalled == 3
@@ -227,7 +229,7 @@ def test_what_the_journal_has_begins_as_detached_and_counts(table):
 def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table):
     async def play():
         sessions, _ = table()
-        sessions.restore([kept("a", shared=True)])
+        sessions.restore([kept("a", shared=True)], {})
         (session,) = sessions
         assert sessions.of_model("m") == []
         with pytest.raises(ModelNotFound, match="m was a client's own and went"):
@@ -282,7 +284,7 @@ def test_who_is_still_at_work_gives_way_last(table):
 def test_what_a_restart_has_left_is_not_counted_as_detached(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
-        sessions.restore([kept(name) for name in "abc"])
+        sessions.restore([kept(name) for name in "abc"], {})
         owner = FakeClient(1)
         sessions.open(owner, "m", "agent")
         sessions.detach(owner)
@@ -295,37 +297,84 @@ def test_what_a_restart_has_left_is_not_counted_as_detached(table):
 def test_time_to_live_counts_from_the_last_use(table):
     async def play():
         sessions, closed = table(session_ttl=100)
-        sessions.restore([kept("young"), kept("old", used=time.time() - 101)])
+        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {})
         assert [session.id for session in closed] == ["old"]
         sessions.leave()
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)])
+        sessions.restore([kept("old", used=0)], {})
         assert closed == []
         sessions.leave()
 
     asyncio.run(play())
 
 
+class Noting(Journal):
+    """Of sessions by their ids."""
+
+    def __init__(self):
+        super().__init__("")
+        self.noted = []
+
+    def opened(self, session):
+        self.noted.append(("opened", session.id))
+
+    def changed(self, session):
+        self.noted.append(("changed", session.id))
+
+    def edited(self, session, edit, names):
+        self.noted.append(("edited", session, edit.number, names))
+
+    def edits_ended(self, session, numbers, at):
+        self.noted.append(("edits_ended", session, numbers, at))
+
+    def edits_cut(self, session, length):
+        self.noted.append(("edits_cut", session, length))
+
+    def closed(self, session):
+        self.noted.append(("closed", session.id))
+
+
+def edit(number, first):
+    return Edit(number, (Point("mlp", 1),), "scale", (Extent(first),))
+
+
+def test_what_becomes_of_edits_is_noted_and_so_is_from_where_kv_is_another(table):
+    sessions, _ = table()
+    journal = sessions._journal = Noting()
+    session = sessions.open(FakeClient(), "m", "agent")
+    session.tokens += [1, 2, 3, 4, 5, 6]
+    session.journalled = 6
+    session.add_edit(edit(1, 4), ["a"])
+    session.add_edit(edit(2, 5), ["b"])
+    assert session.edited_from == 4
+    session.end_edits([2], 5)
+    session.cut(5)
+    session.cut(2)
+    fork = sessions.fork(session, FakeClient(), None)
+    assert fork.edits == session.edits and fork.edits is not session.edits and fork.edited_from == 4
+    session.end_edits([1], 1)
+    assert session.edited_from == 1 and fork.edits.unended == [1]
+    assert [note for note in journal.noted if note[0].startswith("edit")] == [
+        ("edited", session.id, 1, ["a"]),
+        ("edited", session.id, 2, ["b"]),
+        ("edits_ended", session.id, [2], 5),
+        ("edits_cut", session.id, 2),
+        ("edited", fork.id, 1, ["a"]),
+        ("edits_ended", session.id, [1], 1),
+    ]
+
+
 def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(table):
     sessions, closed = table()
-    noted = []
-
-    class Noting(Journal):
-        def opened(self, session):
-            noted.append(("opened", session.id))
-
-        def changed(self, session):
-            noted.append(("changed", session.id))
-
-        def closed(self, session):
-            noted.append(("closed", session.id))
-
-    sessions._journal = Noting("")
+    journal = sessions._journal = Noting()
     client = FakeClient()
     session = sessions.open(client, "m", "agent", salt=b"salt")
     session.tokens += [1, 2, 3]
     session.changed()
+    session.add_edit(edit(1, 2), ["a"])
     session.cut(1)
+    session.add_edit(edit(2, 0), ["a"])
+    session.end_edits([2], 0)
     fork = sessions.fork(session, client, None)
     assert fork.salt == b"salt" and fork.tokens == [1]
     assert session.is_servable and sessions.of_model("m") == [session, fork]
@@ -335,4 +384,4 @@ def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(tab
         session.expect_model()
     fork.expect_model()
     sessions.close(session)
-    assert closed == [session] and noted == []
+    assert closed == [session] and journal.noted == []

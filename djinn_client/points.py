@@ -1,0 +1,133 @@
+"""Points: places in a model where a session may look at activations, and change them.
+
+                        ┌────────── block i ──────────┐
+    ids ─► embed ─► resid i ─► … attn … mlp … ─► resid i+1 ─► … ─► resid N ─► norm ─► logits
+
+Names are TransformerLens', or the paths of the Hugging Face modules whose output a point is:
+
+    hook_embed                         what the first block is given (the same as blocks.0.hook_resid_pre)
+    blocks.3.hook_resid_pre            what block 3 is given
+    blocks.3.hook_attn_out             its attention's output   blocks.3.attn.hook_out   model.layers.3.self_attn
+    blocks.3.hook_mlp_out              its MLP's output         blocks.3.mlp.hook_out    model.layers.3.mlp
+    blocks.3.hook_resid_post           what it gives            blocks.3                 model.layers.3
+    ln_final.hook_normalized           the final norm's output                           model.norm
+    logits                             what is sampled from     hook_logits              lm_head
+
+A `*` stands for every block.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from djinn_client.errors import InvalidRequest
+
+Where = Literal["resid", "attn", "mlp", "norm", "logits"]
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """`block` is of attn and mlp their block; of resid the block that is given it, and the number of blocks for what
+    the last one gives; of others 0."""
+
+    where: Where
+    block: int = 0
+
+
+class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which points a model has, and what its own modules are called. "": it has no such module."""
+
+    blocks: int
+    width: int  # of an activation, at every point but logits
+    vocab: int
+    layers: str = ""  # the path of the list of blocks: model.layers
+    attention: str = ""  # within a block: self_attn
+    mlp: str = ""
+    norm: str = ""  # the path of the final norm: model.norm
+    head: str = ""
+
+    def names(self) -> Iterator[str]:
+        """One name for each point, in the order of computing."""
+        yield "hook_embed"
+        for block in range(self.blocks):
+            yield f"blocks.{block}.hook_resid_pre"
+            if self.attention:
+                yield f"blocks.{block}.hook_attn_out"
+            if self.mlp:
+                yield f"blocks.{block}.hook_mlp_out"
+            yield f"blocks.{block}.hook_resid_post"
+        if self.norm:
+            yield "ln_final.hook_normalized"
+        yield "logits"
+
+    def width_at(self, point: Point) -> int:
+        return self.vocab if point.where == "logits" else self.width
+
+    def order(self, point: Point) -> tuple[int, int]:
+        """By which points are sorted in the order of computing."""
+        block = self.blocks if point.where in ("norm", "logits") else point.block
+        return block, ("resid", "attn", "mlp", "norm", "logits").index(point.where)
+
+    def resolve(self, name: str) -> dict[str, Point]:
+        """Name → point, for one point; with a `*` for each block's, in their order.
+
+        Raises InvalidRequest for a name that the model has not, with those that come near."""
+        if "*" not in name:
+            return {name: self._find(name)}
+        blocks = [name.replace("*", str(block), 1) for block in range(self.blocks)]
+        if "*" in blocks[0]:
+            raise InvalidRequest(f"{name!r} has two stars, and there is one number in a point's name", field="point")
+        return {each: self._find(each) for each in blocks}
+
+    def resolve_all(self, names: Iterable[str]) -> dict[str, Point]:
+        """Of several, each name once."""
+        return {name: point for pattern in names for name, point in self.resolve(pattern).items()}
+
+    def _find(self, name: str) -> Point:
+        for pattern, where, shift in self._patterns():
+            match = re.fullmatch(pattern, name)
+            if match is None:
+                continue
+            block = int(match[1]) if match.groups() else 0
+            if block < self.blocks:
+                return Point(where, block + shift)
+            raise self._unknown(name, f": it has {self.blocks} blocks, from 0 on")
+        near = difflib.get_close_matches(name, [*self.names(), *self._modules()], n=3)
+        raise self._unknown(
+            name, f": did you mean {', '.join(near)}?" if near else "; points() lists those that it has"
+        )
+
+    def _unknown(self, name: str, why: str) -> InvalidRequest:
+        return InvalidRequest(f"the model has no point {name!r}{why}", field="point", blocks=self.blocks)
+
+    def _modules(self) -> Iterator[str]:
+        """The paths of the modules whose output a point is."""
+        for block in range(self.blocks) if self.layers else ():
+            path = f"{self.layers}.{block}"
+            yield from (path, *(f"{path}.{module}" for module in (self.attention, self.mlp) if module))
+        yield from filter(None, (self.norm, self.head))
+
+    def _patterns(self) -> Iterator[tuple[str, Where, int]]:
+        """What the names of a kind of point look like, and how far its block is from the number in them."""
+        block = r"blocks\.(\d{1,6})"
+        yield r"hook_embed", "resid", 0
+        yield rf"{block}\.hook_resid_pre", "resid", 0
+        yield rf"{block}(?:\.hook_resid_post)?", "resid", 1
+        if self.attention:
+            yield rf"{block}\.(?:hook_attn_out|attn\.hook_out)", "attn", 0
+        if self.mlp:
+            yield rf"{block}\.(?:hook_mlp_out|mlp\.hook_out)", "mlp", 0
+        if self.norm:
+            yield rf"ln_final\.hook_normalized|{re.escape(self.norm)}", "norm", 0
+        yield rf"(?:hook_)?logits|{re.escape(self.head or 'logits')}", "logits", 0
+        if self.layers:
+            layer = rf"{re.escape(self.layers)}\.(\d{{1,6}})"
+            yield layer, "resid", 1
+            if self.attention:
+                yield rf"{layer}\.{re.escape(self.attention)}", "attn", 0
+            if self.mlp:
+                yield rf"{layer}\.{re.escape(self.mlp)}", "mlp", 0

@@ -1,0 +1,128 @@
+"""One call whose text comes in pieces: its steps, and the blocking iterator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from djinn_client.connection import Connection
+from djinn_client.errors import InvalidRequest, SessionBusy
+from djinn_client.exchange import close_all
+from djinn_client.protocol import Generate, Generated, Piece
+from djinn_client.steps import Steps, run
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from djinn_client.session import SessionSteps
+
+
+class StreamSteps:
+    """A Generate whose text comes in Pieces. The session is its own from the first piece that is asked for until the
+    last has come, or it is closed, or nobody holds it any more."""
+
+    ended = False
+    connection: Connection | None = None  # set when the request is about to be sent
+
+    def __init__(self, session: SessionSteps, request: Generate) -> None:
+        self.request = request
+        self._session = session
+        self._pieces: list[Piece] = []
+        self._result: Generated | None = None
+        self._waiting = False
+
+    @property
+    def result(self) -> Generated:
+        """The whole call's text, tokens, finish reason, usage and timings. Raises InvalidRequest before the end."""
+        if self._result is None:
+            raise InvalidRequest("the stream was not read to its end: it has no result")
+        return self._result
+
+    def next(self) -> Steps[Piece | None]:
+        """The next piece with something in it, or None at the end."""
+        if self._waiting:
+            raise SessionBusy("another thread or task is waiting for this stream's next piece")
+        if self.ended:
+            return None
+        try:
+            self._waiting = True
+            delivery = yield from self._session.next_of(self)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._waiting = False
+        match delivery.message:
+            case Piece() as piece:
+                self._pieces.append(piece)
+                return piece
+            case Generated() as last:
+                close_all(delivery.fds)
+                return self._finish(last)
+            case _:
+                self.ended = True
+                assert self.connection is not None
+                raise self.connection.unexpected(delivery)
+
+    def close(self) -> None:
+        """Gives up what has not come; the session stays as far as it went. Raises SessionBusy in mid-wait."""
+        if self._waiting:
+            raise SessionBusy("another thread or task is waiting for this stream's next piece")
+        self._give_up()
+
+    def __del__(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if not self.ended:
+            self.ended = True
+            if self.connection is not None:
+                self.connection.give_up()
+
+    def _finish(self, last: Generated) -> Piece | None:
+        """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
+        rest = Piece(id=last.id, text=last.text, token_ids=last.token_ids, logprobs=last.logprobs)
+        self._pieces.append(rest)
+        self._result = msgspec.structs.replace(
+            last,
+            text="".join(piece.text for piece in self._pieces),
+            token_ids=[token for piece in self._pieces for token in piece.token_ids],
+            logprobs=[entry for piece in self._pieces for entry in piece.logprobs],
+        )
+        self.ended = True
+        return rest if rest.text or rest.token_ids else None
+
+
+class Stream:
+    """An iterator over the Pieces of one call. When it has ended, `result` is what `generate` would have returned.
+
+    Closing it early (close(), the end of its `with` block, or dropping it as `break` does) stops the work in the daemon
+    and leaves the session usable, with the tokens that were generated until then.
+    """
+
+    def __init__(self, steps: StreamSteps) -> None:
+        self._steps = steps
+
+    @property
+    def result(self) -> Generated:
+        """Raises InvalidRequest where the stream was not read to its end."""
+        return self._steps.result
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        piece = run(self._steps.next())
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,93 @@
+"""Edits: what a session has done to its activations, at points of the model and positions of the session.
+
+An edit is data, and a function of the position: a position that is computed anew, for whatever reason, is edited again
+in the same way. So KV still follows from what the session is, its tokens and its edits, and pages may be dropped,
+shared and found as ever (names.py).
+
+The last position of a session is always computed, or computed again, to choose the next token. So "from now on" is from
+there, and what ends now ends there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from hashlib import blake2b
+
+import msgspec
+
+from djinn_client.edits import Op
+from djinn_client.image import Dtype
+from djinn_client.points import Point
+
+FOREVER = 1 << 40  # a position that no session comes to
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Positions [start, end). `row`: of the edit's values, the one for `start`; where there is but one, it is for
+    all."""
+
+    start: int
+    end: int = FOREVER
+    row: int = 0
+
+
+class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """`values`: `rows` rows of the points' width, row-major: none, one for all positions, or one for each. `low` and
+    `high`: of `clamp`."""
+
+    number: int  # of the session's, ascending: in this order they apply
+    points: tuple[Point, ...]
+    op: Op
+    extents: tuple[Extent, ...]  # ascending, apart
+    scale: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+    dtype: Dtype = "float32"
+    rows: int = 0
+    values: bytes = b""
+    over: bool = False  # it was ended: it changes what it has changed, when that is computed anew, and nothing else
+
+    @property
+    def first(self) -> int:
+        """The first position that it changes; FOREVER where it changes none."""
+        return self.extents[0].start if self.extents else FOREVER
+
+    @cached_property
+    def mark(self) -> int:
+        """64 bits of what it does, wherever it does it."""
+        what = (self.points, self.op, self.scale, self.low, self.high, self.dtype, self.rows)
+        digest = blake2b(msgspec.msgpack.encode(what), digest_size=8)
+        digest.update(self.values)
+        return int.from_bytes(digest.digest(), "little")
+
+
+def now(length: int) -> int:
+    """The first position that what is said now is about, in a session of so many tokens."""
+    return max(length - 1, 0)
+
+
+def ended(edits: Iterable[Edit], numbers: Collection[int], at: int) -> tuple[Edit, ...]:
+    """These edits change nothing from position `at` on."""
+    return tuple(kept for edit in edits if (kept := _ended(edit, at) if edit.number in numbers else edit).extents)
+
+
+def cut(edits: Iterable[Edit], length: int) -> tuple[Edit, ...]:
+    """Of a session that keeps its first `length` tokens. What is edited from somewhere on still is, from there on; what
+    is edited at certain positions is so when they come again."""
+    return tuple(kept for edit in edits if (kept := _cut(edit, length)).extents)
+
+
+def _cut(edit: Edit, length: int) -> Edit:
+    if edit.over:
+        return _ended(edit, length)
+    *closed, last = edit.extents
+    if last.end != FOREVER or last.start <= length:
+        return edit
+    return msgspec.structs.replace(edit, extents=(*closed, Extent(length)))
+
+
+def _ended(edit: Edit, at: int) -> Edit:
+    extents = tuple(msgspec.structs.replace(each, end=min(each.end, at)) for each in edit.extents if each.start < at)
+    return msgspec.structs.replace(edit, extents=extents, over=True)

@@ -1,0 +1,171 @@
+"""Captured activations on their way to a client: a sealed memfd that is filled when the request has ended.
+
+    start    window made and pinned, in a thread, while the request runs
+    end      ─► copied, piece by piece, beside the steps ─► Finished, with the descriptor ─► unpinned, in the thread
+
+Captured rows stay the request's until they have been copied. A request that is cancelled or fails is answered at once,
+by the engine, and what it has captured is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.shm import map_writable, new_window
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.engine.channel import Channel
+from djinnd.engine.courses import Course, Courses
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.window import HOST_PAGE, Window
+from djinnd.messages import Capture, Finished
+
+
+@dataclass(slots=True, eq=False)
+class _Delivery:
+    session: Session
+    request: Request
+    runner: ModelRunner
+    first: int  # position
+    room: int  # positions
+    offsets: list[int]  # bytes in the window, of each point, and where the last ends
+    ended: Future[Finished] = field(default_factory=Future)
+
+    @property
+    def nbytes(self) -> int:
+        """Of whole host pages, which are pinned."""
+        return -(-self.offsets[-1] // HOST_PAGE) * HOST_PAGE
+
+    @property
+    def positions(self) -> int:
+        """The last token that was generated has not been run."""
+        generated = self.ended.result().generated
+        return self.request.prompt_end + max(generated - 1, 0) - self.first
+
+    def told(self) -> Finished:
+        dtype = str(self.runner.captures.dtype).removeprefix("torch.")
+        capture = Capture(
+            dtype=dtype,  # type: ignore[arg-type]
+            first=self.first,
+            positions=self.positions,
+            room=self.room,
+            nbytes=self.nbytes,
+            offsets=self.offsets[:-1],
+        )
+        return msgspec.structs.replace(self.ended.result(), capture=capture)
+
+
+class Deliveries:
+    """Belongs to the engine's thread. `fail` ends a request whose window cannot be had, and tells it so."""
+
+    def __init__(
+        self, device: Device, channel: Channel, courses: Courses, fail: Callable[[Session, Request, DjinnError], None]
+    ) -> None:
+        self._device = device
+        self._channel = channel
+        self._courses = courses
+        self._fail = fail
+        self._deliveries: dict[int, _Delivery] = {}  # by request
+
+    def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
+        """The request begins. Raises OutOfMemory where the device has no room for what it captures."""
+        first = request.seen_from
+        last = request.prompt_end + max(request.max_tokens - 1, 0)
+        room = min(last, runner.plan.max_context) - first
+        runner.captures.open(request.id, request.capture, first, room)
+        delivery = _Delivery(session, request, runner, first, room, runner.captures.offsets(request.id))
+        self._deliveries[request.id] = delivery
+        self._courses.start(request.id, self._deliver(delivery))
+
+    def ended(self, request: Request, reply: Finished) -> None:
+        """With something captured. The reply is sent when that has been copied."""
+        self._deliveries[request.id].ended.set_result(reply)
+
+    def drop(self, request: Request) -> None:
+        """It was cancelled, or has failed. One that captures nothing, or that was answered, stays as it is."""
+        delivery = self._deliveries.pop(request.id, None)
+        if delivery is not None:
+            self._courses.drop(request.id)
+            delivery.runner.captures.close(request.id)  # the course may not have begun
+
+    def abandon(self, runner: ModelRunner) -> None:
+        """The model goes, and with it what was captured: who waits for that is told the rest."""
+        for delivery in [each for each in self._deliveries.values() if each.runner is runner]:
+            assert delivery.ended.done(), f"{runner.name} goes while request {delivery.request.id} runs"
+            self.drop(delivery.request)
+            self._channel.send(delivery.ended.result())
+
+    def _deliver(self, delivery: _Delivery) -> Course:
+        request, runner = delivery.request, delivery.runner
+        memory = _Memory(self._device, delivery.nbytes, self._courses)
+        try:
+            try:
+                yield from self._courses.elsewhere(memory.make)
+            except OutOfMemory as error:
+                del self._deliveries[request.id]
+                self._fail(delivery.session, request, error)
+                return
+            yield delivery.ended
+            for first, count in memory.window.pieces():
+                begin = first * HOST_PAGE
+                copies = list(_copies(delivery, memory.bytes[begin : begin + count * HOST_PAGE], begin))
+                if copies:
+                    if first:
+                        yield None
+                    memory.window.queue(copies)
+            memory.window.settle()
+            del self._deliveries[request.id]
+            self._channel.send(delivery.told(), [memory.fd])
+        finally:
+            runner.captures.close(request.id)
+            self._courses.later(memory.close)
+
+
+class _Memory:
+    """Of a window, made and unmade in the courses' thread."""
+
+    def __init__(self, device: Device, nbytes: int, courses: Courses) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self._courses = courses
+        self.fd = -1
+        self.bytes: Tensor
+        self.window: Window
+
+    def make(self) -> None:
+        """Raises OutOfMemory."""
+        try:
+            self.fd = new_window("djinnd-capture", self._nbytes)
+        except OSError as error:
+            raise OutOfMemory(
+                f"the host has no {self._nbytes:,} bytes for what is captured: {error}", needed=self._nbytes
+            ) from error
+        self.bytes = torch.frombuffer(map_writable(self.fd, self._nbytes), dtype=torch.uint8)
+        self.window = Window(self._device, self.bytes, HOST_PAGE, self._courses)
+        self.window.pin()
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        if hasattr(self, "window"):
+            self.window.settle()
+            self.window.release()
+        os.close(self.fd)
+
+
+def _copies(delivery: _Delivery, piece: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of the window's bytes from `begin` on, as many as the piece has: those that were captured. Target and source."""
+    rows = delivery.runner.captures.rows_of(delivery.request.id, delivery.positions)
+    for offset, filled in zip(delivery.offsets, rows, strict=False):
+        low, high = max(offset, begin), min(offset + len(filled), begin + len(piece))
+        if low < high:
+            yield piece[low - begin : high - begin], filled[low - offset : high - offset]

@@ -1,0 +1,104 @@
+"""Rows of one width on the device, of which whoever needs some takes a stretch and gives it back.
+
+              0        3            9       12
+    tensor    │ ▓▓▓▓▓▓ │            │ ▓▓▓▓▓ │     [capacity, width]; between 3 and 9 free
+
+There is none at first. Where no stretch is free that is long enough, all rows move into a larger tensor: for a moment
+the budget has both. When everything has been given back, the memory is.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import torch
+from torch import Tensor
+
+from djinnd.device import Device
+
+GROWTH_BYTES = 64 << 20  # doubles, but by no more than this
+
+
+class DeviceRows:
+    """Belongs to the engine's thread. `label`: in the device's budget."""
+
+    def __init__(self, device: Device, label: str, width: int, dtype: torch.dtype) -> None:
+        self._device = device
+        self._label = label
+        self._width = width
+        self._dtype = dtype
+        self._free: list[tuple[int, int]] = []  # first and count, ascending, apart
+        self.tensor = self._none()
+
+    def _none(self) -> Tensor:
+        return torch.empty((0, self._width), dtype=self._dtype, device=self._device.torch_device)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._width * self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of the device's budget."""
+        return self.capacity * self.row_bytes
+
+    def take(self, count: int) -> int:
+        """→ the first of so many rows, whatever is in them. Raises OutOfMemory with the figures, and then has changed
+        nothing."""
+        assert count > 0
+        found = next((place for place in self._free if place[1] >= count), None)
+        if found is None:
+            self._grow(count)
+            found = self._free[-1]
+        self._free.remove(found)
+        first, free = found
+        if free > count:
+            insort(self._free, (first + count, free - count))
+        return first
+
+    def give_back(self, first: int, count: int) -> None:
+        """What the device has still to do with them is done before anybody else's work with them: all of it is queued
+        on the compute stream, or ordered with it."""
+        after = next((place for place in self._free if place[0] == first + count), None)
+        before = next((place for place in self._free if sum(place) == first), None)
+        for place in (before, after):
+            if place is not None:
+                self._free.remove(place)
+                first, count = min(first, place[0]), count + place[1]
+        insort(self._free, (first, count))
+        if count == self.capacity:
+            self.release()
+
+    def _grow(self, count: int) -> None:
+        old, end = self.tensor, self.capacity
+        last = self._free[-1] if self._free and sum(self._free[-1]) == end else (end, 0)
+        most = max(end, 1) + min(end, GROWTH_BYTES // self.row_bytes)
+        capacity = max(last[0] + count, most)
+        label = f"more {self._label}" if end else self._label
+        with self._device.computing():
+            tensor = self._device.allocate(label, (capacity, self._width), self._dtype)
+            tensor[:end].copy_(old)
+        self.tensor = tensor
+        if end:
+            self._device.release(self._label)
+            self._device.budget.rename(label, self._label)
+        if last[1]:
+            self._free.remove(last)
+        insort(self._free, (last[0], capacity - last[0]))
+
+    def release(self) -> None:
+        """All of it, whoever has some."""
+        if self.capacity:
+            self.tensor = self._none()
+            self._free = []
+            self._device.release(self._label)
+
+    def check_integrity(self) -> None:
+        ends = [edge for first, count in self._free for edge in (first, first + count)]
+        assert ends == sorted(ends) and all(count > 0 for _, count in self._free), self._free
+        assert all(end < first for (end, first) in zip(ends[1::2], ends[2::2], strict=False)), "not joined"
+        assert not ends or ends[-1] <= self.capacity, (self._free, self.capacity)

@@ -1,0 +1,167 @@
+"""The edits of one model's sessions, as steps apply them: which positions, what is done there, with which values.
+
+Values are on the device as float32, in which edits are computed; sessions that are edited alike, forks for one, have
+theirs in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from djinn_client.image import Dtype
+from djinn_client.points import Point
+from djinnd.core.edits import Edit
+from djinnd.device import Device
+from djinnd.engine.device_rows import DeviceRows
+from djinnd.engine.spans import Hits, Ints, Records, SpanTable, sites_of
+from djinnd.model.editing import CODES
+
+_FIELDS = [("op", np.int32), ("scale", np.float32), ("low", np.float32), ("high", np.float32)]
+_DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class EditTable:
+    """A session is here from the first run with edits until they, or it, are gone. Its edits do not change while it
+    runs."""
+
+    def __init__(self, device: Device, model: str, width: int, vocab: int) -> None:
+        self._device = device
+        self._table = SpanTable(_FIELDS)
+        self._values = {
+            False: DeviceRows(device, f"edits of {model}", width, torch.float32),
+            True: DeviceRows(device, f"edits of {model}'s logits", vocab, torch.float32),
+        }
+        self._held: dict[tuple[int, bool], list[int]] = {}  # by what an edit does, and whether to logits: row, users
+        self._edits: dict[str, tuple[Edit, ...]] = {}  # by session
+
+    def __len__(self) -> int:
+        """Sessions."""
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the device's budget."""
+        return sum(values.nbytes for values in self._values.values())
+
+    @property
+    def version(self) -> int:
+        """Counts up with every change: also of the banks, which grow and go with what is in the table."""
+        return self._table.version
+
+    def lasts(self, sessions: Sequence[str], starts: Ints) -> int:
+        """See SpanTable.lasts."""
+        return self._table.lasts(sessions, starts)
+
+    def bank(self, *, of_logits: bool) -> Tensor:
+        """float32 [rows, width or vocab]: the rows that hits name."""
+        return self._values[of_logits].tensor
+
+    @property
+    def spans(self) -> Records:
+        return self._table.spans
+
+    def of(self, session: str) -> tuple[Edit, ...]:
+        return self._edits.get(session, ())
+
+    def set(self, session: str, edits: tuple[Edit, ...]) -> None:
+        """These are all that the session has. Raises OutOfMemory with the figures, and then it has none here."""
+        before = self._edits.pop(session, ())
+        held: list[Edit] = []
+        try:
+            for edit in edits:
+                self._hold(edit)
+                held.append(edit)
+        except BaseException:
+            self._table.drop(session)
+            for edit in (*held, *before):
+                self._let_go(edit)
+            raise
+        for edit in before:
+            self._let_go(edit)
+        if edits:
+            self._edits[session] = edits
+            self._table.set(session, *self._spans_of(edits))
+        else:
+            self._table.drop(session)
+
+    def join(self, sessions: Sequence[str], starts: Ints, counts: Ints) -> Hits:
+        return self._table.join(sessions, starts, counts)
+
+    def _spans_of(self, edits: tuple[Edit, ...]) -> tuple[Records, Records]:
+        spans, sites, first_site = [], [], 0
+        for edit in edits:
+            stride = int(edit.rows > 1)
+            for of_logits, points in _kinds(edit):
+                bank_row = self._held[edit.mark, of_logits][0]
+                does = (CODES[edit.op], edit.scale, edit.low, edit.high)
+                spans += [
+                    (each.start, each.end, bank_row + stride * each.row, stride, first_site, len(points), *does)
+                    for each in edit.extents
+                ]
+                sites.append(sites_of(points))
+                first_site += len(points)
+        return np.array(spans, self._table.dtype), np.concatenate(sites)
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def _hold(self, edit: Edit) -> None:
+        """Raises OutOfMemory, and then has changed nothing."""
+        new: list[tuple[bool, int]] = []
+        try:
+            for of_logits, _ in _kinds(edit):
+                if (edit.mark, of_logits) not in self._held:
+                    new.append((of_logits, self._values[of_logits].take(max(edit.rows, 1))))
+        except BaseException:
+            for of_logits, row in new:
+                self._values[of_logits].give_back(row, max(edit.rows, 1))
+            raise
+        for of_logits, row in new:
+            self._held[edit.mark, of_logits] = [row, 0]
+            self._upload(edit, self._values[of_logits].tensor, row)
+        for of_logits, _ in _kinds(edit):
+            self._held[edit.mark, of_logits][1] += 1
+
+    def _upload(self, edit: Edit, bank: Tensor, row: int) -> None:
+        """An edit without values has a row of zeros, as every hit names one."""
+        with self._device.computing(), torch.inference_mode():
+            rows = bank[row : row + max(edit.rows, 1)]
+            if edit.rows:
+                values = torch.frombuffer(bytearray(edit.values), dtype=_DTYPES[edit.dtype])
+                rows.copy_(values.view(rows.shape))
+            else:
+                rows.zero_()
+
+    def _let_go(self, edit: Edit) -> None:
+        for of_logits, _ in _kinds(edit):
+            held = self._held[edit.mark, of_logits]
+            held[1] -= 1
+            if not held[1]:
+                del self._held[edit.mark, of_logits]
+                self._values[of_logits].give_back(held[0], max(edit.rows, 1))
+
+    def release(self) -> None:
+        """The device's memory, and with it all edits."""
+        for values in self._values.values():
+            values.release()
+
+    def check_integrity(self) -> None:
+        users = [(edit.mark, kind) for edit in chain(*self._edits.values()) for kind, _ in _kinds(edit)]
+        assert {key: users.count(key) for key in users} == {key: held[1] for key, held in self._held.items()}
+        assert all(session in self._table for session in self._edits) and len(self._table) == len(self._edits)
+        for values in self._values.values():
+            values.check_integrity()
+
+
+def _kinds(edit: Edit) -> list[tuple[bool, list[Point]]]:
+    """The edit's points whose activations are as wide as the vocabulary, and the others, where there are such."""
+    kinds = {kind: [point for point in edit.points if (point.where == "logits") == kind] for kind in (False, True)}
+    return [(kind, points) for kind, points in kinds.items() if points]

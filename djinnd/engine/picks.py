@@ -1,0 +1,35 @@
+"""The tokens of a pass whose logits are wanted: chosen from, told, or looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from djinnd.engine.memory import LOGIT_ROWS
+from djinnd.engine.step_probe import Part
+from djinnd.model.inputs import StepInputs
+from djinnd.model.paged_model import PagedModel
+
+
+class Picks:
+    """Of one pass, and the logits of some of them at a time. None is among them twice."""
+
+    def __init__(self, model: PagedModel, inputs: StepInputs, part: Part | None, tokens: list[int]) -> None:
+        """Fills the picks of `inputs`. `hidden` is the caller's to set: what the blocks have made of them."""
+        inputs.host["picks"][: len(tokens)] = tokens
+        self.hidden: Tensor
+        self._model = model
+        self._inputs = inputs
+        self._part = part
+        self._tokens = tokens
+
+    def logits(self, first: int, count: int) -> Tensor:
+        """[count, vocab], as edits have them."""
+        probe = None if self._part is None else self._part.probe_behind(self._tokens[first : first + count])
+        return self._model.logits(self.hidden, self._inputs.picks(first + count)[first:], probe)
+
+    def pieces(self, first: int, count: int) -> Iterator[Tensor]:
+        """The same, a bounded number of rows at a time."""
+        for start in range(first, first + count, LOGIT_ROWS):
+            yield self.logits(start, min(LOGIT_ROWS, first + count - start))

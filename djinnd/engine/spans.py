@@ -1,0 +1,165 @@
+"""Which rows of a batch stand at positions that something is to be done to: a table of spans, joined with the batch.
+
+    spans    ┌ start ┬ end ┬ row ┬ stride ┬ sites ┬ … ┐      a key's spans lie side by side, in the owner's order
+             │   4   │  6  │  0  │    1   │  0:2  │   │ ─┐
+    sites    ┌ point ┬ shift ┐ ◄──────────────────────────┘  the points of a span
+             │ r 3   │   0   │
+             │ r 9   │   2   │
+             └───────┴───────┘
+A span is about positions [start, end) of its key's session, at each of its sites. Position p has row
+`row + stride * (p - start) + shift` of whatever the table's owner keeps in rows.
+
+A join is a few numpy operations, whatever the number of sessions; a change rebuilds the arrays of all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from djinn_client.points import Point, Where
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Records = npt.NDArray[np.void]
+
+SPAN: list[tuple[str, type]] = [
+    ("start", np.int64),
+    ("end", np.int64),
+    ("row", np.int64),
+    ("stride", np.int64),
+    ("site", np.int64),
+    ("sites", np.int64),
+]
+SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
+
+_WHERES: tuple[Where, ...] = get_args(Where)
+_KINDS = 8  # more than there are
+_FOR_EVER = 1 << 62
+_RESID, _NORM, _LOGITS = (_WHERES.index(where) for where in ("resid", "norm", "logits"))
+
+
+def code_of(point: Point) -> int:
+    return point.block * _KINDS + _WHERES.index(point.where)
+
+
+def point_of(code: int) -> Point:
+    return Point(_WHERES[code % _KINDS], code // _KINDS)
+
+
+def is_resid(codes: Ints) -> Bools:
+    resid: Bools = codes % _KINDS == _RESID
+    return resid
+
+
+def is_behind(codes: Ints) -> Bools:
+    """Points of the epilogue, which sees the tokens whose logits are wanted and no others."""
+    behind: Bools = (codes % _KINDS == _NORM) | (codes % _KINDS == _LOGITS)
+    return behind
+
+
+def sites_of(points: Iterable[Point], shifts: Sequence[int] = ()) -> Records:
+    codes = [code_of(point) for point in points]
+    sites = np.zeros(len(codes), SITE)
+    sites["point"], sites["shift"] = codes, shifts or 0
+    return sites
+
+
+class Hits(NamedTuple):
+    """One for each point at each position that a span is about. `span`: an index of the table's `spans`."""
+
+    span: Ints
+    point: Ints  # codes
+    token: Ints  # index in the batch
+    row: Ints
+
+    def of(self, chosen: npt.NDArray[Any]) -> Hits:
+        return Hits(*(each[chosen] for each in self))
+
+
+class SpanTable:
+    def __init__(self, fields: Sequence[tuple[str, type]] = ()) -> None:
+        """`fields`: that the owner's spans have beside SPAN's."""
+        self.dtype = np.dtype([*SPAN, *fields])
+        self.version = 0  # of what is in it
+        self._entries: dict[Hashable, tuple[Records, Records]] = {}  # spans, of which `site` counts in these sites
+        self._built = -1  # the version that the arrays are of
+        self._place: dict[Hashable, int] = {}
+        self._first: Ints
+        self._count: Ints
+        self.spans: Records  # of all keys
+        self._sites: Records
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def set(self, key: Hashable, spans: Records, sites: Records) -> None:
+        self._entries[key] = (spans, sites)
+        self.version += 1
+
+    def drop(self, key: Hashable) -> None:
+        """One that is not there is none."""
+        self.version += self._entries.pop(key, None) is not None
+
+    def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Hits:
+        """Of a batch of rows, each with positions [start, start + count) of the session of its key."""
+        span, row, found = self._of(keys)
+        low = np.maximum(found["start"], starts[row])
+        high = np.minimum(found["end"], (starts + counts)[row])
+        is_hit = high > low
+        span, row, low, high, found = (each[is_hit] for each in (span, row, low, high, found))
+
+        position, of = spread(low, high - low)
+        site, hit = spread(found["site"][of], found["sites"][of])
+        position, of, sites = position[hit], of[hit], self._sites[site]
+        first_token = np.cumsum(counts) - counts
+        behind = position - found["start"][of]
+        return Hits(
+            span[of],
+            sites["point"],
+            position - starts[row[of]] + first_token[row[of]],
+            found["row"][of] + found["stride"][of] * behind + sites["shift"],
+        )
+
+    def lasts(self, keys: Sequence[Hashable], starts: Ints) -> int:
+        """For so many steps in which each key has one token more, from one that it has at `starts` on, hits are the
+        same, but for their positions."""
+        _, row, found = self._of(keys)
+        edges = np.concatenate([found["start"] - starts[row], found["end"] - starts[row]])
+        is_inside = (found["start"] <= starts[row]) & (starts[row] < found["end"])
+        if np.any(is_inside & (found["stride"] != 0)):
+            return 1
+        return int(min(edges[edges > 0], default=_FOR_EVER))
+
+    def _of(self, keys: Sequence[Hashable]) -> tuple[Ints, Ints, Records]:
+        """The spans of these keys, the index of the key that each is of, and what the spans are."""
+        if self._built != self.version:
+            self._build()
+        place = np.array([self._place.get(key, -1) for key in keys])
+        span, row = spread(self._first[place], self._count[place])
+        return span, row, self.spans[span]
+
+    def _build(self) -> None:
+        """The last place is that of keys that the table does not have."""
+        every = list(self._entries.values())
+        self._place = {key: place for place, key in enumerate(self._entries)}
+        self._count = np.array([*(len(spans) for spans, _ in every), 0], np.int64)
+        self._first = np.cumsum(self._count) - self._count
+        self.spans = np.concatenate([np.empty(0, self.dtype), *(spans for spans, _ in every)])
+        self._sites = np.concatenate([np.empty(0, SITE), *(sites for _, sites in every)])
+        lengths = np.array([len(sites) for _, sites in every], np.int64)
+        self.spans["site"] += np.repeat(np.cumsum(lengths) - lengths, self._count[:-1])
+        self._built = self.version
+
+
+def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """The numbers first[i], first[i] + 1, … for each i, count[i] of them; and i of each."""
+    of = np.repeat(np.arange(len(count)), count)
+    behind = np.arange(len(of)) - (np.cumsum(count) - count)[of]
+    return first[of] + behind, of

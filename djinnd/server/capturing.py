@@ -1,0 +1,75 @@
+"""What one call captures: which points, how much memory that takes, and how its reply names what has come."""
+
+from __future__ import annotations
+
+from djinn_client.edits import Captured, CapturedPoint
+from djinn_client.errors import InvalidRequest
+from djinn_client.points import Point, PointMap
+from djinn_client.protocol import Generate, ModelInfo
+from djinnd.core.edits import now
+from djinnd.messages import Capture
+from djinnd.server import admission
+from djinnd.server.sessions import SessionRecord
+from djinnd.server.values import itemsize
+
+MAX_CAPTURE_BYTES = 1 << 30  # of a call
+
+
+class Capturing:
+    """`points`: what the engine is to capture; a point that the request names twice is captured once."""
+
+    def __init__(self, names: dict[str, Point], model: PointMap) -> None:
+        self.points = list(dict.fromkeys(names.values()))
+        self._names = names
+        self._model = model
+
+    @property
+    def width(self) -> int:
+        """Of all points together."""
+        return sum(map(self._model.width_at, self.points))
+
+    def told(self, capture: Capture, positions: int) -> Captured:
+        """To the client, of what the engine has captured; the session has the first `positions` of its positions."""
+        offsets = dict(zip(self.points, capture.offsets, strict=True))
+        return Captured(
+            dtype=capture.dtype,
+            first=capture.first,
+            positions=positions,
+            room=capture.room,
+            nbytes=capture.nbytes,
+            points=[
+                CapturedPoint(name, self._model.width_at(point), offsets[point]) for name, point in self._names.items()
+            ],
+        )
+
+
+def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> Capturing | None:
+    """None where the request captures nothing. It is one that may run on the session. Raises InvalidRequest for names
+    that the model does not have, and for more than MAX_CAPTURE_BYTES."""
+    if not request.capture:
+        return None
+    names = admission.points_named(request.capture, model, "capture")
+    assert model.points is not None
+    capturing = Capturing(names, model.points)
+    rows = _rows(request, prompt_tokens, session, model)
+    row_bytes = capturing.width * itemsize(model.dtype)  # type: ignore[arg-type]
+    if rows * row_bytes > MAX_CAPTURE_BYTES:
+        raise InvalidRequest(
+            f"{len(capturing.points):,} points of {rows:,} positions are {rows * row_bytes:,} bytes of {model.dtype}; "
+            f"the limit of a call is {MAX_CAPTURE_BYTES:,}: capture fewer points, or at most "
+            f"{MAX_CAPTURE_BYTES // row_bytes:,} positions (the prompt's, and max_tokens)",
+            field="capture",
+            bytes=rows * row_bytes,
+            limit=MAX_CAPTURE_BYTES,
+            positions=rows,
+        )
+    return capturing
+
+
+def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> int:
+    """Positions that the call computes at the most. It begins where edits have changed what was computed, or else with
+    the prompt, or with the last token; the last token that it generates is computed by the next call."""
+    length = len(session.tokens)
+    first = min(session.edited_from, length if prompt_tokens else now(length))
+    last = min(length + prompt_tokens + max(request.max_tokens - 1, 0), model.max_context)
+    return last - first

@@ -1,0 +1,111 @@
+"""The edits of sessions in the journal's file: what happens to them, and a table with a row for each.
+
+A table of their own, so that a session that only grows does not write its edits again, which may be megabytes. What
+happens to edits names positions and not tokens, so it can be replayed by itself, in its own order.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from djinnd.core.edits import Edit
+from djinnd.server.edit_list import EditList
+
+TABLES = """
+    CREATE TABLE edit (session TEXT, number INTEGER, names BLOB, edit BLOB, PRIMARY KEY (session, number));
+    CREATE TABLE edit_count (session TEXT PRIMARY KEY, given INTEGER);
+"""  # given: the last number, which an edit that has gone may have had
+
+
+class Edited(msgspec.Struct, array_like=True, tag="edited", frozen=True):
+    session: str
+    edit: Edit
+    names: Sequence[str]  # of its points, as they were asked for
+
+
+class EditsEnded(msgspec.Struct, array_like=True, tag="edits_ended", frozen=True):
+    """From position `at` on these change nothing."""
+
+    session: str
+    numbers: list[int]
+    at: int
+
+
+class EditsCut(msgspec.Struct, array_like=True, tag="edits_cut", frozen=True):
+    """The session was cut to so many tokens, and its edits with it."""
+
+    session: str
+    length: int
+
+
+EditChange = Edited | EditsEnded | EditsCut
+
+_encoder = msgspec.msgpack.Encoder()
+_edit = msgspec.msgpack.Decoder(Edit)
+_names = msgspec.msgpack.Decoder(list[str])
+
+
+def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, EditList]:
+    """By session; of one only, or of all that have had any."""
+    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", ())
+    lists: dict[str, EditList] = defaultdict(EditList)
+    rows = db.execute(f"SELECT session, names, edit FROM edit {where} ORDER BY session, number", values)
+    for name, names, edit in rows:
+        lists[name].add(_edit.decode(edit), _names.decode(names))
+    for name, given in db.execute(f"SELECT session, given FROM edit_count {where}", values):
+        lists[name].given = given
+    return dict(lists)
+
+
+class EditFold:
+    """The edits of those sessions that one fold's changes are about. `exists`: whether there is such a session, as of
+    the change; what comes after a session's close is nobody's."""
+
+    def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
+        self._db = db
+        self._exists = exists
+        self._were: dict[str, EditList] = {}
+        self._are: dict[str, EditList] = {}
+        self._closed: list[tuple[str]] = []
+
+    def apply(self, change: EditChange) -> None:
+        if not self._exists(change.session):
+            return
+        edits = self._of(change.session)
+        match change:
+            case Edited(_, edit, names):
+                edits.add(edit, names)
+            case EditsEnded(_, numbers, at):
+                edits.end(numbers, at)
+            case EditsCut(_, length):
+                edits.cut(length)
+
+    def closed(self, session: str) -> None:
+        self._are.pop(session, None)
+        self._closed.append((session,))
+
+    def write(self) -> None:
+        """In the fold's transaction. What has not changed is not written."""
+        self._db.executemany("DELETE FROM edit WHERE session = ?", self._closed)
+        self._db.executemany("DELETE FROM edit_count WHERE session = ?", self._closed)
+        for session, edits in self._are.items():
+            was = {edit.number: edit for edit in self._were[session].edits}
+            gone = [(session, number) for number in was.keys() - edits.names.keys()]
+            rows = [
+                (session, edit.number, _encoder.encode(edits.names[edit.number]), _encoder.encode(edit))
+                for edit in edits.edits
+                if was.get(edit.number) != edit
+            ]
+            self._db.executemany("DELETE FROM edit WHERE session = ? AND number = ?", gone)
+            self._db.executemany("INSERT OR REPLACE INTO edit VALUES (?, ?, ?, ?)", rows)
+            self._db.execute("INSERT OR REPLACE INTO edit_count VALUES (?, ?)", (session, edits.given))
+
+    def _of(self, session: str) -> EditList:
+        if session not in self._are:
+            self._were[session] = read_edits(self._db, session).get(session, EditList())
+            self._are[session] = self._were[session].copy()
+        return self._are[session]

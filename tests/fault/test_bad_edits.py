@@ -1,0 +1,235 @@
+"""Whatever a client asks to be done to activations, or to be shown of them, costs that client an error at the most.
+
+A bystander streams during every case, and at the end the daemon has in use what it had before the first. What is
+refused leaves the session as it was: its tokens come as they would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client.protocol import (
+    AddEdit,
+    Cancel,
+    CloseSession,
+    Done,
+    EndEdits,
+    Failure,
+    Generate,
+    Generated,
+    ListEdits,
+    Request,
+)
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.bystander import Bystander
+from tests.support.daemon import Daemon, holdings, wait_for
+from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.served import Wire
+from tests.support.steered import Steered
+
+PROMPT = [5, 6, 7, 8]
+POINT = "blocks.1"
+EDITS, EDIT_BYTES = 200, 1 << 20
+WIDTH = 192  # of djinn-tiny
+
+
+def floats(*values: float) -> bytes:
+    return array("f", values).tobytes()
+
+
+ONES = floats(*[1.0] * WIDTH)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Daemon]:
+    limits = {"edits_per_session": EDITS, "edit_bytes_per_session": EDIT_BYTES}
+    with DaemonStarter() as start:
+        daemon = start({"limits": limits})
+        with daemon.client() as client:
+            client.load(MODEL, kv_bytes=64 << 20)
+        with Bystander(daemon.address), Tenant(daemon.address) as tenant:
+            tenant.capture(PROMPT, [POINT])
+            assert tenant.close() == Done(id=9)
+        before = holdings(daemon)
+        yield daemon
+        wait_for(lambda: holdings(daemon) == before)
+        assert before["findings"] == []
+
+
+class Tenant(Steered):
+    def __init__(self, address: str) -> None:
+        super().__init__(address, values=ONES)
+
+    def capture(self, prompt: list[int], names: list[str], count: int = 0) -> Any:
+        """The final reply."""
+        reply = self.ask(Generate(id=8, session=self.session, token_ids=prompt, max_tokens=count, capture=names))
+        if isinstance(reply, Generated) and reply.captured is not None:
+            os.close(self.take_fd())
+        return reply
+
+    def close(self) -> Any:
+        return self.ask(CloseSession(id=9, session=self.session))
+
+
+@pytest.fixture
+def tenant(target: Daemon) -> Iterator[Tenant]:
+    """While the daemon serves somebody else."""
+    with Bystander(target.address), Tenant(target.address) as tenant:
+        yield tenant
+        assert tenant.close() == Done(id=9)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"points": []}, "name the points"),
+    ({"points": ["blocks.99"]}, "has no point 'blocks.99'"),
+    ({"points": ["blocks.-1"]}, "has no point"),
+    ({"points": ["blocks.*.*"]}, "has two stars"),
+    ({"points": ["\x00" * 4]}, "has no point"),
+    ({"points": ["(a+)+" * 40 + "$"]}, "has no point"),
+    ({"points": ["b" * (1 << 20)]}, "1,048,576 characters"),
+    ({"points": [f"blocks.{n}" for n in range(100_000)]}, "100,000 points are too many"),
+    ({"points": [POINT, "logits"]}, "an edit has points of one width"),
+    ({"points": ["logits"]}, "bytes of values came"),
+    ({"values": ONES[:-1]}, "767 bytes of values came"),
+    ({"values": ONES * 2}, "1,536 bytes of values came"),
+    ({"values": b""}, "0 bytes of values came"),
+    ({"values": ONES, "dtype": "float16"}, "are 384"),
+    ({"rows": 1 << 62}, "it must be 1"),
+    ({"rows": -1}, "it must be 1"),
+    ({"op": "scale"}, "scale has no values"),
+    ({"values": ONES[:-4] + floats(math.nan)}, "a NaN or an infinity at index 191"),
+    ({"values": ONES[:-4] + floats(-math.inf)}, "at index 191"),
+    ({"values": struct.pack(f"<{WIDTH}e", *[math.inf] * WIDTH), "dtype": "float16"}, "at index 0"),
+    ({"values": b"\x80\x7f" * WIDTH, "dtype": "bfloat16"}, "at index 0"),
+    ({"scale": math.nan}, "scale is nan"),
+    ({"scale": 1e300}, "scale is 1e+300"),
+    ({"op": "project_out", "values": bytes(4 * WIDTH)}, "has a direction"),
+    ({"op": "clamp", "low": 0.0, "values": floats(*[1e-30] * WIDTH)}, "has a direction"),
+    ({"op": "clamp"}, "clamp needs low, high or both"),
+    ({"op": "clamp", "low": 1.0, "high": -1.0}, "low must not be above high"),
+    ({"op": "clamp", "low": math.nan}, "low is nan"),
+    ({"positions": []}, "positions is empty"),
+    ({"positions": [2, 1]}, "positions ascend"),
+    ({"positions": [1, 1]}, "positions ascend"),
+    ({"positions": [-1]}, "position -1 is negative"),
+    ({"positions": [1 << 40]}, "never comes"),
+    ({"positions": list(range(500_000))}, "never comes"),
+    ({"positions": [0, 1, 2], "rows": 2, "values": ONES * 2}, "1, or 3, one for each position"),
+    ({"op": "erase"}, "op"),
+    ({"dtype": "float64"}, "dtype"),
+    ({"values": "text"}, "values"),
+]
+
+
+def test_edits_that_cannot_be(tenant: Tenant) -> None:
+    expected = tenant.generate(4, PROMPT)
+    tenant.cut(0)
+    for fields, words in REFUSED:
+        reply = tenant.add(**fields)
+        assert isinstance(reply, Failure), fields
+        assert (reply.id, reply.code) == (3, "invalid_request")
+        assert words in reply.message and len(reply.message) < 1000
+        assert tenant.spans() == {}
+    assert tenant.generate(4, PROMPT) == expected
+
+
+def test_ten_thousand_edits(tenant: Tenant) -> None:
+    given = [tenant.add(op="scale", rows=0, values=b"", scale=1.0) for _ in range(EDITS)]
+    assert given == list(range(1, EDITS + 1))
+    for _ in range(10_000 // EDITS):
+        reply = tenant.add()
+        assert isinstance(reply, Failure)
+        assert (reply.code, reply.data["limit"]) == ("quota_exceeded", EDITS)
+    assert len(tenant.generate(4, PROMPT)) == 4
+
+
+def test_edits_that_are_too_large(tenant: Tenant) -> None:
+    """Values of 288 KiB and a span each, of which a mebibyte holds three."""
+    wide: dict[str, Any] = {"positions": list(range(384)), "rows": 384, "values": ONES * 384}
+    assert [tenant.add(**wide) for _ in range(3)] == [1, 2, 3]
+    reply = tenant.add(**wide)
+    assert isinstance(reply, Failure)
+    assert reply.code == "quota_exceeded" and "limits.edit_bytes_per_session is 1,048,576" in reply.message
+    scattered = list(range(0, 2000, 2))
+    assert tenant.add(positions=scattered) == 4
+    reply = tenant.add(positions=scattered)
+    assert isinstance(reply, Failure) and reply.code == "quota_exceeded", "positions take room, too"
+    assert list(tenant.spans()) == [1, 2, 3, 4]
+
+
+def test_edits_that_were_never_given(tenant: Tenant) -> None:
+    for numbers in ([1], [0], [-1], [1 << 62], list(range(100_000))):
+        reply = tenant.end(*numbers)
+        assert isinstance(reply, Failure)
+        assert reply.code == "invalid_request" and "has no edit" in reply.message
+
+
+def test_captures_that_cannot_be(tenant: Tenant) -> None:
+    for names, count, words in (
+        (["blocks.99"], 1, "has no point 'blocks.99'"),
+        (["blocks.*", "blocks.*.*"], 1, "has two stars"),
+        (["b" * (1 << 20)], 1, "1,048,576 characters"),
+        ([f"blocks.{n}" for n in range(100_000)], 1, "100,000 points are too many"),
+        ([POINT], -1, "max_tokens is -1; it must be 0 or more"),
+        ([], 0, "max_tokens is 0; it must be 1 or more"),
+    ):
+        reply = tenant.capture(PROMPT, names, count)
+        assert isinstance(reply, Failure)
+        assert reply.code == "invalid_request" and words in reply.message
+    empty = tenant.capture([], [POINT])
+    assert isinstance(empty, Failure) and "the session is empty" in empty.message
+    assert len(tenant.generate(4, PROMPT)) == 4
+
+
+def requests_for(session: str) -> list[Request]:
+    return [
+        AddEdit(id=7, session=session, points=[POINT], rows=1, values=ONES),
+        EndEdits(id=7, session=session),
+        EndEdits(id=7, session=session, edits=[1]),
+        ListEdits(id=7, session=session),
+        Generate(id=7, session=session, max_tokens=0, capture=[POINT]),
+    ]
+
+
+@only_root
+def test_another_user_s_session(target: Daemon, tenant: Tenant) -> None:
+    """Nothing tells it from one that there is not."""
+    open_to_all(target.folder, target.address)
+    assert tenant.add() == 1
+    before = tenant.edits()
+    with contextlib.ExitStack() as stack:
+        with as_user():
+            stranger = stack.enter_context(Wire(target.address))
+        for mine, nobody_s in zip(requests_for(tenant.session), requests_for("0123456789abcdef"), strict=True):
+            told, unknown = stranger.ask(mine), stranger.ask(nobody_s)
+            assert isinstance(told, Failure) and isinstance(unknown, Failure)
+            assert told.code == unknown.code == "session_not_found"
+            assert told.message.replace(tenant.session, "0123456789abcdef") == unknown.message
+    assert tenant.edits() == before
+
+
+def test_who_cancels_a_capture_or_goes_leaves_nothing(target: Daemon, tenant: Tenant) -> None:
+    """The fixture looks at what the daemon still holds."""
+    request = Generate(
+        id=3, session=tenant.session, token_ids=PROMPT, max_tokens=1500, ignore_eos=True, capture=["blocks.*"]
+    )
+    tenant.send(request, Cancel(target=3))
+    reply = tenant.reply()
+    assert isinstance(reply, Failure | Generated)
+    if isinstance(reply, Generated):
+        assert (reply.finish_reason, reply.captured) == ("cancelled", None)
+    for _ in range(3):
+        with Tenant(target.address) as gone:
+            gone.send(Generate(id=3, session=gone.session, token_ids=PROMPT, max_tokens=1500, capture=["blocks.*"]))
+        with djinn.Client(target.address) as client:
+            client.close_session(gone.session)
+    assert len(tenant.generate(4, PROMPT)) == 4

@@ -1,0 +1,96 @@
+"""Edits are the session's as its tokens are: whatever dies, the next engine computes with them and goes on alike."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from djinn_client.protocol import CloseSession, ForkSession, SessionOpened
+from djinnctl.restart import restart
+from tests.conftest import DaemonStarter
+from tests.support.daemon import wait_for
+from tests.support.lives import Lives
+from tests.support.steered import Steered
+
+PROMPT = [*range(100, 140)]
+WIDTH = 192  # of djinn-tiny
+VALUES = array("f", random.Random(7).choices(range(-3, 4), k=WIDTH)).tobytes()
+
+
+@pytest.fixture(scope="module")
+def lives() -> Iterator[Lives]:
+    with DaemonStarter() as start:
+        yield Lives(start, {"kv": "16MiB", "host_kv": "16MiB", "disk_kv": "16MiB"})
+
+
+def steered(address: str) -> Steered:
+    """A session of which much has been edited: from somewhere on, at positions, for a while."""
+    tenant = Steered(address, values=VALUES)
+    tenant.generate(6, PROMPT)
+    assert tenant.add(points=["blocks.1"], scale=4.0) == 1
+    assert (
+        tenant.add(points=["blocks.2.hook_mlp_out"], op="replace", positions=[7, 8, 30], rows=3, values=VALUES * 3) == 2
+    )
+    tenant.generate(5)
+    tenant.end(1)
+    assert tenant.add(points=["blocks.0.hook_attn_out"], op="scale", scale=-1.5, rows=0, values=b"") == 3
+    tenant.generate(4)
+    return tenant
+
+
+def go_on(tenant: Steered) -> list[int]:
+    return [*tenant.generate(8), *tenant.generate(8, [5, 6])]
+
+
+def gone_on(address: str) -> list[int]:
+    with steered(address) as tenant:
+        tokens = go_on(tenant)
+        tenant.ask(CloseSession(id=9, session=tenant.session))
+    return tokens
+
+
+def no_more(lives: Lives) -> None:
+    """Nothing happens between."""
+
+
+def engine_killed(lives: Lives) -> None:
+    pid = lives.engine()
+    lives.kill_engine()
+    wait_for(lambda: lives.engine() != pid and lives.now.device().state == "ready")
+
+
+def daemon_killed(lives: Lives) -> None:
+    lives.kill()
+    lives.again()
+
+
+def restarted(lives: Lives) -> None:
+    with lives.now.client() as client:
+        restart(client, warm=True)
+
+
+@pytest.mark.parametrize("event", [no_more, engine_killed, daemon_killed, restarted])
+def test_what_was_edited_goes_on_as_if_nothing_had_been(lives: Lives, event: Callable[[Lives], None]) -> None:
+    expected = gone_on(lives.address)
+    with steered(lives.address) as tenant:
+        spans = tenant.spans()
+        fork = tenant.ask(ForkSession(id=8, session=tenant.session))
+        assert isinstance(fork, SessionOpened)
+    event(lives)
+    for session in (tenant.session, fork.session.id):
+        with Steered(lives.address, session, VALUES) as again:
+            assert again.spans() == spans
+            assert go_on(again) == expected
+            again.ask(CloseSession(id=9, session=session))
+
+
+def test_without_edits_it_would_go_on_otherwise(lives: Lives) -> None:
+    """Else the others would show nothing."""
+    with Steered(lives.address) as plain:
+        plain.generate(15, PROMPT)
+        tokens = go_on(plain)
+        plain.ask(CloseSession(id=9, session=plain.session))
+    assert tokens != gone_on(lives.address)

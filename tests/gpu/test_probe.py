@@ -1,0 +1,85 @@
+"""A probe between replays beside the same probe in the same step launched kernel by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from djinn_client.placing import Placing
+from djinn_client.points import Point
+from djinnd.model.editing import CODES, EditRows, apply
+from tests.support.captured import Captured, Rows, captured_model, named, with_history
+from tests.support.paged import same_bytes
+from tests.support.probing import Change, Looking, all_points
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=[Placing(), Placing(resident=1)], ids=["resident", "streamed"])
+def probed(request: pytest.FixtureRequest) -> Iterator[Captured]:
+    with captured_model("float32", request.param) as own:
+        yield own
+
+
+PROBED: list[Rows] = [[(1, 33)], [(1, 17), (1, 200), (1, 33)], [(1, 90), (40, 40), (30, 70)]]
+
+
+def between_blocks(captured: Captured) -> list[Point]:
+    return [point for point in all_points(captured.model.skeleton.points) if point.where == "resid"]
+
+
+def changing(captured: Captured) -> Change:
+    """Of the first token nothing is left along a vector, which is added to the second: that one may pad."""
+    width, device = captured.model.skeleton.points.width, captured.device.torch_device
+    bank = torch.randn(1, width, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def change(value: Tensor) -> None:
+        where = torch.arange(min(2, len(value)), device=device)
+        ops = torch.tensor([CODES["project_out"], CODES["add"]], dtype=torch.int32, device=device)[: len(where)]
+        ones = torch.ones(len(where), device=device)
+        apply(value, where, EditRows(ops, ones, ones, ones, torch.zeros_like(where), bank))
+
+    return change
+
+
+@pytest.mark.parametrize("rows", PROBED, ids=named)
+def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Captured, rows: Rows) -> None:
+    step, _ = with_history(probed, rows)
+    points = between_blocks(probed)
+    unprobed = probed.replay(step)
+    eagerly, between = Looking(points), Looking(points)
+    eager = probed.eager(step, eagerly)
+    assert same_bytes(probed.replay(step, between), eager) and same_bytes(eager, unprobed)
+    assert between.order == eagerly.order == points
+    for point in points:
+        assert same_bytes(between.seen[point][0], eagerly.seen[point][0]), point
+
+
+@pytest.mark.parametrize("rows", PROBED, ids=named)
+def test_what_is_changed_between_replays_goes_on(probed: Captured, rows: Rows) -> None:
+    step, _ = with_history(probed, rows)
+    unprobed, pool = probed.replay(step), probed.model.pool
+    before = pool.clone()
+    for point in between_blocks(probed):
+        eager = probed.eager(step, Looking((), {point: changing(probed)}))
+        written = pool.clone()
+        pool.copy_(before)
+        replayed = probed.replay(step, Looking((), {point: changing(probed)}))
+        assert same_bytes(replayed, eager) and same_bytes(pool[1:], written[1:]), point
+        assert not same_bytes(replayed[:1], unprobed[:1]), point
+    assert same_bytes(probed.replay(step), unprobed)
+
+
+def test_a_step_that_is_looked_into_deeper_runs_eagerly(probed: Captured) -> None:
+    step, _ = with_history(probed, [(1, 17), (1, 40)])
+    points = all_points(probed.model.skeleton.points)
+    eagerly, through_graphs = Looking(points), Looking(points)
+    assert same_bytes(probed.replay(step, through_graphs), probed.eager(step, eagerly))
+    assert through_graphs.order == eagerly.order == points
+    assert all(same_bytes(through_graphs.seen[point][0], eagerly.seen[point][0]) for point in points)

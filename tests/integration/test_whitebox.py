@@ -1,0 +1,261 @@
+"""What the daemon captures and edits inside a model is what PyTorch hooks in transformers see and do there, whoever
+else is in the batch. test_whitebox_sessions.py has what edits come to in a session's life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import djinn_client as djinn
+from tests.conftest import DaemonStarter
+from tests.support import reference
+from tests.support.daemon import Daemon, holdings
+from tests.support.edited import (
+    BLOCKS,
+    NEW,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    assert_close,
+    cases,
+    go_on,
+    loaded,
+    prompt_of,
+    vector,
+)
+from tests.support.models import reduced_model
+from tests.support.torch_hooks import Hooked
+
+# Gated and plain MLPs, experts, attention beside the MLP, norms behind both, capped logits, MLPs of two products.
+THROUGH_A_DAEMON = ("llama-2", "gpt2", "gpt-j", "mixtral", "gemma-2", "gpt-neox", "opt")
+WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+
+
+STREAMED = ("llama-3.1", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def roomy_daemon() -> Iterator[Daemon]:
+    """It knows some models in other forms, too: with most blocks streamed, and in bfloat16."""
+    models = {f"streamed {name}": {"path": str(reduced_model(name)), "resident": 1} for name in STREAMED}
+    half = {"path": str(reduced_model("llama-3.1")), "dtype": "bfloat16"}
+    with DaemonStarter() as start:
+        yield start({"models": models | {"half": half}})
+
+
+@pytest.fixture(params=THROUGH_A_DAEMON)
+def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
+    with loaded(roomy_daemon, request.param) as folder:
+        yield folder
+
+
+@pytest.fixture
+def llama(roomy_daemon: Daemon) -> Iterator[Path]:
+    with loaded(roomy_daemon, "llama-3.1") as folder:
+        yield folder
+
+
+# --- captures -------------------------------------------------------------------------------------------------------
+
+
+def test_captures_are_what_hooks_see(family: Path, roomy_daemon: Daemon) -> None:
+    """At every point, of a prompt that is longer than a page, and of what is generated."""
+    names = djinn.points(str(family), address=roomy_daemon.address)
+    assert names == [
+        "hook_embed",
+        *(f"blocks.{block}.{point}" for block in range(BLOCKS) for point in WITHIN),
+        "ln_final.hook_normalized",
+        "logits",
+    ]
+    prompt = prompt_of(300, 1)
+    with djinn.Session(str(family), address=roomy_daemon.address) as s:
+        cache = s.capture(names).run(prompt, max_tokens=NEW, ignore_eos=True)
+        tokens = s.token_ids
+        last = s.capture("blocks.*.hook_resid_post").run()
+    assert tokens[300:] == cache.generated.token_ids == reference.greedy(family, prompt, NEW)
+    assert cache.positions == range(300 + NEW - 1) and last.positions == range(300 + NEW - 1, 300 + NEW)
+    seen = Hooked(family).run(tokens, wanted=names)[1]
+    for name in names:
+        found = cache.get(name)
+        assert found is not None, name
+        assert_close(found[0], seen[name][:-1], name)
+    for name, found in last.items():
+        assert_close(found[0], seen[name][-1:], name)
+
+
+def test_names_of_modules_are_names_of_points(llama: Path, roomy_daemon: Daemon) -> None:
+    prompt = prompt_of(20, 2)
+    with djinn.Session(str(llama), address=roomy_daemon.address) as s:
+        cache = s.capture(["model.layers.*", "model.layers.2.mlp", "blocks.1.attn.hook_out", "lm_head"]).run(prompt)
+    assert list(cache) == [
+        *("model.layers.0", "blocks.1.attn.hook_out", "model.layers.1", "model.layers.2.mlp", "model.layers.2"),
+        *("model.layers.3", "lm_head"),
+    ]
+    assert cache["blocks.3.hook_resid_pre"] is cache["model.layers.2"]
+    seen = Hooked(llama).run(prompt, wanted=["blocks.2.hook_mlp_out", "logits"])[1]
+    assert_close(cache["blocks.2.hook_mlp_out"][0], seen["blocks.2.hook_mlp_out"], "mlp")
+    assert_close(cache["logits"][0], seen["logits"], "logits")
+    assert cache.generated.token_ids == [] and cache.generated.usage.computed_tokens == 20
+
+
+def test_looking_changes_nothing_and_takes_nothing_that_is_computed(llama: Path, roomy_daemon: Daemon) -> None:
+    """Calls with and without captures in turns."""
+    prompt = prompt_of(280, 3)
+    expected = reference.greedy(llama, prompt, 4 * NEW)
+    with djinn.Session(str(llama), address=roomy_daemon.address) as s:
+        told = []
+        for call in range(4):
+            text = prompt if call == 0 else None
+            if call % 2:
+                told += (
+                    s.capture(["blocks.1.hook_mlp_out", "logits"])
+                    .run(text, max_tokens=NEW, ignore_eos=True)
+                    .generated.token_ids
+                )
+            else:
+                told += s.generate(text, max_tokens=NEW, ignore_eos=True).token_ids
+        assert told == expected
+    with djinn.Session(str(llama), address=roomy_daemon.address) as again:  # whose first page is there already
+        cache = again.capture("logits").run(prompt)
+        assert cache.positions == range(280) and cache["logits"].shape == (1, 280, VOCABULARY)
+        assert again.generate(max_tokens=NEW, ignore_eos=True).token_ids == expected[:NEW]
+
+
+def test_nothing_is_left_of_captures(roomy_daemon: Daemon) -> None:
+    """Also of one that its caller gives up: no memory of the device, no window."""
+    folder, prompt = reduced_model("llama-3.1"), prompt_of(300, 4)
+
+    async def give_up() -> None:
+        async with djinn.AsyncSession(str(folder), address=roomy_daemon.address) as s:
+            capture = asyncio.create_task(
+                s.capture(["blocks.*", "logits"]).run(prompt, max_tokens=700, ignore_eos=True)
+            )
+            while (await asyncio.to_thread(djinn.sessions, address=roomy_daemon.address))[0].tokens < 310:
+                assert not capture.done()
+            capture.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await capture
+            await s.truncate(300)
+            told = await s.generate(max_tokens=NEW, ignore_eos=True)
+            assert told.token_ids == reference.greedy(folder, prompt, NEW)
+
+    held = []
+    for _ in range(2):  # the first time makes what is made once
+        with djinn.Session(str(folder), address=roomy_daemon.address) as s:
+            cache = s.capture(["blocks.*", "logits"]).run(prompt)
+        asyncio.run(give_up())
+        held.append(holdings(roomy_daemon))
+    assert held[0] == held[1]
+    assert cache["logits"].shape == (1, 300, VOCABULARY)  # the window is the client's now
+    djinn.unload(str(folder), address=roomy_daemon.address)
+
+
+# --- edits ----------------------------------------------------------------------------------------------------------
+
+
+LENGTHS = (270, 7, 33, 1, 64, 256)  # of prompts; pages have 256 tokens
+
+
+def check_cases(folder: Path, model: str, address: str) -> None:
+    """All at once, each twice: with and without captures; among others that have no edits."""
+    prompts = {name: prompt_of(LENGTHS[n % len(LENGTHS)] + 6, 40 + n) for n, name in enumerate(cases())}
+
+    async def edited(name: str, case: Case) -> tuple[list[int], djinn.Cache]:
+        async with djinn.AsyncSession(model, address=address) as s, djinn.AsyncSession(model, address=address) as t:
+            for edit in case.edits:
+                await s.steer(**edit)
+                await t.steer(**edit)
+            told, cache = await asyncio.gather(
+                s.generate(prompts[name], max_tokens=NEW, ignore_eos=True),
+                t.capture(["logits", "blocks.2.hook_attn_out", "blocks.3"]).run(
+                    prompts[name], max_tokens=NEW, ignore_eos=True
+                ),
+            )
+            return told.token_ids, cache
+
+    async def bystander(prompt: list[int]) -> list[int]:
+        async with djinn.AsyncSession(model, address=address) as s:
+            return (await s.generate(prompt, max_tokens=4 * NEW, ignore_eos=True)).token_ids
+
+    async def together() -> tuple[list[tuple[list[int], djinn.Cache]], list[list[int]]]:
+        others = asyncio.gather(*(bystander(prompt_of(length, 90)) for length in LENGTHS))
+        told = await asyncio.gather(*(edited(name, case) for name, case in cases().items()))
+        return told, await others
+
+    told, others = asyncio.run(together())
+    for length, tokens in zip(LENGTHS, others, strict=True):
+        assert tokens == reference.greedy(folder, prompt_of(length, 90), 4 * NEW), f"a bystander of {length} tokens"
+    model_ = Hooked(folder)
+    for (name, case), (tokens, cache) in zip(cases().items(), told, strict=True):
+        prompt = prompts[name]
+        assert tokens == cache.generated.token_ids == model_.greedy(prompt, NEW, case.changes), name
+        wanted = ["logits", "blocks.2.hook_attn_out", "blocks.3.hook_resid_post"]
+        for point, seen in model_.run([*prompt, *tokens[:-1]], case.changes, wanted)[1].items():
+            assert_close(cache[point][0], seen, f"{name} at {point}")
+
+
+def test_edited_sessions_say_what_hooks_make_of_them(family: Path, roomy_daemon: Daemon) -> None:
+    check_cases(family, str(family), roomy_daemon.address)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_on_streamed_weights(roomy_daemon: Daemon, name: str) -> None:
+    model = f"streamed {name}"
+    with roomy_daemon.client() as client:
+        assert client.load(model).blocks_streamed == BLOCKS - 1
+        check_cases(reduced_model(name), model, roomy_daemon.address)
+        client.unload(model)
+
+
+def test_where_all_decide_otherwise_if_they_are_not_edited() -> None:
+    """The cases are worth something: each changes what is said."""
+    folder = reduced_model("llama-3.1")
+    model = Hooked(folder)
+    for name, case in cases().items():
+        prompt = prompt_of(20, 11)
+        assert not torch.allclose(model.run(prompt)[0][-1], model.run(prompt, case.changes)[0][-1], atol=1e-2), name
+
+
+def test_bfloat16(roomy_daemon: Daemon) -> None:
+    """Captured rows are the model's own bits: put back where they are from, they change nothing."""
+    prompt = prompt_of(40, 18)
+    with djinn.Session("half", address=roomy_daemon.address) as s:
+        cache = s.capture(["blocks.*", "blocks.*.attn.hook_out", "logits"]).run(prompt)
+        assert {tensor.dtype for tensor in cache.values()} == {torch.bfloat16}
+        expected = go_on(s)
+    with djinn.Session("half", address=roomy_daemon.address) as s:
+        for tensor in cache.values():
+            s.patch(tensor)
+        again = s.capture(["blocks.*", "logits"]).run(prompt)
+        for name, tensor in again.items():
+            assert torch.equal(tensor, cache[name]), name
+        assert go_on(s) == expected
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused_leaves_the_session_as_it_was(llama: Path, roomy_daemon: Daemon) -> None:
+    prompt, v = prompt_of(20, 19), vector(21)
+    with djinn.Session(str(llama), address=roomy_daemon.address) as s:
+        for words, act in (
+            ("did you mean", lambda: s.steer("blocks.1.hook_resid_pst", v)),
+            ("4 blocks", lambda: s.steer("blocks.4", v)),
+            ("64", lambda: s.steer("blocks.1", v[:-1])),
+            ("512", lambda: s.steer("logits", v)),
+            ("NaN", lambda: s.steer("blocks.1", v * float("nan"))),
+            ("ascend", lambda: s.steer("blocks.1", v, positions=[5, 4])),
+            ("negative", lambda: s.patch(v, "blocks.1", positions=[-1])),
+            ("rows", lambda: s.patch(vector(1, 3, WIDTH), "blocks.1", positions=[1, 2])),
+            ("did you mean", lambda: s.capture("logitz").run(prompt)),
+            ("name the points", lambda: s.capture([]).run(prompt)),
+            ("no edit 9", lambda: s.unsteer(9)),
+        ):
+            with pytest.raises(djinn.InvalidRequest, match=words):
+                act()
+        assert s.token_ids == [] and s.edits() == []
+        assert go_on(s, prompt) == reference.greedy(llama, prompt, NEW)

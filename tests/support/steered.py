@@ -1,0 +1,100 @@
+"""A session on a connection of its own, and what is asked of its edits.
+
+Of a scripted engine, an edit shifts the token by its number, so that what a test expects follows from one rule: the
+token at position p is chosen at position p - 1. See engine.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from djinn_client.protocol import (
+    AddEdit,
+    AttachSession,
+    Done,
+    EditAdded,
+    Edits,
+    EndEdits,
+    Failure,
+    Generate,
+    Generated,
+    ListEdits,
+    ListSessions,
+    OpenSession,
+    SessionInfo,
+    SessionOpened,
+    Sessions,
+    Truncate,
+)
+from tests.support.engine import WIDTH, Script
+from tests.support.served import Served, Wire
+
+STORY = list(range(100, 197))
+VECTOR = array("f", range(1, WIDTH + 1)).tobytes()
+
+
+def told(*shifts: int, start: int) -> list[int]:
+    """The tokens of STORY at positions from `start` on, shifted by so much."""
+    return [STORY[(start + index + shift) % len(STORY)] for index, shift in enumerate(shifts)]
+
+
+@contextmanager
+def serving_story(**script: Any) -> Iterator[Served]:
+    """A daemon whose engine tells STORY."""
+    folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
+    try:
+        with Served(folder, Script(story=STORY, **script)) as served:
+            yield served
+    finally:
+        shutil.rmtree(folder)
+
+
+class Steered(Wire):
+    """`session` "": a new one. `values`: a vector of float32, which edits have unless they say otherwise."""
+
+    def __init__(self, address: str, session: str = "", values: bytes = VECTOR) -> None:
+        super().__init__(address)
+        self._values = values
+        self.send(AttachSession(id=1, session=session) if session else OpenSession(id=1, model="djinn-tiny"))
+        while not isinstance(opened := self.reply(), SessionOpened):
+            assert not isinstance(opened, Failure), opened
+        self.session = opened.session.id
+
+    def generate(self, count: int, prompt: Sequence[int] = (), **fields: Any) -> list[int]:
+        reply = self.ask(
+            Generate(id=2, session=self.session, token_ids=list(prompt), max_tokens=count, ignore_eos=True, **fields)
+        )
+        assert isinstance(reply, Generated), reply
+        return reply.token_ids
+
+    def add(self, **fields: Any) -> Any:
+        """Its number; or the refusal."""
+        given = {"points": ["blocks.3"], "rows": 1, "values": self._values} | fields
+        reply = self.ask(AddEdit(id=3, session=self.session, **given))
+        return reply.edit if isinstance(reply, EditAdded) else reply
+
+    def end(self, *numbers: int) -> Any:
+        """Without numbers: all."""
+        return self.ask(EndEdits(id=4, session=self.session, edits=list(numbers) if numbers else None))
+
+    def edits(self) -> Edits:
+        reply = self.ask(ListEdits(id=5, session=self.session))
+        assert isinstance(reply, Edits), reply
+        return reply
+
+    def spans(self) -> dict[int, list[tuple[int, int | None]]]:
+        return {info.id: info.spans for info in self.edits().edits}
+
+    def cut(self, length: int) -> None:
+        assert self.ask(Truncate(id=6, session=self.session, length=length)) == Done(id=6)
+
+    def info(self) -> SessionInfo:
+        reply = self.ask(ListSessions(id=7))
+        assert isinstance(reply, Sessions), reply
+        return next(info for info in reply.sessions if info.id == self.session)

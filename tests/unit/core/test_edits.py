@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djinn_client.points import Point
+from djinnd.core.edits import FOREVER, Edit, Extent, cut, ended, now
+
+
+def edit_of(number: int, *extents: Extent) -> Edit:
+    return Edit(number, (Point("resid", 1),), "add", extents, rows=1, values=b"abcd")
+
+
+def spans(edits: tuple[Edit, ...]) -> dict[int, list[tuple[int, int]]]:
+    return {edit.number: [(each.start, each.end) for each in edit.extents] for edit in edits}
+
+
+@pytest.mark.parametrize(("length", "position"), [(0, 0), (1, 0), (8, 7)])
+def test_now_is_the_last_token_s_position(length: int, position: int) -> None:
+    assert now(length) == position
+
+
+def test_the_first_position_that_an_edit_changes() -> None:
+    assert edit_of(1, Extent(4, 6), Extent(9, 10)).first == 4
+    assert edit_of(1).first == FOREVER
+
+
+def test_what_is_ended_keeps_what_it_has_changed() -> None:
+    edits = ended([edit_of(1, Extent(3)), edit_of(2, Extent(5))], [1], 7)
+    assert spans(edits) == {1: [(3, 7)], 2: [(5, FOREVER)]}
+    assert [edit.over for edit in edits] == [True, False]
+
+
+def test_what_is_ended_before_it_has_changed_anything_is_gone() -> None:
+    assert ended([edit_of(1, Extent(7)), edit_of(2, Extent(2, 3), Extent(8, 9))], [1, 2], 7) == (
+        msgspec.structs.replace(edit_of(2, Extent(2, 3)), over=True),
+    )
+
+
+def test_of_a_shorter_session_what_goes_on_does_so_from_its_end() -> None:
+    assert spans(cut([edit_of(1, Extent(3)), edit_of(2, Extent(9))], 6)) == {1: [(3, FOREVER)], 2: [(6, FOREVER)]}
+
+
+def test_certain_positions_stay_edited_when_they_come_again() -> None:
+    edit = edit_of(1, Extent(3, 5), Extent(8, 9))
+    assert cut([edit], 4) == (edit,)
+
+
+def test_what_is_over_does_not_come_again() -> None:
+    (over,) = ended([edit_of(1, Extent(3))], [1], 7)
+    assert spans(cut([over], 5)) == {1: [(3, 5)]}
+    assert cut([over], 3) == ()
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> Edit:
+    """From somewhere on, or at certain positions."""
+    number, first = draw(st.integers(1, 4)), draw(st.integers(0, 20))
+    if draw(st.booleans()):
+        return edit_of(number, Extent(first))
+    starts = sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=4)))
+    edit = edit_of(number, *(Extent(start, start + 1, row) for row, start in enumerate(starts)))
+    return msgspec.structs.replace(edit, rows=len(starts))
+
+
+def positions(some: tuple[Edit, ...]) -> set[tuple[int, int, int]]:
+    """Edit, position, row of its values; of what goes on, as far as is looked."""
+    return {
+        (edit.number, position, each.row + position - each.start if edit.rows > 1 else 0)
+        for edit in some
+        for each in edit.extents
+        for position in range(each.start, min(each.end, 40))
+    }
+
+
+SOME = st.lists(edits(), max_size=4, unique_by=lambda edit: edit.number)
+
+
+@given(SOME, st.sets(st.integers(1, 4)), st.integers(0, 25))
+def test_an_end_takes_the_positions_from_there_on_of_those_and_nothing_else(
+    some: list[Edit], numbers: set[int], at: int
+) -> None:
+    before, after = positions(tuple(some)), positions(ended(some, numbers, at))
+    assert after == {each for each in before if each[0] not in numbers or each[1] < at}
+
+
+@given(SOME, st.integers(0, 25), st.integers(0, 25))
+def test_a_cut_changes_nothing_before_it_and_a_second_one_there_nothing(some: list[Edit], length: int, at: int) -> None:
+    kept = cut(some, length)
+    assert cut(kept, length) == kept
+    assert {each for each in positions(kept) if each[1] < length} == {
+        each for each in positions(tuple(some)) if each[1] < length
+    }
+    over = ended(some, [1, 2, 3, 4], at)
+    assert positions(cut(over, length)) == {each for each in positions(over) if each[1] < length}

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from djinn_client.errors import DjinnError
+from djinn_client.points import Point
+from djinn_client.protocol import FrameDecoder
+from djinnd import messages
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.captures import Captures
+from djinnd.engine.channel import Channel
+from djinnd.engine.courses import Courses
+from djinnd.engine.deliveries import Deliveries
+from djinnd.engine.memory import KvPlan
+from tests.support.descriptors import open_descriptors
+
+RESID, LOGITS = Point("resid", 1), Point("logits")
+WIDTH, VOCAB = 600, 700  # so that a row is no part of a page
+SECONDS = 30.0  # a test that waits so long has failed
+
+
+class Runner:
+    """As much of a ModelRunner as is asked for."""
+
+    name = "m"
+    plan = KvPlan(page_size=16, page_bytes=0, num_pages=4, max_context=40)
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.captures = Captures(device, "m", WIDTH, VOCAB, torch.float32)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.device = CpuDevice(1 << 24)
+        self.server, theirs = socket.socketpair()
+        self.server.settimeout(SECONDS)
+        self.channel = Channel(theirs.detach())
+        self.courses = Courses(self.channel)
+        self.failed: list[tuple[int, DjinnError]] = []
+        self.deliveries = Deliveries(self.device, self.channel, self.courses, self.fail)
+        self.runner = Runner(self.device)
+
+    def fail(self, session: Session, request: Request, error: DjinnError) -> None:
+        assert session.id == "s"
+        self.failed.append((request.id, error))
+
+    def begin(self, number: int = 1, max_tokens: int = 4) -> Request:
+        """With two points and a prompt of eight tokens, after two that are there; all of it is captured."""
+        request = Request(number, 2, 10, max_tokens, capture=(LOGITS, RESID), seen_from=2)
+        self.deliveries.open(Session("s", "m", 0, "agent"), request, self.runner)  # type: ignore[arg-type]
+        for of_logits in (False, True):
+            rows = self.runner.captures.into(of_logits=of_logits)
+            rows.copy_(torch.arange(rows.numel()).view(rows.shape))
+        return request
+
+    def turns(self, done: int = 1) -> list[tuple[messages.FromEngine, list[int]]]:
+        """Until so many answers are there."""
+        until, told = time.monotonic() + SECONDS, []
+        self.server.setblocking(False)
+        while len(told) + len(self.failed) < done:
+            assert time.monotonic() < until
+            self.courses.turn()
+            try:
+                data, fds, _, _ = socket.recv_fds(self.server, 1 << 16, 4)
+            except BlockingIOError:
+                continue
+            told += [(messages.decode_from_engine(frame.payload), fds) for frame in FrameDecoder(1 << 20).feed(data)]
+        return told
+
+    def close(self) -> None:
+        self.courses.close()
+        self.channel.close()
+        self.server.close()
+        self.device.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def finished(request: Request, generated: int) -> messages.Finished:
+    return messages.Finished(request.id, "length", request.prompt_end + generated, generated, 8)
+
+
+@pytest.mark.parametrize("piece", [1, 32 << 20])
+@pytest.mark.parametrize(("generated", "positions"), [(4, 11), (1, 8), (0, 8)])
+def test_what_was_captured_comes_with_the_final_reply(
+    engine: Engine, piece: int, generated: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", piece)
+    request = engine.begin()
+    engine.deliveries.ended(request, finished(request, generated))
+    ((reply, (fd,)),) = engine.turns()
+    assert isinstance(reply, messages.Finished) and reply.capture is not None
+    capture = reply.capture
+    assert (capture.dtype, capture.first, capture.positions, capture.room) == ("float32", 2, positions, 11)
+    with mmap.mmap(fd, capture.nbytes, access=mmap.ACCESS_READ) as memory:
+        for offset, width in zip(capture.offsets, (VOCAB, WIDTH), strict=True):
+            found = torch.frombuffer(bytearray(memory[offset : offset + 4 * positions * width]), dtype=torch.float32)
+            assert torch.equal(found, torch.arange(positions * width).float())
+    os.close(fd)
+    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_dropped_gives_all_back_and_says_nothing(engine: Engine, begun: bool) -> None:
+    before = open_descriptors()
+    request = engine.begin()
+    if begun:
+        engine.courses.turn()
+    engine.deliveries.drop(request)
+    engine.deliveries.drop(request)
+    engine.courses.close()
+    assert engine.device.budget.used == 0 and open_descriptors() == before
+    engine.server.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        engine.server.recv(1)
+
+
+def test_who_waits_when_the_model_goes_is_told_the_rest(engine: Engine) -> None:
+    request = engine.begin()
+    engine.courses.turn()
+    engine.deliveries.ended(request, finished(request, 4))
+    engine.deliveries.abandon(engine.runner)  # type: ignore[arg-type]
+    assert engine.turns() == [(finished(request, 4), [])]
+    assert len(engine.runner.captures) == 0
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_window_that_cannot_be_had_fails_the_request(
+    engine: Engine, has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    request = engine.begin()
+    if has_ended:
+        engine.deliveries.ended(request, finished(request, 4))
+    assert engine.turns() == []
+    ((number, error),) = engine.failed
+    assert number == request.id and error.code == "out_of_memory" and error.data["needed"] >= 11 * 4 * (WIDTH + VOCAB)
+    assert len(engine.runner.captures) == 0
+
+
+def test_a_session_comes_to_no_more_positions_than_the_model_has(engine: Engine) -> None:
+    request = engine.begin(max_tokens=1000)
+    engine.deliveries.ended(request, finished(request, 4))
+    ((reply, (fd,)),) = engine.turns()
+    os.close(fd)
+    assert reply.capture.room == 40 - 2  # type: ignore[union-attr]

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.channel import Channel
+from djinnd.engine.courses import Courses
+from djinnd.engine.window import HOST_PAGE, Window
+
+
+@pytest.fixture
+def courses() -> Iterator[Courses]:
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs.detach())
+    courses = Courses(channel)
+    yield courses
+    courses.close()
+    channel.close()
+    ours.close()
+
+
+class PinningDevice(CpuDevice):
+    """Notes what is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.pinned: list[int] = []
+
+    def pin(self, pieces, *, read_only: bool = False) -> None:  # type: ignore[no-untyped-def]
+        self.pinned += [len(piece) for piece in pieces]
+
+    def unpin(self, pieces) -> None:  # type: ignore[no-untyped-def]
+        for piece in pieces:
+            self.pinned.remove(len(piece))
+
+
+@pytest.fixture
+def device() -> Iterator[PinningDevice]:
+    device = PinningDevice()
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize(("page", "piece", "least"), [(HOST_PAGE, 1, 1), (HOST_PAGE, 3 * HOST_PAGE, 3), (96, 1, 128)])
+def test_pieces_begin_on_pages_of_the_host_and_cover_all(
+    device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch, page: int, piece: int, least: int
+) -> None:
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", piece)
+    window = Window(device, torch.zeros(200 * page, dtype=torch.uint8), page, courses)
+    pieces = list(window.pieces())
+    assert all(first * page % HOST_PAGE == 0 for first, _ in pieces)
+    assert [first for first, _ in pieces] == list(range(0, 200, least)) and sum(count for _, count in pieces) == 200
+
+
+def test_what_was_queued_has_come_when_a_window_is_left_and_its_memory_is_unpinned(
+    device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", HOST_PAGE)
+    memory, source = torch.zeros(4 * HOST_PAGE, dtype=torch.uint8), torch.arange(4).repeat_interleave(HOST_PAGE).byte()
+    with Window(device, memory, HOST_PAGE, courses) as window:
+        window.pin()
+        assert device.pinned == [HOST_PAGE] * 4
+        for first, count in window.pieces():
+            part = slice(first * HOST_PAGE, (first + count) * HOST_PAGE)
+            window.queue([(memory[part], source[part])])
+    assert torch.equal(memory, source)
+    courses.close()
+    assert device.pinned == []

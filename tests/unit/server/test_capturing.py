@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from djinn_client.edits import CapturedPoint
+from djinn_client.errors import InvalidRequest
+from djinn_client.points import Point, PointMap
+from djinn_client.protocol import Cancel, CloseSession, Failure, Generate, Generated, ModelInfo, Piece
+from djinnd.core.edits import FOREVER
+from djinnd.messages import Capture
+from djinnd.server.capturing import MAX_CAPTURE_BYTES, capturing_of
+from tests.support.engine import WIDTH, Script
+from tests.support.served import wait_for
+from tests.support.steered import STORY, Steered, serving_story, told
+
+POINTS = PointMap(blocks=4, width=1 << 10, vocab=1 << 16, attention="self_attn", norm="model.norm")
+MODEL = ModelInfo(name="m", path="/m", vocab=1 << 16, max_context=1 << 20, points=POINTS, dtype="bfloat16")
+
+
+@dataclass
+class FakeSession:
+    tokens: list[int] = field(default_factory=list)
+    edited_from: int = FOREVER
+
+
+def capturing(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
+    request = Generate(id=1, session="s", max_tokens=max_tokens, capture=list(names))
+    return capturing_of(request, prompt_tokens, session or FakeSession(), MODEL)
+
+
+def test_a_point_is_captured_once_and_told_by_all_its_names():
+    taken = capturing(names=["blocks.1", "logits", "blocks.2.hook_resid_pre", "blocks.1"])
+    assert taken.points == [Point("resid", 2), Point("logits")]
+    told = taken.told(Capture("bfloat16", first=7, positions=9, room=12, nbytes=9000, offsets=[0, 4096]), positions=8)
+    assert (told.dtype, told.first, told.positions, told.room, told.nbytes) == ("bfloat16", 7, 8, 12, 9000)
+    assert told.points == [
+        CapturedPoint("blocks.1", 1 << 10, 0),
+        CapturedPoint("logits", 1 << 16, 4096),
+        CapturedPoint("blocks.2.hook_resid_pre", 1 << 10, 0),
+    ]
+
+
+def test_nothing_to_capture():
+    assert capturing(names=[]) is None
+
+
+def rows(**fields):
+    """That the call may take, by the limit that just refuses it."""
+    most = MAX_CAPTURE_BYTES // (2 << 10)
+    with pytest.raises(InvalidRequest, match=rf"at most {most:,} positions") as refused:
+        capturing(**fields)
+    return refused.value.data["positions"] - most
+
+
+def test_a_gibibyte_a_call_with_the_figure_and_the_remedy():
+    most = MAX_CAPTURE_BYTES // (2 << 10)
+    capturing(prompt_tokens=most, max_tokens=0)
+    capturing(prompt_tokens=most, max_tokens=1)
+    capturing(prompt_tokens=0, session=FakeSession([1]), max_tokens=most)
+    assert rows(prompt_tokens=most + 1, max_tokens=0) == 1
+    assert rows(prompt_tokens=most, max_tokens=2) == 1
+    assert rows(prompt_tokens=0, session=FakeSession([1] * 5), max_tokens=most + 1) == 1
+    assert rows(prompt_tokens=most, session=FakeSession([1] * 5, edited_from=2), max_tokens=0) == 3
+    with pytest.raises(InvalidRequest, match="1 points of 524,289 positions are 1,073,743,872 bytes of bfloat16"):
+        capturing(prompt_tokens=most + 1, max_tokens=0)
+
+
+def test_no_more_positions_are_counted_than_ever_come():
+    with pytest.raises(InvalidRequest) as refused:
+        capturing(prompt_tokens=5, max_tokens=1 << 30)
+    assert refused.value.data["positions"] == MODEL.max_context
+
+
+def test_an_unknown_point():
+    with pytest.raises(InvalidRequest, match=r"no point 'blocks\.9'"):
+        capturing(names=["blocks.9"])
+
+
+# --- over real sockets, with a scripted engine ----------------------------------------------------------------------
+
+
+def ask(tenant, count, prompt=(), names=("blocks.3",), **fields):
+    """The final reply."""
+    capture = list(names)
+    reply = tenant.ask(
+        Generate(id=2, session=tenant.session, token_ids=list(prompt), max_tokens=count, capture=capture, **fields)
+    )
+    while isinstance(reply, Piece):
+        reply = tenant.reply()
+    return reply
+
+
+def take(tenant, captured):
+    """By name, what each position has in all columns."""
+    fd = tenant.take_fd()
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
+    seen = {}
+    with mmap.mmap(fd, captured.nbytes) as window, memoryview(window).cast("f") as values:
+        for point in captured.points:
+            begin = point.offset // 4
+            rows = [begin + row * point.width for row in range(captured.positions)]
+            parts = [values[start : start + point.width].tolist() for start in rows]
+            assert all(part == [part[0]] * point.width for part in parts)
+            seen[point.name] = [int(part[0]) for part in parts]
+    os.close(fd)
+    return seen
+
+
+def memfds(daemon):
+    folder = f"/proc/{daemon.process.pid}/fd"
+    names = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
+    return sum(name.startswith("/memfd:") for name in names)
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with serving_story(on_token={"66": "die", "77": "fail"}) as served:
+        yield served
+
+
+@pytest.fixture
+def tenant(daemon):
+    with Steered(daemon.address) as tenant:
+        yield tenant
+        tenant.ask(CloseSession(id=99, session=tenant.session))
+        with daemon.client() as client:
+            wait_for(lambda: client.status().state == "ready")
+            assert client.status(check=True).integrity == []
+        assert memfds(daemon) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_call_computes_is_captured(tenant, stream):
+    names = ["blocks.*", "logits", "hook_embed", "model.layers.7"]
+    reply = ask(tenant, 4, [5, 6, 7], names, stream=stream)
+    assert (reply.captured.first, reply.captured.positions, reply.captured.dtype) == (0, 6, "float32")
+    assert [point.name for point in reply.captured.points] == [f"blocks.{n}" for n in range(8)] + names[1:]
+    assert {point.width for point in reply.captured.points if point.name != "logits"} == {WIDTH}
+    seen = take(tenant, reply.captured)
+    assert all(rows == [0, 1, 2, 3, 4, 5] for rows in seen.values())
+    reply = ask(tenant, 2, stream=stream)
+    assert take(tenant, reply.captured) == {"blocks.3": [6, 7]}, "from the last position on, which is run again"
+    reply = ask(tenant, 1, [9], stream=stream)
+    assert take(tenant, reply.captured) == {"blocks.3": [9]}
+
+
+def test_a_prompt_only(tenant):
+    reply = ask(tenant, 0, [5, 6, 7])
+    assert (reply.token_ids, reply.finish_reason, reply.usage.session_tokens) == ([], "length", 3)
+    assert take(tenant, reply.captured) == {"blocks.3": [0, 1, 2]}
+    assert take(tenant, ask(tenant, 0).captured) == {"blocks.3": [2]}
+    assert take(tenant, ask(tenant, 0, [8] * 253).captured) == {"blocks.3": list(range(3, 256))}
+
+
+def test_positions_that_edits_have_changed_are_computed_again_and_seen_edited(tenant):
+    tenant.generate(5, [5, 6, 7])
+    tenant.add(positions=[2, 4])
+    assert take(tenant, ask(tenant, 1, [9]).captured) == {"blocks.3": [3, 3, 5, 5, 6, 7, 8]}
+    assert take(tenant, ask(tenant, 1, [9]).captured) == {"blocks.3": [10]}, "once"
+    tenant.add()
+    assert take(tenant, ask(tenant, 2).captured) == {"blocks.3": [13, 14]}
+
+
+def test_a_stop_string_ends_what_is_captured_where_it_ends_the_call(tenant, tiny):
+    """The engine has gone on before it heard of it, or has not: the reply is the same."""
+    reply = ask(tenant, 200, [5, 6, 7], stop=[tiny.decode(told(0, 0, 0, 0, start=3))])
+    length = reply.usage.session_tokens
+    assert reply.finish_reason == "stop" and length < 100
+    assert take(tenant, reply.captured) == {"blocks.3": list(range(length - 1))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"names": ["blocks.8"]}, "no point 'blocks.8'"),
+        ({"names": ["x" * 10_000]}, "10,000 characters"),
+        ({"count": -1}, "max_tokens is -1; it must be 0 or more"),
+        ({"names": [], "count": 0}, "max_tokens is 0; it must be 1 or more"),
+        ({"prompt": [], "count": 0}, "the session is empty"),
+    ],
+)
+def test_what_cannot_be_captured(tenant, fields, words):
+    reply = ask(tenant, **{"count": 1, "prompt": [5, 6]} | fields)
+    assert isinstance(reply, Failure) and reply.code == "invalid_request" and words in reply.message
+    assert tenant.generate(1, [5]) == told(0, start=1)
+
+
+def test_a_call_that_fails_and_one_whose_engine_dies_bring_nothing(tenant, daemon):
+    assert ask(tenant, 3, [77]).code == "out_of_memory"
+    assert ask(tenant, 3, [66]).code == "engine_lost"
+    with daemon.client() as client:
+        wait_for(lambda: client.status().models[0].state == "ready")
+    assert take(tenant, ask(tenant, 1, [5]).captured) == {"blocks.3": [0]}
+
+
+def test_who_cancels_and_who_goes_gets_no_window_and_leaves_none(serve):
+    daemon = serve(Script(story=STORY), gated=True)
+    with Steered(daemon.address) as tenant, daemon.client() as client:
+        request = Generate(id=2, session=tenant.session, token_ids=[5], max_tokens=3, capture=["blocks.3"])
+        daemon.step()
+        tenant.send(request)
+        wait_for(lambda: tenant.info().state == "running")
+        tenant.send(Cancel(target=2))
+        reply = tenant.reply()
+        assert isinstance(reply, Generated) and (reply.finish_reason, reply.captured) == ("cancelled", None)
+        with Steered(daemon.address, tenant.session) as gone:
+            gone.send(request)
+            wait_for(lambda: tenant.info().state != "idle")
+            connections = client.status().connections
+        wait_for(lambda: client.status().connections == connections - 1)
+        wait_for(lambda: tenant.info().state == "idle")
+        assert client.status(check=True).integrity == []
+        assert memfds(daemon) == 0

@@ -1,0 +1,119 @@
+"""What becomes of a run, between the engine's words and the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from djinn_client.errors import DjinnError
+from djinn_client.protocol import Generate, Piece
+from djinnd.config import Quota
+from djinnd.messages import Finished, Truncate
+from djinnd.server.detokenizer import Detokenizer
+from djinnd.server.latency import Latencies, SessionLatency
+from djinnd.server.queueing import Queue
+from djinnd.server.quotas import Rule, Tenant
+from djinnd.server.runs import GenerateRun
+from djinnd.server.sessions import SessionRecord
+
+PROMPT = [5, 6]
+
+
+class Journal:
+    """Hears of changes; how many tokens the session had then."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def changed(self, session: SessionRecord) -> None:
+        self.heard.append(len(session.tokens))
+
+
+class Stage:
+    """A run of a session that has had one call, and who hears of it."""
+
+    def __init__(self, text: Any, **request: Any) -> None:
+        self.journal, self.sent, self.pieces = Journal(), [], []
+        latency = SessionLatency({"agent": Latencies()})
+        tenant = Tenant(1000, Rule("", Quota()), 0.0)
+        self.session = SessionRecord("s", 1000, "m", "agent", 0.0, 0.0, self.journal, latency, tenant)  # type: ignore[arg-type]
+        self.session.tokens += [7]
+        call = SimpleNamespace(received=0.0, send=self.pieces.append)
+        engine = SimpleNamespace(run=lambda run, **fields: 1, send=self.sent.append)
+        queue = Queue(8, 0.0)
+        with queue.place(1000, 0.0) as place:
+            message = Generate(id=9, session="s", token_ids=PROMPT, **request)
+            vocabulary = SimpleNamespace(text_after=lambda tokens: text(tokens))
+            self.run = GenerateRun(
+                call,
+                self.session,
+                engine,
+                place,
+                message,
+                PROMPT,
+                frozenset(),
+                vocabulary,  # type: ignore[arg-type]
+                None,
+            )
+
+    def end(self) -> None:
+        generated = len(self.session.tokens) - 1 - len(PROMPT)
+        self.run.finished(Finished(1, "length", len(self.session.tokens), generated, len(PROMPT)))
+
+
+class Panic(BaseException):
+    """As one in the tokenizer's Rust code."""
+
+
+class Panicking:
+    """Text that fails at a token, or at the end."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def feed(self, token: int) -> str:
+        if self.at == "token":
+            raise Panic
+        return "a"
+
+    def finish(self) -> str:
+        raise Panic
+
+
+def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) -> None:
+    async def play(**request: Any) -> Stage:
+        stage = Stage(Detokenizer(tiny).stream, **request)
+        for at, token in enumerate(tiny.encode("def greet(name)").ids):
+            stage.run.token(token, None, float(at))
+        return stage
+
+    async def main() -> None:
+        collected = await play()
+        assert collected.journal.heard == []
+        collected.end()
+        assert collected.journal.heard == [len(collected.session.tokens)]
+        assert collected.run.done.result().message.text == "def greet(name)"  # type: ignore[attr-defined]
+        streamed = await play(stream=True)
+        assert len(streamed.journal.heard) == len(streamed.pieces) > 2
+        assert all(isinstance(piece, Piece) for piece in streamed.pieces)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at", ["token", "end"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool) -> None:
+    async def main() -> None:
+        stage = Stage(lambda tokens: Panicking(at), stream=stream)
+        for number in range(3):
+            stage.run.token(number, None, float(number))
+        stage.end()
+        with pytest.raises(DjinnError, match="the daemon failed on a token of its own"):
+            await stage.run.done
+        assert stage.session.tokens == [7]
+        assert Truncate("s", 1) in stage.sent
+
+    asyncio.run(main())
