@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from djinn_client.cache import Cache, mapped
 from djinn_client.edits import EditInfo
-from djinn_client.errors import InvalidRequest
+from djinn_client.errors import Cancelled, InvalidRequest
 from djinn_client.options import GenerateOptions, build, generate_request
 from djinn_client.protocol import AddEdit, Done, EditAdded, Edits, EndEdits, Generated, ListEdits
 from djinn_client.session import SessionSteps
@@ -126,6 +126,8 @@ def capture(
     request = generate_request(session.info.id, prompt, {"max_tokens": 0, **options}, stream=False)
     request.capture = list(points)
     answer = yield from session.call(request, Generated)
+    if answer.message.captured is None and answer.message.finish_reason == "cancelled":
+        raise Cancelled("somebody has ended the call, or closed the session: nothing of it was captured")
     captured, memory = mapped(answer.message, answer.fds)
     return Cache(captured, memory, answer.message, (yield from session.points()))
 

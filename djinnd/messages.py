@@ -36,7 +36,7 @@ from djinn_client.protocol import (
     Span,
     Tier,
 )
-from djinnd.core.edits import Edit
+from djinnd.core.edits import FOREVER, Edit
 
 Holding = Literal["weights", "pages"]
 
@@ -139,6 +139,7 @@ class Open(msgspec.Struct, tag="open"):
     tokens: list[int] = []
     paused: bool = False
     edits: tuple[Edit, ...] = ()
+    edited_from: int = FOREVER  # see Session
 
 
 class Fork(msgspec.Struct, tag="fork"):

@@ -43,6 +43,7 @@ class Limits(Struct, frozen=True):
     shared_models_per_user: Count = 8
     public_prefixes_per_model: Count = 256
     edits_per_session: Count = 1000
+    edits_per_position: Count = 16  # at one point: they apply one after another, and all that run wait for that
     edit_bytes_per_session: Size = 64 << 20  # of their values, and 128 for each span of positions and each point
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64

@@ -14,7 +14,7 @@ class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had
     when the batch was composed. The request may end, and the session get another, before the step has run.
 
-    A struct: a frozen dataclass takes 1.5 µs to make here, this 0.1, and a step has hundreds."""
+    A struct, because a step makes hundreds, and a frozen dataclass takes ten times as long to make."""
 
     session: Session
     request: Request

@@ -54,6 +54,11 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The first position that it changes; FOREVER where it changes none."""
         return self.extents[0].start if self.extents else FOREVER
 
+    @property
+    def end(self) -> int:
+        """Behind the last position that it changes."""
+        return self.extents[-1].end if self.extents else 0
+
     @cached_property
     def mark(self) -> int:
         """64 bits of what it does, wherever it does it."""

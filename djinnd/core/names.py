@@ -10,13 +10,16 @@ and all share what lies before the first edit.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import overload
 
 import numpy as np
 
 from djinnd.core.edits import Edit
 
+_START, _END = attrgetter("start"), attrgetter("end")
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: multiplying by it mixes low bits into high ones
 _HALF = np.uint64(32)
 _LOW = np.uint64((1 << 62) - 1)
@@ -47,10 +50,11 @@ class Names(Sequence[int]):
 
 def names(tokens: Sequence[int], edits: Iterable[Edit], first: int = 0) -> list[int]:
     """Of the positions from `first` on, which have these tokens: a token's number where nothing is edited; else 62 bits
-    that differ, but for chance, with the token, the edits and their order. O(tokens)."""
+    that differ, but for chance, with the token, the edits and their order. O(tokens), for each edit."""
     named = np.array(tokens, np.int64).view(np.uint64)
     for edit in edits:
-        for extent in edit.extents:
+        here = bisect_right(edit.extents, first, key=_END), bisect_left(edit.extents, first + len(named), key=_START)
+        for extent in edit.extents[slice(*here)]:
             start = max(extent.start, first)
             part = named[start - first : max(extent.end - first, 0)]
             row = extent.row + start - extent.start

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from djinn_client.errors import DjinnError
 from djinn_client.protocol import MAX_FDS, FrameDecoder
-from djinnd.messages import MAX_FRAME, FromEngine, ToEngine, decode_to_engine, encode
+from djinnd.messages import MAX_FRAME, Failed, FromEngine, ToEngine, decode_to_engine, encode
 
 _READ = 1 << 18
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -73,6 +74,10 @@ class Channel:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
                 frame = frame[self._socket.sendmsg([frame], rights) :]
             self._socket.sendall(frame)
+
+    def refuse(self, request: int, error: DjinnError) -> None:
+        """The final reply of a request that ends with this error."""
+        self.send(Failed(request, error.code, error.message, error.data))
 
     def wake(self) -> None:
         """Makes a waiting `receive` return; from any thread."""

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from djinn_client.errors import DjinnError
 from djinnd.engine.channel import Channel
-from djinnd.messages import Failed
 
 log = logging.getLogger("djinnd.engine")
 
@@ -60,7 +59,7 @@ class Courses:
                 del self._under_way[request]
             except DjinnError as error:
                 del self._under_way[request]
-                self.refuse(request, error)
+                self._channel.refuse(request, error)
             else:
                 busy |= one.waits is None or one.waits.done()  # nobody wakes the loop for what is done already
         return busy
@@ -75,9 +74,6 @@ class Courses:
         future.add_done_callback(lambda _: self._channel.wake())
         yield future
         return future.result()
-
-    def refuse(self, request: int, error: DjinnError) -> None:
-        self._channel.send(Failed(request, error.code, error.message, error.data))
 
     def close(self) -> None:
         for one in self._under_way.values():

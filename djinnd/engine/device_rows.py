@@ -14,6 +14,7 @@ from bisect import insort
 import torch
 from torch import Tensor
 
+from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 
 GROWTH_BYTES = 64 << 20  # doubles, but by no more than this
@@ -76,11 +77,18 @@ class DeviceRows:
     def _grow(self, count: int) -> None:
         old, end = self.tensor, self.capacity
         last = self._free[-1] if self._free and sum(self._free[-1]) == end else (end, 0)
-        most = max(end, 1) + min(end, GROWTH_BYTES // self.row_bytes)
-        capacity = max(last[0] + count, most)
+        least, most = last[0] + count, max(end, 1) + min(end, GROWTH_BYTES // self.row_bytes)
+        has_room = max(least, most) * self.row_bytes <= self._device.budget.free
+        capacity = max(least, most) if has_room else least
         label = f"more {self._label}" if end else self._label
         with self._device.computing():
-            tensor = self._device.allocate(label, (capacity, self._width), self._dtype)
+            try:
+                tensor = self._device.allocate(label, (capacity, self._width), self._dtype)
+            except OutOfMemory as error:
+                told = f"{error.message}, ask for fewer positions or points, or wait until others have ended theirs"
+                raise OutOfMemory(told, **error.data) from error
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(f"{label}: {error}") from error
             tensor[:end].copy_(old)
         self.tensor = tensor
         if end:

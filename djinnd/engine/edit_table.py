@@ -22,6 +22,7 @@ from djinnd.engine.spans import Hits, Ints, Records, SpanTable, sites_of
 from djinnd.model.editing import CODES
 
 _FIELDS = [("op", np.int32), ("scale", np.float32), ("low", np.float32), ("high", np.float32)]
+_DIRECTED = ("project_out", "clamp")  # whose values' length does not matter
 _DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -100,16 +101,17 @@ class EditTable:
         spans, sites, first_site = [], [], 0
         for edit in edits:
             stride = int(edit.rows > 1)
+            bounds = np.array([(each.start, each.end, each.row) for each in edit.extents], np.int64)
             for of_logits, points in _kinds(edit):
                 bank_row = self._held[edit.mark, of_logits][0]
-                does = (CODES[edit.op], edit.scale, edit.low, edit.high)
-                spans += [
-                    (each.start, each.end, bank_row + stride * each.row, stride, first_site, len(points), *does)
-                    for each in edit.extents
-                ]
+                part = np.zeros(len(bounds), self._table.dtype)
+                part["start"], part["end"], part["row"] = bounds[:, 0], bounds[:, 1], bank_row + stride * bounds[:, 2]
+                part["stride"], part["site"], part["sites"] = stride, first_site, len(points)
+                part["op"], part["scale"], part["low"], part["high"] = CODES[edit.op], edit.scale, edit.low, edit.high
+                spans.append(part)
                 sites.append(sites_of(points))
                 first_site += len(points)
-        return np.array(spans, self._table.dtype), np.concatenate(sites)
+        return np.concatenate(spans), np.concatenate(sites)
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -120,13 +122,13 @@ class EditTable:
             for of_logits, _ in _kinds(edit):
                 if (edit.mark, of_logits) not in self._held:
                     new.append((of_logits, self._values[of_logits].take(max(edit.rows, 1))))
+                    self._upload(edit, self._values[of_logits].tensor, new[-1][1])
         except BaseException:
             for of_logits, row in new:
                 self._values[of_logits].give_back(row, max(edit.rows, 1))
             raise
         for of_logits, row in new:
             self._held[edit.mark, of_logits] = [row, 0]
-            self._upload(edit, self._values[of_logits].tensor, row)
         for of_logits, _ in _kinds(edit):
             self._held[edit.mark, of_logits][1] += 1
 
@@ -137,6 +139,8 @@ class EditTable:
             if edit.rows:
                 values = torch.frombuffer(bytearray(edit.values), dtype=_DTYPES[edit.dtype])
                 rows.copy_(values.view(rows.shape))
+                if edit.op in _DIRECTED:  # so that no square is too large, nor too small, for float32
+                    rows /= rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             else:
                 rows.zero_()
 

@@ -9,12 +9,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost
+from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.edits import FOREVER, now
@@ -86,7 +87,7 @@ class Engine:
             messages.CancelRun: lambda m: self._finish(self._scheduler.cancel(m.request)),
             messages.Halt: lambda m: self._finish(self._scheduler.halt(m.request, m.keep)),
             messages.Hold: self._hold,
-            messages.Truncate: lambda m: self._scheduler.truncate(m.session, m.length),
+            messages.Truncate: self._truncate,
             messages.AddEdit: lambda m: self._scheduler.edit(m.session, m.edit),
             messages.EndEdits: lambda m: self._scheduler.end_edits(m.session, m.edits, m.at),
             messages.ExportKv: self._passages.export,
@@ -222,7 +223,7 @@ class Engine:
 
     def _open(self, message: messages.Open) -> None:
         session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
-        session.paused, session.edits = message.paused, message.edits
+        session.paused, session.edits, session.edited_from = message.paused, message.edits, message.edited_from
         self._scheduler.open(session)
 
     def _fork(self, message: messages.Fork) -> None:
@@ -235,11 +236,16 @@ class Engine:
         self._finish(self._scheduler.close(message.session))
         runner.use_edits(message.session, ())
 
+    def _truncate(self, message: messages.Truncate) -> None:
+        """What a run ended with may reach the server when that has closed the session already, and lead to this."""
+        with suppress(SessionNotFound):
+            self._scheduler.truncate(message.session, message.length)
+
     def _run(self, message: messages.Run) -> None:
         try:
             self._submit(message)
         except DjinnError as error:
-            self._refuse(message.request, error)
+            self._channel.refuse(message.request, error)
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
@@ -267,8 +273,12 @@ class Engine:
         try:
             self._make_room(session, request)
         except OutOfMemory:
-            self._scheduler.rollback(request.id)
-            raise
+            self._spare_edits()
+            try:
+                self._make_room(session, request)
+            except OutOfMemory:
+                self._scheduler.rollback(request.id)
+                raise
         self._under_way[request.id] = session
         self._waiting.add(request.id)
 
@@ -283,6 +293,12 @@ class Engine:
                 runner.open_window(request)
             except OSError as error:
                 raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
+
+    def _spare_edits(self) -> None:
+        """Those of idle sessions leave the device: they come back with the next run."""
+        for session in self._scheduler.sessions():
+            if session.request is None:
+                self._runners[session.model].use_edits(session.id, ())
 
     def _compute_kv(self, number: int, session: Session) -> None:
         """Submits a request that computes what KV the session lacks, and gives no token."""
@@ -325,7 +341,7 @@ class Engine:
             return
         if session in self._scheduler.sessions():  # idle until this is answered
             self._scheduler.truncate(session.id, request.first)
-        self._refuse(request.id, error)
+        self._channel.refuse(request.id, error)
 
     def _fail(self, request: Request, error: DjinnError) -> None:
         """Answers with the error; the session is as it was before the request."""
@@ -336,10 +352,7 @@ class Engine:
         if window is not None:
             window.close()
         if not self._passages.filled(request.id, error):
-            self._refuse(request.id, error)
-
-    def _refuse(self, request: int, error: DjinnError) -> None:
-        self._channel.send(messages.Failed(request, error.code, error.message, error.data))
+            self._channel.refuse(request.id, error)
 
     def _forget(self, request: Request) -> Session:
         self._waiting.discard(request.id)
@@ -360,7 +373,7 @@ class Engine:
         try:
             told = self._scheduler.why(message.session)
         except DjinnError as error:
-            self._refuse(message.request, error)
+            self._channel.refuse(message.request, error)
             return
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
 
@@ -378,7 +391,7 @@ class Engine:
                 del result
                 self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
                 gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
-                self._refuse(load.request, refusal)
+                self._channel.refuse(load.request, refusal)
 
     def _adopt(self, result: LoadResult) -> None:
         if result.error is not None:
@@ -423,7 +436,7 @@ class Engine:
                 self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
             )
         except DjinnError as error:
-            self._refuse(message.request, error)
+            self._channel.refuse(message.request, error)
             return
         budget, models = self._device.budget, [self._figures.info(runner) for runner in self._runners.values()]
         log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)

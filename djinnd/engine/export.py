@@ -60,7 +60,7 @@ class Passages:
         try:
             session = self._present(message.session)
         except SessionNotFound as error:
-            self._courses.refuse(message.request, error)
+            self._channel.refuse(message.request, error)
             return
         self._courses.start(message.request, self._export(message.request, session, self._runners[session.model]))
 

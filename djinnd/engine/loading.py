@@ -40,7 +40,6 @@ from djinnd.messages import (
     ArenaReady,
     ArenaRefused,
     DescribeImage,
-    Failed,
     ImageDescribed,
     Load,
     Loading,
@@ -166,7 +165,7 @@ class LoadQueue:
             log.warning("pages_refused model=%s reason=%s", job.model, told.message)
             self._pages.put(PagesResult(job.request, job.model, None, told.message))
         else:
-            self._channel.send(Failed(job.request, told.code, told.message, told.data))
+            self._channel.refuse(job.request, told)
 
     def _loader(self, job: Load | Plan | DescribeImage) -> Loader:
         return Loader(job.model, Path(job.path), self._device, job.dtype, job.placing, job.shared)

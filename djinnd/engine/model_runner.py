@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from djinn_client.protocol import ModelInfo
-from djinnd.core.batch import Batch, Row
+from djinnd.core.batch import Batch
 from djinnd.core.edits import Edit
 from djinnd.core.request import Request
 from djinnd.device import Device
@@ -23,6 +21,7 @@ from djinnd.engine.edit_table import EditTable
 from djinnd.engine.logits_window import LogitsWindow
 from djinnd.engine.memory import KvPlan, ModelShape, workspace_bytes
 from djinnd.engine.picks import Picks
+from djinnd.engine.rows import Rows, compose, count_told, in_order
 from djinnd.engine.step_probe import Part, Touched
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
@@ -34,8 +33,6 @@ from djinnd.model.sampler import Sampled, Sampler
 from djinnd.weights.plan import Place, Plan
 
 log = logging.getLogger("djinnd.engine")
-
-Rows = Sequence[Row]
 
 _PAGES_AT_ONCE = 32  # that are moved from one pool to another: what is held twice
 
@@ -174,7 +171,7 @@ class ModelRunner:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
             sampled = self.sampler.sample(logits, [row.session for row in sampling])
-            return sampled if rows is batch.rows else _in_order(sampled, sampling, batch)
+            return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
         """In the steps that follow, the session has these. Raises OutOfMemory where their values have no room, and then
@@ -241,7 +238,7 @@ class ModelRunner:
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - _told(row), end)]
+        told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - count_told(row), end)]
         seen = [] if part is None else part.seen_behind(sampling)
         picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
         inputs.send()
@@ -261,7 +258,7 @@ class ModelRunner:
     def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
         """Writes each forward pass's logits, which are from pick `first` on, to its window."""
         for row in rows:
-            count = _told(row)
+            count = count_told(row)
             position = row.end - count - row.request.first
             for logits in picks.pieces(first, count):
                 self.windows[row.request.id].write(position, logits)
@@ -269,28 +266,10 @@ class ModelRunner:
             first += count
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
-        """Fills the host side of `inputs` for `rows`, which may have fewer than it has room for."""
-        host = inputs.host
-        counts = np.array([row.count for row in rows])
-        starts = np.array([row.start for row in rows])
-        ends = np.cumsum(counts)
-        tokens = int(ends[-1])
-        table = self.kv.page_table([row.session.id for row in rows])
-        of_row = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(tokens) + np.repeat(starts - (ends - counts), counts)
-        ids: list[int] = []
-        for row in rows:
-            ids += row.session.tokens[row.start : row.end]
-        host["ids"][:tokens] = ids
-        host["positions"][:tokens] = positions
-        host["slots"][:tokens] = _slots(table, of_row, positions, self.plan.page_size)
-        host["starts"][0] = 0
-        host["starts"][1 : len(rows) + 1] = ends
-        host["lengths"][: len(rows)] = starts + counts
-        host["table"][: len(rows), : table.shape[1]] = table
+        compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
 
     def open_window(self, request: Request) -> None:
-        """Raises OSError when the host has no memory for the logits."""
+        """Raises OSError or OutOfMemory where the host has no memory for the logits."""
         self.windows[request.id] = LogitsWindow(request.prompt_end - request.first, self.model.vocab)
 
     def forget(self, request: Request) -> LogitsWindow | None:
@@ -355,27 +334,3 @@ def kv_label(name: str) -> str:
 
 def workspace_label(name: str) -> str:
     return f"workspace of {name}"
-
-
-def _told(row: Row) -> int:
-    """How many of the row's tokens have their logits told: its last ones, or none."""
-    request = row.request
-    return max(0, row.end - max(row.start, request.seen_from)) if request.logits else 0
-
-
-def _in_order(sampled: Sampled, sampling: Rows, batch: Batch) -> Sampled:
-    """`sampling`: the rows that its entries are of. → in the batch's order."""
-    entries = {row.request.id: entry for entry, row in enumerate(sampling)}
-    order = [entries[row.request.id] for row in batch.rows if row.samples]
-    unsound = set(sampled.unsound)
-    return Sampled(
-        [sampled.tokens[entry] for entry in order],
-        [sampled.logprobs[entry] for entry in order],
-        [index for index, entry in enumerate(order) if entry in unsound],
-    )
-
-
-def _slots(
-    table: npt.NDArray[np.int32], of_row: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], page_size: int
-) -> npt.NDArray[np.int64]:
-    return table[of_row, positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -57,7 +57,7 @@ class Pauses:
             else:
                 self._leave(pause)
         except DjinnError as error:
-            self._refuse(message, error)
+            self._channel.refuse(message.request, error)
         else:
             self._unanswered.append(pause)
 
@@ -75,7 +75,7 @@ class Pauses:
             try:
                 reply = self._reply(pause)
             except DjinnError as error:
-                self._refuse(pause.asked, error)
+                self._channel.refuse(pause.asked.request, error)
                 continue
             if reply is None:
                 unanswered.append(pause)
@@ -141,9 +141,6 @@ class Pauses:
             tier="disk",
             pages=lacking,
         )
-
-    def _refuse(self, asked: messages.Pause, error: DjinnError) -> None:
-        self._channel.send(messages.Failed(asked.request, error.code, error.message, error.data))
 
 
 def _expect_quota(tenant: int, pages: int, disk: Cache | None) -> None:

@@ -173,14 +173,14 @@ class KvManager:
         """Of all pages of a session that holds just those for its `computed` tokens; the last may be filled in part."""
         keys = self._keys.get(session_id, [])[: computed // self.page_size]
         for start in range(len(keys) * self.page_size, computed, self.page_size):
-            keys.append(self._next_key(origin, keys, tokens[: min(start + self.page_size, computed)]))
+            keys.append(self._next_key(origin, keys, tokens, min(start + self.page_size, computed)))
         return keys
 
     def publish(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, salt: bytes = b"") -> None:
         """The KV of the session's first `computed` tokens is there: who has the same prefix finds its full pages."""
         row, keys = self._row[session_id], self._keys[session_id]
         for page in range(len(keys), computed // self.page_size):
-            keys.append(self._next_key(root(tenant, salt), keys, tokens))
+            keys.append(self._next_key(root(tenant, salt), keys, tokens, (page + 1) * self.page_size))
             self._know(keys[page], int(self._table[row, page]))
 
     def adopt(
@@ -209,20 +209,21 @@ class KvManager:
         self._keys[session_id] = keys
         return len(keys) * size
 
-    def _next_key(self, origin: Key, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
-        start = len(keys) * self.page_size
-        return self.public.next_key(origin, keys[-1] if keys else None, tokens[start : start + self.page_size])
+    def _next_key(self, origin: Key, keys: Sequence[Key], tokens: Sequence[int], end: int) -> Key:
+        """Of the page behind those of `keys`, which has the tokens up to `end`."""
+        return self.public.next_key(origin, keys[-1] if keys else None, tokens[len(keys) * self.page_size : end])
 
     def fork(
-        self, parent: str, child: str, tenant: int, tokens: int, *, may_copy: bool = True
+        self, parent: str, child: str, tenant: int, tokens: int, *, may_copy: bool = True, runs_last_again: bool = False
     ) -> tuple[int, PageCopy | None]:
         """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
         fills a page in part, the child gets one of its own, to be copied. The parent holds pages for just these tokens.
-        → tokens that the child has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
+        `runs_last_again`: both will write the last token, so they do not share its page either. → tokens that the child
+        has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
         assert child not in self._row
         pages = self.pages_of(parent)
         assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
-        full = tokens // self.page_size
+        full = max(tokens - runs_last_again, 0) // self.page_size
         own, copy = pages[:full], None
         self._share(own, tenant)
         if full < len(pages) and may_copy and self.pool.free:

@@ -56,7 +56,7 @@ def apply(target: Tensor, where: Tensor, edits: EditRows) -> None:
 
 
 def warm_up(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """What `apply` compiles for targets of this width and dtype and a float32 bank, no step then waits for."""
+    """Compiles what `apply` runs on targets of this width and dtype with a float32 bank: no step waits for it then."""
     one, nothing = torch.ones(1, device=device), torch.zeros(1, width, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
     apply(nothing.to(dtype), first, EditRows(first.int(), one, one, one, first, nothing))

@@ -11,7 +11,7 @@ from djinn_client.points import Point
 from djinnd.model.attention import attention_for
 from djinnd.model.hf_attention import AttentionContext, BlockKV
 from djinnd.model.inputs import StepInputs
-from djinnd.model.probe import Probe, look, watching
+from djinnd.model.probe import Probe, is_between_blocks, look, watching
 from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton
 
@@ -56,11 +56,12 @@ class PagedModel:
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
+        inside = None if probe is None or is_between_blocks(probe) else probe
         if probe is not None:
             look(probe, Point("resid"), hidden)
         for index, arguments in enumerate(prologue.arguments):
             self.residency.begin(index)
-            hidden = self.run_block(index, hidden, arguments, probe)
+            hidden = self.run_block(index, hidden, arguments, inside)
             self.residency.end(index)
             if probe is not None:
                 look(probe, Point("resid", index + 1), hidden)

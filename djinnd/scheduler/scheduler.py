@@ -115,7 +115,10 @@ class Scheduler:
         child.left_at = parent.left_at
         kv = self._queues[child.model].kv
         may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
-        child.computed, copy = kv.fork(parent_id, child_id, child.tenant, parent.computed, may_copy=may_copy)
+        ends_foreign = child.foreign_tokens == len(child.tokens) > 0  # nobody could compute the rest of its page anew
+        child.computed, copy = kv.fork(
+            parent_id, child_id, child.tenant, parent.computed, may_copy=may_copy, runs_last_again=ends_foreign
+        )
         return copy
 
     def session(self, session_id: str) -> Session:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from djinn_client.errors import InvalidRequest, QuotaExceeded
 from djinn_client.protocol import AddEdit, EndEdits, ModelInfo
@@ -70,6 +71,15 @@ def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits
             limit=most,
             used=count,
         )
+    crowd, most = _crowd(edit, edits), limits.edits_per_position
+    if crowd >= most:
+        raise QuotaExceeded(
+            f"the session has {crowd:,} edits at one point whose positions begin before this one's end and end behind "
+            f"its beginning, and limits.edits_per_position is {most:,}: end some, or make one edit of several that add",
+            quota="edits_per_position",
+            limit=most,
+            used=crowd,
+        )
     used, needed, room = edits.nbytes, nbytes_of(edit, names), limits.edit_bytes_per_session
     if used + needed > room:
         raise QuotaExceeded(
@@ -81,6 +91,14 @@ def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits
             used=used,
             needed=needed,
         )
+
+
+def _crowd(edit: Edit, edits: EditList) -> int:
+    """Of the session's edits, those that may change what this one changes, at the point where they are most. By their
+    first and last positions: how these lie between each other's is not looked at."""
+    about = (other for other in edits.edits if other.first < edit.end and edit.first < other.end)
+    at = Counter(chain.from_iterable(other.points for other in about))
+    return max(at[point] for point in edit.points)
 
 
 def numbers_to_end(request: EndEdits, edits: EditList) -> list[int]:

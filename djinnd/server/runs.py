@@ -41,7 +41,7 @@ class SessionRun:
         self._call = call
         self._session = session
         self._session.called(call.received)
-        self._session.edited_from = FOREVER
+        self._edited_from, self._session.edited_from = session.edited_from, FOREVER
         self._engine = engine
         self._number = 0
         self._first = len(session.tokens)
@@ -85,6 +85,7 @@ class SessionRun:
     def failed(self, error: DjinnError) -> None:
         """The engine has rolled the session back, or is no more."""
         self._session.cut(self._first)
+        self._session.edited_from = self._edited_from
         self.done.set_exception(error)
 
     def _undo(self, error: DjinnError) -> None:

@@ -6,6 +6,7 @@ value is asked of all values of the piece at once.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from djinn_client.image import Dtype
@@ -60,6 +61,7 @@ def has_direction(row: bytes, dtype: Dtype) -> bool:
     return bool(int.from_bytes(row, "little") & _each(form.long, form.nbytes, len(row) // form.nbytes))
 
 
+@lru_cache(8)
 def _each(bits: int, nbytes: int, count: int) -> int:
     """These bits in each of `count` values."""
     return int.from_bytes(bits.to_bytes(nbytes, "little") * count, "little")

@@ -10,10 +10,12 @@ import contextlib
 import math
 import os
 import struct
+import threading
 from array import array
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import djinn_client as djinn
@@ -51,7 +53,7 @@ ONES = floats(*[1.0] * WIDTH)
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Daemon]:
-    limits = {"edits_per_session": EDITS, "edit_bytes_per_session": EDIT_BYTES}
+    limits = {"edits_per_session": EDITS, "edits_per_position": EDITS, "edit_bytes_per_session": EDIT_BYTES}
     with DaemonStarter() as start:
         daemon = start({"limits": limits})
         with daemon.client() as client:
@@ -232,4 +234,38 @@ def test_who_cancels_a_capture_or_goes_leaves_nothing(target: Daemon, tenant: Te
             gone.send(Generate(id=3, session=gone.session, token_ids=PROMPT, max_tokens=1500, capture=["blocks.*"]))
         with djinn.Client(target.address) as client:
             client.close_session(gone.session)
+    assert len(tenant.generate(4, PROMPT)) == 4
+
+
+def test_a_session_that_somebody_closes_in_mid_capture(target: Daemon) -> None:
+    with djinn.Session(MODEL, address=target.address) as s, djinn.Client(target.address) as other:
+
+        def close() -> None:
+            wait_for(lambda: other.status().requests_running)
+            other.close_session(s.id)
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        with pytest.raises(djinn.Cancelled, match="nothing of it was captured"):
+            s.capture("blocks.*").run(PROMPT, max_tokens=1500, ignore_eos=True)
+        closing.join()
+
+
+def test_captures_that_the_device_has_no_room_for(target: Daemon, tenant: Tenant) -> None:
+    """Some of many at once are told so, the others have theirs."""
+    request = Generate(id=8, session="", token_ids=PROMPT, max_tokens=1800, ignore_eos=True, capture=["logits"])
+    with contextlib.ExitStack() as stack:
+        tenants = [stack.enter_context(Tenant(target.address)) for _ in range(40)]
+        for each in tenants:
+            each.send(msgspec.structs.replace(request, session=each.session))
+        wait_for(lambda: target.device().used_bytes > 600 << 20)
+        for each in tenants:
+            each.send(Cancel(target=8))
+        replies = [each.reply() for each in tenants]
+        refused = [reply for reply in replies if isinstance(reply, Failure)]
+        assert 0 < len(refused) < len(tenants), replies
+        for reply in refused:
+            assert reply.code == "out_of_memory" and reply.data["needed"] > reply.data["free"]
+            assert "ask for fewer positions or points, or wait" in reply.message
+        assert all(each.close() == Done(id=9) for each in tenants)
     assert len(tenant.generate(4, PROMPT)) == 4

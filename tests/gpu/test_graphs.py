@@ -12,14 +12,14 @@ if not torch.cuda.is_available():
 
 from djinn_client.placing import Placing
 from tests.support import reference
-from tests.support.captured import (
+from tests.support.graphed import (
     FOLDER,
     MAX_ROWS,
     MAX_TOKENS,
     PAGE,
-    Captured,
+    Graphed,
     Rows,
-    captured_model,
+    graphed_model,
     named,
     with_history,
 )
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
-    with captured_model(request.param, Placing()) as own:
+def graphed(request: pytest.FixtureRequest) -> Iterator[Graphed]:
+    with graphed_model(request.param, Placing()) as own:
         yield own
 
 
@@ -45,16 +45,16 @@ CHUNKS: list[Rows] = [
 
 
 @pytest.mark.parametrize("rows", DECODES + CHUNKS, ids=named)
-def test_replay_is_the_eager_step_and_both_are_transformers(captured: Captured, rows: Rows) -> None:
-    step, tokens = with_history(captured, rows)
-    pool = captured.model.pool
+def test_replay_is_the_eager_step_and_both_are_transformers(graphed: Graphed, rows: Rows) -> None:
+    step, tokens = with_history(graphed, rows)
+    pool = graphed.model.pool
     before = pool.clone()
-    eager = captured.eager(step)
+    eager = graphed.eager(step)
     written = pool.clone()
     pool.copy_(before)
-    replayed = captured.replay(step)
+    replayed = graphed.replay(step)
     wanted = torch.stack([torch.from_numpy(reference.logits(FOLDER, own)[-1]) for own in tokens])
-    if captured.weights.dtype == torch.float32:
+    if graphed.weights.dtype == torch.float32:
         assert same_bytes(replayed, eager) and same_bytes(pool[1:], written[1:])
         torch.testing.assert_close(replayed.cpu(), wanted, rtol=0, atol=1e-3)
     else:
@@ -63,26 +63,26 @@ def test_replay_is_the_eager_step_and_both_are_transformers(captured: Captured, 
         assert error.item() < 0.05
 
 
-def test_a_replay_touches_only_the_slots_of_its_tokens(captured: Captured) -> None:
-    step, _ = with_history(captured, [(3, 20), (1, 40), (1, 5)])
-    before = captured.model.pool.clone()
-    captured.replay(step)
-    changed = (captured.model.pool != before).flatten(4).any(-1).any(1).any(1)  # [pages, page_size]
+def test_a_replay_touches_only_the_slots_of_its_tokens(graphed: Graphed) -> None:
+    step, _ = with_history(graphed, [(3, 20), (1, 40), (1, 5)])
+    before = graphed.model.pool.clone()
+    graphed.replay(step)
+    changed = (graphed.model.pool != before).flatten(4).any(-1).any(1).any(1)  # [pages, page_size]
     slots = {(pages[p // PAGE], p % PAGE) for tokens, start, pages in step for p in range(start, start + len(tokens))}
     touched = {(page, slot) for page, slot in changed.nonzero().tolist() if page != 0}
     assert touched == slots
 
 
-def test_a_replay_leaves_nothing_for_the_next(captured: Captured) -> None:
+def test_a_replay_leaves_nothing_for_the_next(graphed: Graphed) -> None:
     """Of another shape, then again of the first: the graphs share their memory."""
-    step, _ = with_history(captured, [(1, 30), (1, 31), (100, 100), (1, 1)])
+    step, _ = with_history(graphed, [(1, 30), (1, 31), (100, 100), (1, 1)])
     one, chunk, single = step[:2], step[2:3], step[3:]
-    first = captured.replay(one)
-    captured.replay(chunk)
-    captured.replay(single)
-    assert same_bytes(captured.replay(one), first)
+    first = graphed.replay(one)
+    graphed.replay(chunk)
+    graphed.replay(single)
+    assert same_bytes(graphed.replay(one), first)
 
 
-def test_a_batch_that_no_shape_fits_has_none(captured: Captured) -> None:
-    assert captured.graphs.fitting(MAX_TOKENS + 1, 1, MAX_TOKENS + 1) is None
-    assert captured.graphs.fitting(MAX_ROWS + 1, MAX_ROWS + 1, 1) is None
+def test_a_batch_that_no_shape_fits_has_none(graphed: Graphed) -> None:
+    assert graphed.graphs.fitting(MAX_TOKENS + 1, 1, MAX_TOKENS + 1) is None
+    assert graphed.graphs.fitting(MAX_ROWS + 1, MAX_ROWS + 1, 1) is None

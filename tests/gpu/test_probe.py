@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from djinn_client.placing import Placing
 from djinn_client.points import Point
 from djinnd.model.editing import CODES, EditRows, apply
-from tests.support.captured import Captured, Rows, captured_model, named, with_history
+from tests.support.graphed import Graphed, Rows, graphed_model, named, with_history
 from tests.support.paged import same_bytes
 from tests.support.probing import Change, Looking, all_points
 
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=[Placing(), Placing(resident=1)], ids=["resident", "streamed"])
-def probed(request: pytest.FixtureRequest) -> Iterator[Captured]:
-    with captured_model("float32", request.param) as own:
+def probed(request: pytest.FixtureRequest) -> Iterator[Graphed]:
+    with graphed_model("float32", request.param) as own:
         yield own
 
 
 PROBED: list[Rows] = [[(1, 33)], [(1, 17), (1, 200), (1, 33)], [(1, 90), (40, 40), (30, 70)]]
 
 
-def between_blocks(captured: Captured) -> list[Point]:
-    return [point for point in all_points(captured.model.skeleton.points) if point.where == "resid"]
+def between_blocks(graphed: Graphed) -> list[Point]:
+    return [point for point in all_points(graphed.model.skeleton.points) if point.where == "resid"]
 
 
-def changing(captured: Captured) -> Change:
+def changing(graphed: Graphed) -> Change:
     """Of the first token nothing is left along a vector, which is added to the second: that one may pad."""
-    width, device = captured.model.skeleton.points.width, captured.device.torch_device
+    width, device = graphed.model.skeleton.points.width, graphed.device.torch_device
     bank = torch.randn(1, width, generator=torch.Generator().manual_seed(0)).to(device)
 
     def change(value: Tensor) -> None:
@@ -49,7 +49,7 @@ def changing(captured: Captured) -> Change:
 
 
 @pytest.mark.parametrize("rows", PROBED, ids=named)
-def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Captured, rows: Rows) -> None:
+def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Graphed, rows: Rows) -> None:
     step, _ = with_history(probed, rows)
     points = between_blocks(probed)
     unprobed = probed.replay(step)
@@ -62,7 +62,7 @@ def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Captured, 
 
 
 @pytest.mark.parametrize("rows", PROBED, ids=named)
-def test_what_is_changed_between_replays_goes_on(probed: Captured, rows: Rows) -> None:
+def test_what_is_changed_between_replays_goes_on(probed: Graphed, rows: Rows) -> None:
     step, _ = with_history(probed, rows)
     unprobed, pool = probed.replay(step), probed.model.pool
     before = pool.clone()
@@ -76,7 +76,7 @@ def test_what_is_changed_between_replays_goes_on(probed: Captured, rows: Rows) -
     assert same_bytes(probed.replay(step), unprobed)
 
 
-def test_a_step_that_is_looked_into_deeper_runs_eagerly(probed: Captured) -> None:
+def test_a_step_that_is_looked_into_deeper_runs_eagerly(probed: Graphed) -> None:
     step, _ = with_history(probed, [(1, 17), (1, 40)])
     points = all_points(probed.model.skeleton.points)
     eagerly, through_graphs = Looking(points), Looking(points)

@@ -39,13 +39,13 @@ def test_sessions_of_one_batch_are_edited_each_in_its_way(engine: WhiteBoxEngine
     engine.loaded(FOLDER, dtype="float32", max_context=512, placing=placing)
     for _ in range(3):
         engine.tenant += 1
-        check_a_batch(engine, Hooked(FOLDER, engine.points), atol=1e-3)
+        check_a_batch(engine, Hooked(FOLDER), atol=1e-3)
         engine.check_idle()
 
 
 def test_a_session_that_is_steered_between_blocks_keeps_its_graphs(engine: WhiteBoxEngine) -> None:
     engine.loaded(FOLDER, dtype="float32", max_context=512)
-    hooked, edit = Hooked(FOLDER, engine.points), steering(engine, 0)
+    hooked, edit = Hooked(FOLDER), steering(engine, 0)
     engine.open("s")
     engine.edit("s", edit)
     assert engine.tokens("s", prompt(20), NEW) == hooked.greedy(prompt(20), NEW, [edit])

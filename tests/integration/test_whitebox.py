@@ -33,8 +33,6 @@ from tests.support.torch_hooks import Hooked
 # Gated and plain MLPs, experts, attention beside the MLP, norms behind both, capped logits, MLPs of two products.
 THROUGH_A_DAEMON = ("llama-2", "gpt2", "gpt-j", "mixtral", "gemma-2", "gpt-neox", "opt")
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
-
-
 STREAMED = ("llama-3.1", "mixtral")
 
 

@@ -15,7 +15,7 @@ import torch
 import djinn_client as djinn
 from djinn_client.protocol import Tier
 from tests.conftest import DaemonStarter
-from tests.support import reference, torch_hooks
+from tests.support import ops, reference
 from tests.support.daemon import Daemon, wait_for
 from tests.support.edited import BLOCKS, NEW, VOCABULARY, WIDTH, assert_close, go_on, loaded, prompt_of, vector
 from tests.support.models import reduced_model
@@ -47,7 +47,7 @@ def test_from_now_on_and_until_it_is_removed(llama: Path, roomy_daemon: Daemon) 
         edit = s.steer("blocks.2", V, scale=3)
         (told,) = s.edits()
         assert (told.id, told.spans, told.op, told.scale) == (edit.id, [(began, None)], "add", 3.0)
-        during = Change(WHERE, torch_hooks.add(V, 3), start=began)
+        during = Change(WHERE, ops.add(V, 3), start=began)
         added = model.greedy(tokens, NEW, [during])
         assert go_on(s) == added
         tokens += added
@@ -56,7 +56,7 @@ def test_from_now_on_and_until_it_is_removed(llama: Path, roomy_daemon: Daemon) 
         edit.remove()
         edit.remove()
         assert [told.spans for told in s.edits()] == [[(began, ended)]]
-        until = Change(WHERE, torch_hooks.add(V, 3), start=began, end=ended)
+        until = Change(WHERE, ops.add(V, 3), start=began, end=ended)
         assert go_on(s) == model.greedy(tokens, NEW, [until])
         assert s.token_ids[: len(tokens)] == tokens
 
@@ -67,7 +67,7 @@ def test_positions_that_were_computed_are_computed_again(llama: Path, roomy_daem
         tokens = prompt + go_on(s, prompt)
         s.patch(rows, "blocks.1.hook_attn_out", positions=[260, 290])
         answer = s.generate(max_tokens=NEW, ignore_eos=True)
-        change = Change("blocks.1.hook_attn_out", torch_hooks.replace(rows), positions=[260, 290])
+        change = Change("blocks.1.hook_attn_out", ops.replace(rows), positions=[260, 290])
         assert answer.token_ids == model.greedy(tokens, NEW, [change])
         assert answer.usage.computed_tokens == len(tokens) - 260
 
@@ -86,7 +86,7 @@ def test_patching_from_one_run_into_another(llama: Path, roomy_daemon: Daemon) -
                 with s.fork() as t:
                     t.patch(cache[name], positions=positions)
                     rows = torch.stack([cache[name][0, position] for position in positions])
-                    change = Change(name, torch_hooks.replace(rows), positions=list(positions))
+                    change = Change(name, ops.replace(rows), positions=list(positions))
                     found = t.capture("logits").run()
                     assert found.positions == range(positions[0], 40)
                     assert_close(found["logits"][0], model.run(corrupted, [change])[0][positions[0] :], name)
@@ -99,12 +99,12 @@ def test_a_fork_has_the_edits_and_goes_its_own_way(llama: Path, roomy_daemon: Da
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         s.steer("blocks.2", V, scale=3)
         first = go_on(s, prompt)
-        change = Change(WHERE, torch_hooks.add(V, 3))
+        change = Change(WHERE, ops.add(V, 3))
         assert first == model.greedy(prompt, NEW, [change])
         with s.fork() as t:
             assert t.edits() == s.edits() and t.info.edits == 1
             t.unsteer()
-            tokens, over = prompt + first, Change(WHERE, torch_hooks.add(V, 3), end=len(prompt + first) - 1)
+            tokens, over = prompt + first, Change(WHERE, ops.add(V, 3), end=len(prompt + first) - 1)
             assert go_on(t) == model.greedy(tokens, NEW, [over])
         assert go_on(s) == model.greedy(tokens, NEW, [change])
 
@@ -119,14 +119,14 @@ def test_truncating(llama: Path, roomy_daemon: Daemon) -> None:
         go_on(s)
         s.truncate(30)
         changes = [
-            Change(WHERE, torch_hooks.add(V, 3), start=30),
-            Change("blocks.0", torch_hooks.add(V), positions=[10, 45]),
+            Change(WHERE, ops.add(V, 3), start=30),
+            Change("blocks.0", ops.add(V), positions=[10, 45]),
         ]
         again = prompt_of(8, 12)
         assert go_on(s, again) == model.greedy(prompt[:30] + again, NEW, changes)
         s.truncate(5)
         s.unsteer()
-        changes = [Change("blocks.0", torch_hooks.add(V), positions=[])]
+        changes = [Change("blocks.0", ops.add(V), positions=[])]
         assert go_on(s, again) == model.greedy(prompt[:5] + again, NEW, changes)
 
 
@@ -170,12 +170,12 @@ def test_steered_in_mid_conversation_while_others_stream(llama: Path, roomy_daem
                 told = (await s.generate(given, max_tokens=4, ignore_eos=True)).token_ids
                 given = None
                 point = f"blocks.{number % BLOCKS}.hook_resid_post"
-                changes.append(Change(point, torch_hooks.add(V, number), start=start))
+                changes.append(Change(point, ops.add(V, number), start=start))
                 assert told == model.greedy(tokens, 4, changes)
                 tokens += told
                 if number % 2:
                     await edit.remove()
-                    changes[-1] = Change(point, torch_hooks.add(V, number), start=start, end=len(tokens) - 1)
+                    changes[-1] = Change(point, ops.add(V, number), start=start, end=len(tokens) - 1)
 
     async def together() -> list[list[int]]:
         others = asyncio.gather(*(other(number) for number in range(6)))
@@ -201,9 +201,9 @@ class Edited:
         s.patch(vector(23, 2, WIDTH), "blocks.0.hook_mlp_out", positions=[3, 400])
         s.steer("logits", vector(24, VOCABULARY))
         changes = [
-            Change("blocks.1.hook_resid_post", torch_hooks.add(V, 2), end=len(tokens) - 1),
-            Change("blocks.0.hook_mlp_out", torch_hooks.replace(vector(23, 2, WIDTH)), positions=[3, 400]),
-            Change("logits", torch_hooks.add(vector(24, VOCABULARY)), start=len(tokens) - 1),
+            Change("blocks.1.hook_resid_post", ops.add(V, 2), end=len(tokens) - 1),
+            Change("blocks.0.hook_mlp_out", ops.replace(vector(23, 2, WIDTH)), positions=[3, 400]),
+            Change("logits", ops.add(vector(24, VOCABULARY)), start=len(tokens) - 1),
         ]
         tokens += hooks.greedy(tokens, NEW, changes)
         assert go_on(s) == tokens[-NEW:]
@@ -260,7 +260,7 @@ def test_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path: Path) ->
     with djinn.load(tmp_path / "edited", address=roomy_daemon.address) as t:
         assert t.info.foreign_kv and t.edits() == []
         # The last token's KV is computed anew where nothing else comes: see docs/export.md.
-        over = Change(WHERE, torch_hooks.add(V, 3), end=len(tokens) - 1)
+        over = Change(WHERE, ops.add(V, 3), end=len(tokens) - 1)
         assert go_on(t) == model.greedy(tokens, NEW, [over])
 
 
@@ -273,5 +273,5 @@ def test_kv_of_a_client_can_be_edited_from_now_on_only(llama: Path, roomy_daemon
         with pytest.raises(djinn.InvalidRequest, match="cannot be computed again"):
             t.patch(V, "blocks.1", positions=[3])
         t.steer("blocks.2", V, scale=3)
-        change = Change(WHERE, torch_hooks.add(V, 3), start=len(tokens) - 1)
+        change = Change(WHERE, ops.add(V, 3), start=len(tokens) - 1)
         assert go_on(t) == model.greedy(tokens, NEW, [change])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import djinn_client as djinn
-from tests.support import torch_hooks
+from tests.support import ops
 from tests.support.daemon import Daemon
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Change
@@ -68,33 +68,33 @@ def cases() -> dict[str, Case]:
     every_mlp = [f"blocks.{block}.hook_mlp_out" for block in range(BLOCKS)]
     at = [0, 4, 5]
     simple = {
-        "add": ({"point": "blocks.1", "vector": v, "scale": 2.0}, where, torch_hooks.add(v, 2.0)),
-        "scale": ({"point": attention, "op": "scale", "scale": 0.25}, attention, torch_hooks.scale(0.25)),
-        "project out": ({"point": where, "vector": v, "op": "project_out"}, where, torch_hooks.project_out(v)),
+        "add": ({"point": "blocks.1", "vector": v, "scale": 2.0}, where, ops.add(v, 2.0)),
+        "scale": ({"point": attention, "op": "scale", "scale": 0.25}, attention, ops.scale(0.25)),
+        "project out": ({"point": where, "vector": v, "op": "project_out"}, where, ops.project_out(v)),
         "half of it": (
             {"point": where, "vector": 7 * v, "op": "project_out", "scale": 0.5},
             where,
-            torch_hooks.project_out(v, 0.5),
+            ops.project_out(v, 0.5),
         ),
-        "replace": ({"point": mlp, "vector": w, "op": "replace"}, mlp, torch_hooks.replace(w)),
+        "replace": ({"point": mlp, "vector": w, "op": "replace"}, mlp, ops.replace(w)),
         "clamp": (
             {"point": where, "vector": w, "op": "clamp", "low": -1.0, "high": 0.5},
             where,
-            torch_hooks.clamp(w, -1, 0.5),
+            ops.clamp(w, -1, 0.5),
         ),
-        "clamp below": ({"point": mlp, "vector": w, "op": "clamp", "low": 1.0}, mlp, torch_hooks.clamp(w, 1.0, None)),
-        "embedding": ({"point": "hook_embed", "vector": v, "scale": 0.5}, "hook_embed", torch_hooks.add(v, 0.5)),
+        "clamp below": ({"point": mlp, "vector": w, "op": "clamp", "low": 1.0}, mlp, ops.clamp(w, 1.0, None)),
+        "embedding": ({"point": "hook_embed", "vector": v, "scale": 0.5}, "hook_embed", ops.add(v, 0.5)),
         "norm": (
             {"point": "ln_final.hook_normalized", "vector": v},
             "ln_final.hook_normalized",
-            torch_hooks.add(v),
+            ops.add(v),
         ),
-        "logits": ({"point": "logits", "vector": bias}, "logits", torch_hooks.add(bias)),
+        "logits": ({"point": "logits", "vector": bias}, "logits", ops.add(bias)),
     }
     found = {name: Case([edit], [Change(point, act)]) for name, (edit, point, act) in simple.items()}
     found["positions"] = Case(
         [{"point": where, "vector": rows, "op": "replace", "positions": at}],
-        [Change(where, torch_hooks.replace(rows), positions=at)],
+        [Change(where, ops.replace(rows), positions=at)],
     )
     found["many"] = Case(
         [
@@ -105,11 +105,11 @@ def cases() -> dict[str, Case]:
             {"point": ["blocks.0", "blocks.2"], "vector": v, "scale": 0.1},
         ],
         [
-            *(Change(point, torch_hooks.scale(0.5)) for point in every_mlp),
-            Change(where, torch_hooks.project_out(v)),
-            Change(where, torch_hooks.add(w)),
-            Change(where, torch_hooks.add(w, -3.0), positions=at),
-            *(Change(f"blocks.{block}.hook_resid_post", torch_hooks.add(v, 0.1)) for block in (0, 2)),
+            *(Change(point, ops.scale(0.5)) for point in every_mlp),
+            Change(where, ops.project_out(v)),
+            Change(where, ops.add(w)),
+            Change(where, ops.add(w, -3.0), positions=at),
+            *(Change(f"blocks.{block}.hook_resid_post", ops.add(v, 0.1)) for block in (0, 2)),
         ],
     )
     return found

@@ -10,7 +10,6 @@ byte that a test writes into it, and otherwise as fast as it can.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import mmap
 import os
@@ -28,6 +27,7 @@ import posix_ipc
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.points import PointMap
 from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
+from djinn_client.shm import new_window
 from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, cut, ended
 from djinnd.messages import MAX_FRAME
@@ -214,7 +214,7 @@ class Engine:
         widths = [points.width_at(point) for point in run.capture]
         offsets = [4 * room * sum(widths[:index]) for index in range(len(widths))]
         nbytes = 4 * room * sum(widths)
-        fd = sealed_memfd("djinnd-captured", nbytes)
+        fd = new_window("djinnd-captured", nbytes)
         with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as values:
             for width, offset in zip(widths, offsets, strict=True):
                 for row in range(positions):
@@ -231,7 +231,7 @@ class Engine:
         assert run is not None
         vocab = self.models[session.model].vocab
         nbytes = len(run.tokens) * vocab * 4
-        fd = sealed_memfd("djinnd-logits", nbytes)
+        fd = new_window("djinnd-logits", nbytes)
         with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as rows:
             for index, token in enumerate(run.tokens):
                 for column in range(vocab):
@@ -415,7 +415,12 @@ class Engine:
     def on_open(self, message: messages.Open) -> None:
         assert message.session not in self.sessions and message.model in self.models
         self.sessions[message.session] = Session(
-            message.model, message.tenant, message.tokens, paused="host" * message.paused, edits=message.edits
+            message.model,
+            message.tenant,
+            message.tokens,
+            paused="host" * message.paused,
+            edits=message.edits,
+            edited_from=message.edited_from,
         )
 
     def on_fork(self, message: messages.Fork) -> None:
@@ -583,13 +588,6 @@ def places(resident: int) -> dict[str, int]:
 def shift(session: Session, position: int) -> int:
     extents = ((edit.number, extent) for edit in session.edits for extent in edit.extents)
     return sum(number for number, extent in extents if extent.start <= position < extent.end)
-
-
-def sealed_memfd(name: str, nbytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(fd, 0, nbytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
 
 
 def pages_of(session: Session) -> int:

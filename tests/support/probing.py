@@ -1,14 +1,12 @@
-"""A probe for tests, and edits written down plainly."""
+"""A probe for tests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
-from djinn_client.edits import Op
 from djinn_client.points import Point, PointMap
 
 Change = Callable[[Tensor], None]  # of [tokens, width], in place
@@ -34,22 +32,3 @@ class Looking:
 def all_points(points: PointMap) -> list[Point]:
     """Each once, in the order of computing."""
     return list(dict.fromkeys(points.resolve_all(points.names()).values()))
-
-
-def edited(op: Op, row: Tensor, values: Tensor, scale: float = 1.0, low: float = 0.0, high: float = 0.0) -> Tensor:
-    """row, values [width] → [width] of the row's dtype: one edit of one activation, by its formula."""
-    a, v = row.float(), values.float()
-    direction = v / v.norm()
-    along = torch.dot(a, direction)
-    match op:
-        case "add":
-            out = a + scale * v
-        case "scale":
-            out = a * scale
-        case "project_out":
-            out = a - scale * along * direction
-        case "replace":
-            out = v
-        case "clamp":
-            out = a + (along.clamp(low, high) - along) * direction
-    return out.to(row.dtype)

@@ -1,5 +1,5 @@
 """Edits and captures made with PyTorch hooks in transformers: what clients' are compared with, through a daemon. It is
-written as a user would write it: modules are found by what families call them, edits are functions.
+written as a user would write it: modules are found by what families call them, edits are functions (ops.py).
 
 Nothing is cached here: for every token the model runs over the whole sequence, and at each position whatever is to be
 changed there is changed.
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import reference
+from tests.support.ops import Act
 from tests.support.reference import NEAR_TIE
-
-Act = Callable[[Tensor], Tensor]  # [rows, width] → the same
 
 
 @dataclass(frozen=True)
@@ -45,35 +44,6 @@ class Change:
         value = value.clone()
         value[at] = self.act(value[at])
         return value
-
-
-# --- what an edit does, in PyTorch ----------------------------------------------------------------------------------
-
-
-def add(vector: Tensor, scale: float = 1.0) -> Act:
-    return lambda a: a + scale * vector
-
-
-def scale(by: float) -> Act:
-    return lambda a: a * by
-
-
-def project_out(vector: Tensor, scale: float = 1.0) -> Act:
-    unit = vector / vector.norm()
-    return lambda a: a - scale * (a @ unit)[:, None] * unit
-
-
-def clamp(vector: Tensor, low: float | None, high: float | None) -> Act:
-    unit = vector / vector.norm()
-    return lambda a: a + ((a @ unit).clamp(low, high) - a @ unit)[:, None] * unit
-
-
-def replace(rows: Tensor) -> Act:
-    """One row, or one for each that is replaced."""
-    return lambda a: rows[: len(a)] if rows.dim() == 2 else rows.expand_as(a)
-
-
-# --- models with hooks ----------------------------------------------------------------------------------------------
 
 
 class Hooked:

@@ -16,8 +16,9 @@ from djinn_client.points import Point, PointMap
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
 from djinnd.core.edits import Edit, Extent, now
+from djinnd.model.loader import DTYPES
 from tests.support.engine_thread import EngineThread
-from tests.support.hooked import DTYPES, Hooked
+from tests.support.hooked import Hooked
 from tests.support.loaded import random_prompt
 
 VOCAB = 512  # of a reduced model

@@ -63,6 +63,9 @@ class Taking:
 
     def __call__(self, line: Line) -> None:
         line.open_session()
+        self.take(line)
+
+    def take(self, line: Line) -> None:
         while isinstance(request := line.receive(), AddEdit):
             self.requests.append(request)
             line.send(EditAdded(id=request.id, edit=6 + len(self.requests)))
@@ -294,12 +297,7 @@ class Patching(Taking):
         line.open_session()
         answer_capture(line, dtype=self._dtype)
         answer_models(line, TINY)
-        while isinstance(request := line.receive(), AddEdit):
-            self.requests.append(request)
-            line.send(EditAdded(id=request.id, edit=6 + len(self.requests)))
-        assert isinstance(request, CloseSession)
-        line.send(Done(id=request.id))
-        line.expect_hang_up()
+        self.take(line)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

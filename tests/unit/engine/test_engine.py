@@ -357,6 +357,14 @@ def test_truncate_cuts_an_idle_session(serving: EngineThread) -> None:
     assert tokens == reference.greedy(FOLDER, prompt(20)[:12], 3)
 
 
+def test_truncating_what_was_closed_meanwhile_does_nothing(serving: EngineThread) -> None:
+    """A run that ends by itself, just before the server closes its session and only then hears of the end."""
+    serving.open("t")
+    serving.outcome(serving.run("t", prompt(20), 4))
+    serving.send(messages.Close("t"), messages.Truncate("t", 12))
+    assert [use.session for use in serving.report().sessions] == ["s"]
+
+
 # --- what steps take ------------------------------------------------------------------------------------------------
 
 

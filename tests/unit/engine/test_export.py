@@ -146,6 +146,17 @@ def test_a_fork_has_the_kv_too(engine: Engine) -> None:
     engine.report()
 
 
+def test_a_fork_of_full_pages_has_the_kv_too(engine: Engine) -> None:
+    """Both compute the last token anew, to choose the next one, and neither loses the rest of its page by that."""
+    engine.open("s")
+    expected = engine.tokens("s", prompt(256), NEW)
+    engine.send(messages.Truncate("s", 256))
+    engine.import_("t", prompt(256), filled(engine.export("s")))
+    engine.send(messages.Fork("u", "t", "agent"))
+    assert engine.tokens("t", [], NEW) == engine.tokens("u", [], NEW) == expected
+    engine.report()
+
+
 def test_pages_that_are_lost_end_the_session_and_nothing_is_made_up(small: Engine) -> None:
     small.open("s")
     small.outcome(small.run("s", prompt(300), 0, logits=True))

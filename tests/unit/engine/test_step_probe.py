@@ -19,7 +19,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
 from djinnd.engine.step_probe import StepProbe, Touched
-from tests.support.hooked import edited
+from tests.support.hooked import changes_of, name_of
 from tests.support.whitebox import an_edit
 
 WIDTH, VOCAB = 8, 12
@@ -77,14 +77,15 @@ def activations(rows: int, width: int = WIDTH, seed: int = 0) -> Tensor:
 
 
 def expected(value: Tensor, point: Point, batch: Batch) -> Tensor:
-    rows, token = value[0].clone(), 0
-    for row in batch.rows:
-        for position in range(row.start, row.end):
-            for edit in row.session.edits:
-                if point in edit.points:
-                    rows[token] = edited(rows[token], edit, position)
-            token += 1
-    return rows[None]
+    """Each session by itself."""
+    parts = []
+    for row, own in zip(batch.rows, value[0].split([row.count for row in batch.rows]), strict=True):
+        by_position = torch.cat([torch.zeros(row.start, own.shape[1]), own])
+        for change in changes_of(row.session.edits):
+            if change.point == name_of(point):
+                by_position = change.apply(by_position)
+        parts.append(by_position[row.start :])
+    return torch.cat(parts)[None]
 
 
 def edit_of(op: str, points: list[Point], starts: list[int], seed: int, from_there: bool) -> Edit:

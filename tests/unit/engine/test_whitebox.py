@@ -59,7 +59,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 @pytest.fixture
 def hooked(shared: Engine) -> Hooked:
-    return Hooked(FOLDER, shared.points)
+    return Hooked(FOLDER)
 
 
 # --- edits ----------------------------------------------------------------------------------------------------------
@@ -86,6 +86,17 @@ def test_logits_of_each_op(engine: Engine, hooked: Hooked, op: str) -> None:
     engine.edit("s", edit)
     _, reply = engine.outcome(engine.run("s", prompt(40), 0, logits=True))
     near(torch.from_numpy(engine.logits(reply)), hooked.run(prompt(40), [edit])[0])
+
+
+@pytest.mark.parametrize("factor", [1e-18, 1e30])
+def test_the_length_of_a_direction_does_not_matter(engine: Engine, hooked: Hooked, factor: float) -> None:
+    v, bounds = values(engine), {"low": 2.0, "high": 3.0}
+    edit = an_edit("clamp", [RESID], [Extent(0)], factor * v, **bounds)
+    engine.open("s")
+    engine.edit("s", edit)
+    _, reply = engine.outcome(engine.run("s", prompt(20), 0, logits=True))
+    expected = an_edit("clamp", [RESID], [Extent(0)], v, **bounds)
+    near(torch.from_numpy(engine.logits(reply)), hooked.run(prompt(20), [expected])[0])
 
 
 def test_rows_of_values_at_certain_positions(engine: Engine, hooked: Hooked) -> None:
@@ -187,7 +198,7 @@ def test_rows_that_are_touched_inside_of_blocks_leave_graphs_to_the_others(
         runner.graphs.stop_capturing()
         forward = runner.model.forward
         monkeypatch.setattr(runner.model, "forward", lambda *args, **more: passes.append(1) or forward(*args, **more))
-        check_a_batch(engine, Hooked(FOLDER, engine.points))
+        check_a_batch(engine, Hooked(FOLDER))
         engine.check_idle()
     steps = engine.engine._figures.steps
     assert len(passes) == steps if placing.resident else len(passes) > steps, "a pass costs the bus where blocks stream"
@@ -233,7 +244,7 @@ def test_pages_that_others_took_are_computed_anew_with_the_edits() -> None:
     """The pool has room for 512 tokens and a few more."""
     with Engine() as engine:
         engine.loaded(FOLDER, kv_bytes=1)
-        hooked, edit = Hooked(FOLDER, engine.points), steering(engine, 100)
+        hooked, edit = Hooked(FOLDER), steering(engine, 100)
         engine.open("s")
         engine.edit("s", edit)
         tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
@@ -248,7 +259,7 @@ def test_pages_that_went_to_the_host_come_back_as_they_were_edited() -> None:
     with Engine() as engine:
         engine.loaded(FOLDER, host_kv_bytes=64 << 20)
         engine.send(engine.grant(engine.until(messages.NeedArena)))
-        hooked, edit = Hooked(FOLDER, engine.points), steering(engine, 100)
+        hooked, edit = Hooked(FOLDER), steering(engine, 100)
         engine.open("s")
         engine.edit("s", edit)
         tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
@@ -276,6 +287,21 @@ def test_values_that_the_device_has_no_room_for_refuse_the_run_that_needs_them(e
     assert engine.tokens("t", prompt(10), NEW) == reference.greedy(FOLDER, prompt(10), NEW)
     engine.send(messages.EndEdits("s", [vast.number], 0))
     assert engine.tokens("s", prompt(10), NEW) == reference.greedy(FOLDER, prompt(10), NEW)
+
+
+def test_edits_of_idle_sessions_make_room_for_those_of_others(engine: Engine, hooked: Hooked) -> None:
+    """Two that have no room together, in turn; their values come back with the next run."""
+    room, budget = 1 << 20, engine.device.budget
+    budget.reserve("something else", budget.free - room)
+    rows = room * 3 // 5 // (4 * engine.points.width)
+    edits = {name: an_edit("add", [RESID], [Extent(0, rows)], values(engine, rows, i)) for i, name in enumerate("st")}
+    for name, edit in edits.items():
+        engine.open(name)
+        engine.edit(name, edit)
+    for name in "stst":
+        engine.send(messages.Truncate(name, 0))
+        assert engine.tokens(name, prompt(10), 2) == hooked.greedy(prompt(10), 2, [edits[name]])
+    budget.release("something else")
 
 
 # --- captures -------------------------------------------------------------------------------------------------------
@@ -472,7 +498,7 @@ def test_a_budget_that_changes_while_sessions_are_edited() -> None:
     """What edits hold on the device counts, and stays."""
     with Engine() as engine:
         engine.loaded(FOLDER)
-        hooked, patch = Hooked(FOLDER, engine.points), values(engine, 5000)
+        hooked, patch = Hooked(FOLDER), values(engine, 5000)
         edit = an_edit("replace", [RESID], [Extent(3, 5003)], 0.1 * patch)
         engine.open("s")
         engine.edit("s", edit)

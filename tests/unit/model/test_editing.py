@@ -10,8 +10,8 @@ from torch import Tensor
 
 from djinn_client.edits import Op
 from djinnd.model.editing import CODES, EditRows, apply
+from tests.support import ops
 from tests.support.paged import same_bytes
-from tests.support.probing import edited
 
 OPS: tuple[Op, ...] = get_args(Op)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,8 +40,8 @@ def test_an_op_is_its_formula(op: Op, dtype: torch.dtype, bank_dtype: torch.dtyp
     where = torch.tensor([7, 0, 11])
     target = before.clone()
     apply(target, where, rows_of([op] * 3, bank, scale=1.7, low=3.0, high=3.5))
-    for at, values in zip(where.tolist(), bank, strict=True):
-        wanted = edited(op, before[at], values, scale=1.7, low=3.0, high=3.5)
+    expected = ops.act(op, bank.float(), 1.7, 3.0, 3.5)(before[where].float()).to(dtype)
+    for at, wanted in zip(where.tolist(), expected, strict=True):
         torch.testing.assert_close(target[at], wanted)
         if op in ("add", "scale", "replace"):
             assert torch.equal(target[at], wanted)

@@ -24,11 +24,11 @@ from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.probe import Probe, watching
-from tests.support import reference
+from tests.support import ops, reference
 from tests.support.loaded import MEMORY, InputRow, fill, load_weights, random_prompt
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
-from tests.support.probing import Change, Looking, all_points, edited
+from tests.support.probing import Change, Looking, all_points
 
 PAGE, PAGES = 4, 12
 PROMPTS = [random_prompt(13, 512, 1), random_prompt(9, 512, 2)]
@@ -246,7 +246,7 @@ def check_edits(model: Driven, point: Point) -> None:
         def plainly(value: Tensor, session: int = session) -> None:
             for values, (of, at, op) in zip(bank, EDITED, strict=True):
                 if of == session:
-                    value[at] = edited(op, value[at], values, SCALE, LOW, HIGH)
+                    value[at : at + 1] = ops.act(op, values, SCALE, LOW, HIGH)(value[at : at + 1])
 
         _, wanted = by_hooks(model.folder, model.points, prompt, (), {point: plainly})
         torch.testing.assert_close(got[session], wanted, rtol=0, atol=TOLERANCE)

@@ -149,6 +149,27 @@ def test_room():
     assert (refused.value.data["used"], refused.value.data["needed"]) == (416, 416)
 
 
+def test_room_at_a_position():
+    """Those of one point that are about the same positions, and no others."""
+    edits, limits = EditList(), Limits(edits_per_position=2)
+
+    def add(**fields):
+        made = edit(edits=edits, **fields)
+        edit_admission.check_room(made, ["blocks.1"], edits, limits)
+        edits.add(made, ["blocks.1"])
+
+    add()
+    add(positions=[20, 40])
+    with pytest.raises(QuotaExceeded, match=r"2 edits at one point .* limits\.edits_per_position is 2") as refused:
+        add(positions=[30])
+    assert refused.value.data == {"quota": "edits_per_position", "limit": 2, "used": 2}
+    add(positions=[41])
+    add(positions=[0])
+    add(points=["blocks.2"])
+    edits.end([1], 9)
+    add(positions=[30])
+
+
 def test_scattered_positions_and_points_are_counted_too():
     scattered = edit(positions=list(range(0, 50, 2)), op="scale", values=b"", rows=0)
     with pytest.raises(QuotaExceeded, match="takes 3,456 bytes"):

@@ -10,6 +10,7 @@ import pytest
 
 from djinn_client.scheduling import Spread
 from djinnd.core.batch import Batch, Row
+from djinnd.model.graphs import CHUNK_TOKENS, DECODE_ROWS
 from tools.bench.load import Group, Load
 from tools.bench.machines import H200_13B
 from tools.bench.simulated_engine import Machine, SimulatedEngine
@@ -17,8 +18,6 @@ from tools.bench.simulated_load import simulate
 from tools.bench.spread import spread
 
 BAR = 1.3  # times the undisturbed step
-DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # shapes of captured steps, as on CUDA
-CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ASKING = Group(
     klass="interactive",
     sessions=2,
@@ -32,7 +31,7 @@ BATCH = Group(klass="batch", sessions=8, context=(64, 128), answer=(100, 200))
 
 
 class Graphs(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rounds a step up to the shapes that are captured: for rows of one token, and for all tokens of another step."""
+    """Rounds a step up to the shapes that CUDA captures: for rows of one token, and for all tokens of another step."""
 
     def seconds(self, batch: Batch) -> tuple[float, float, float]:
         rows, tokens = len(batch.rows), batch.tokens

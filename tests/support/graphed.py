@@ -27,7 +27,7 @@ Rows = list[tuple[int, int]]  # tokens that a row brings, tokens that its sessio
 
 
 @dataclass
-class Captured:
+class Graphed:
     device: CudaDevice
     weights: Weights
     model: PagedModel
@@ -74,14 +74,14 @@ class Captured:
 
 
 @contextmanager
-def captured_model(dtype: str, placing: Placing) -> Iterator[Captured]:
+def graphed_model(dtype: str, placing: Placing) -> Iterator[Graphed]:
     with cuda_device() as device:
         weights = load_weights(FOLDER, device, dtype, placing=placing)
         kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
         shape = (PAGES, blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
         pool = device.allocate("pool", shape, weights.dtype, zero=True)
         model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
-        yield Captured(device, weights, model, StepGraphs(model, device, MAX_TOKENS, MAX_ROWS, WIDTH, WIDTH * PAGE))
+        yield Graphed(device, weights, model, StepGraphs(model, device, MAX_TOKENS, MAX_ROWS, WIDTH, WIDTH * PAGE))
         weights.release(device)
         device.release("pool")
 
@@ -96,13 +96,13 @@ def sessions(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
     return held
 
 
-def with_history(captured: Captured, rows: Rows) -> tuple[list[InputRow], list[list[int]]]:
+def with_history(graphed: Graphed, rows: Rows) -> tuple[list[InputRow], list[list[int]]]:
     """Rows that bring (count) tokens to a session that then has (length), whose earlier ones are in the pages."""
-    captured.model.pool.zero_()
+    graphed.model.pool.zero_()
     held = sessions([length for _, length in rows])
     for (count, length), (tokens, pages) in zip(rows, held, strict=True):
         for start in range(0, length - count, MAX_TOKENS):
-            captured.eager([(tokens[start : min(start + MAX_TOKENS, length - count)], start, pages)])
+            graphed.eager([(tokens[start : min(start + MAX_TOKENS, length - count)], start, pages)])
     step = [
         (tokens[length - count :], length - count, pages)
         for (count, length), (tokens, pages) in zip(rows, held, strict=True)

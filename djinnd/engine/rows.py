@@ -1,0 +1,53 @@
+"""The rows of a batch as a step's inputs, and what the step gave in their order: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from djinnd.core.batch import Row
+from djinnd.model.inputs import StepInputs
+from djinnd.model.sampler import Sampled
+
+Rows = Sequence[Row]
+
+
+def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
+    """Fills the host side of `inputs`, which may have room for more. `table` [rows, pages]: of the rows' sessions."""
+    host = inputs.host
+    counts = np.array([row.count for row in rows])
+    starts = np.array([row.start for row in rows])
+    ends = np.cumsum(counts)
+    tokens = int(ends[-1])
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(tokens) + np.repeat(starts - (ends - counts), counts)
+    ids: list[int] = []
+    for row in rows:
+        ids += row.session.tokens[row.start : row.end]
+    host["ids"][:tokens] = ids
+    host["positions"][:tokens] = positions
+    host["slots"][:tokens] = table[of_row, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    host["starts"][0] = 0
+    host["starts"][1 : len(rows) + 1] = ends
+    host["lengths"][: len(rows)] = starts + counts
+    host["table"][: len(rows), : table.shape[1]] = table
+
+
+def count_told(row: Row) -> int:
+    """How many of the row's tokens have their logits told: its last ones, or none."""
+    request = row.request
+    return max(0, row.end - max(row.start, request.seen_from)) if request.logits else 0
+
+
+def in_order(sampled: Sampled, sampling: Rows, wanted: Rows) -> Sampled:
+    """`sampling`: the rows that its entries are of. → in the order of `wanted`, of those that sample."""
+    entries = {row.request.id: entry for entry, row in enumerate(sampling)}
+    order = [entries[row.request.id] for row in wanted if row.samples]
+    unsound = set(sampled.unsound)
+    return Sampled(
+        [sampled.tokens[entry] for entry in order],
+        [sampled.logprobs[entry] for entry in order],
+        [index for index, entry in enumerate(order) if entry in unsound],
+    )

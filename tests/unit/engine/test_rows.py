@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from djinnd.core.batch import Row
+from djinnd.core.edits import FOREVER
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device.cpu import CpuDevice
+from djinnd.engine.rows import compose, count_told, in_order
+from djinnd.model.inputs import StepInputs
+from djinnd.model.sampler import Sampled
+
+
+def row(number: int, start: int, count: int, *, samples: bool = True, logits: bool = False, seen: int = FOREVER) -> Row:
+    session = Session(f"s{number}", "m", 0, "agent", list(range(100 * number, 100 * number + 50)))
+    return Row(session, Request(number, 0, 50, 0, logits=logits, seen_from=seen), start, count, 0, 4, samples)
+
+
+def test_rows_lie_one_behind_another_each_at_its_positions_and_in_its_pages() -> None:
+    device = CpuDevice(1 << 20)
+    inputs = StepInputs(device, tokens=8, rows=3, width=4)
+    table = np.array([[7, 5, 0], [2, 9, 4]], np.int32)
+    compose(inputs, [row(1, 3, 3), row(2, 8, 1)], table, page_size=4)
+    host = inputs.host
+    assert host["ids"][:4].tolist() == [103, 104, 105, 208]
+    assert host["positions"][:4].tolist() == [3, 4, 5, 8]
+    assert host["slots"][:4].tolist() == [7 * 4 + 3, 5 * 4, 5 * 4 + 1, 4 * 4]
+    assert host["starts"][:3].tolist() == [0, 3, 4]
+    assert host["lengths"][:2].tolist() == [6, 9]
+    assert host["table"][:2, :3].tolist() == table.tolist()
+    device.close()
+
+
+@pytest.mark.parametrize(("start", "told"), [(0, 0), (8, 2), (10, 4), (20, 4)])
+def test_logits_are_told_from_the_first_wanted_position_on(start: int, told: int) -> None:
+    assert count_told(row(1, start, 4, logits=True, seen=10)) == told
+    assert count_told(row(1, start, 4, seen=10)) == 0
+
+
+def test_what_rows_were_given_is_put_into_the_order_that_is_wanted() -> None:
+    a, b, c, silent = row(1, 0, 1), row(2, 0, 1), row(3, 0, 1), row(4, 0, 1, samples=False)
+    found = in_order(Sampled([30, 10, 20], [None, None, None], [2]), [c, a, b], [a, silent, b, c])
+    assert (found.tokens, found.unsound) == ([10, 20, 30], [1])
