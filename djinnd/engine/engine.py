@@ -450,6 +450,7 @@ class Engine:
             self._tiers.remove(message.model)
             self._scheduler.remove_model(message.model)
             self._runners.pop(message.model).release()
+            gc.collect()  # modules lie in cycles, and hold the model's shared memory and page files until then
             self._channel.send(messages.Unloaded(message.request))
 
         if message.keep_pages:

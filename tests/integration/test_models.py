@@ -16,7 +16,7 @@ import djinn_client as djinn
 from djinn_client.protocol import Done, LoadModel, ModelReply, Ping, Progress
 from tests.conftest import MODEL, DaemonStarter
 from tests.support import reference
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, descriptors_of
 from tests.support.models import reduced_model, tiny_model
 from tests.support.served import Wire
 
@@ -125,6 +125,23 @@ def test_sessions_keep_a_model_unless_it_is_forced_out(empty: Daemon) -> None:
         s.close()
         assert device_bytes(empty) == 0
         assert client.status(check=True).integrity == []
+
+
+def test_the_engine_keeps_nothing_open_of_a_model_that_is_unloaded(start_daemon: DaemonStarter) -> None:
+    """Neither shared memory nor page files: they would take their room until somebody's garbage is collected."""
+    model = {"path": str(reduced_model("llama-2")), "host_kv": "8MiB", "disk_kv": "8MiB"}
+    daemon = start_daemon({"models": {"m": model}})
+
+    def held() -> list[str]:
+        names = descriptors_of(daemon.device().pid)
+        return [name for name in names if name.startswith("/dev/shm/") or "/pages/" in name]
+
+    with djinn.Session("m", address=daemon.address) as session:
+        session.generate(list(range(100)), max_tokens=4)
+        session.pause("disk")
+    assert len(held()) >= 4
+    djinn.unload("m", address=daemon.address)
+    assert held() == []
 
 
 def test_loading_again_what_was_unloaded(empty: Daemon) -> None:
