@@ -30,8 +30,9 @@ from tests.support.edited import (
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Hooked
 
-# Gated and plain MLPs, experts, attention beside the MLP, norms behind both, capped logits, MLPs of two products.
-THROUGH_A_DAEMON = ("llama-2", "gpt2", "gpt-j", "mixtral", "gemma-2", "gpt-neox", "opt")
+# Attention beside the MLP, experts, norms behind both and capped logits, an MLP of two products. All families:
+# tests/unit/model/test_probe.py.
+THROUGH_A_DAEMON = ("gpt-j", "mixtral", "gemma-2", "opt")
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
 STREAMED = ("llama-3.1", "mixtral")
 

@@ -4,10 +4,8 @@ hooks in transformers make of the same edits."""
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ import djinn_client as djinn
 from djinn_client.protocol import Tier
 from tests.conftest import DaemonStarter
 from tests.support import ops, reference
-from tests.support.daemon import Daemon, wait_for
+from tests.support.daemon import Daemon
 from tests.support.edited import BLOCKS, NEW, VOCABULARY, WIDTH, assert_close, go_on, loaded, prompt_of, vector
-from tests.support.models import reduced_model
 from tests.support.torch_hooks import Change, Hooked
 
 V = vector(21)
@@ -227,27 +224,6 @@ def test_pages_that_leave_and_come_back(llama: Path, roomy_daemon: Daemon, tier:
     djinn.pause(edited.id, tier, address=roomy_daemon.address)
     djinn.resume(edited.id, address=roomy_daemon.address)
     edited.check(roomy_daemon.address)
-
-
-def test_sessions_outlive_their_engine_and_their_daemons(start_daemon: DaemonStarter) -> None:
-    folder = reduced_model("llama-3.1")
-    config: dict[str, Any] = {"models": {"m": {"path": str(folder), "preload": True}}}
-    daemon = start_daemon(config, errors=["engine_lost"])
-    config |= {"socket": daemon.address, "state_dir": str(daemon.folder / "state")}
-    first, second, third = (Edited(folder, "m", daemon.address) for _ in range(3))
-
-    pid = daemon.kill_engine()
-    wait_for(lambda: (device := daemon.device()).state == "ready" and device.pid != pid)
-    first.check(daemon.address)
-
-    daemon.kill()
-    successor = start_daemon(config, errors=["engine_lost"])
-    second.check(daemon.address)
-
-    successor.signal(signal.SIGTERM)
-    successor.wait()
-    start_daemon(config)
-    third.check(daemon.address)
 
 
 def test_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path: Path) -> None:
