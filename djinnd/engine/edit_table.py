@@ -13,21 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from djinn_client.image import Dtype
 from djinn_client.points import Point
 from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
 from djinnd.engine.spans import Hits, Ints, Records, SpanTable, sites_of
 from djinnd.model.editing import CODES
+from djinnd.model.loader import DTYPES
 
 _FIELDS = [("op", np.int32), ("scale", np.float32), ("low", np.float32), ("high", np.float32)]
 _DIRECTED = ("project_out", "clamp")  # whose values' length does not matter
-_DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class EditTable:
@@ -137,7 +132,7 @@ class EditTable:
         with self._device.computing(), torch.inference_mode():
             rows = bank[row : row + max(edit.rows, 1)]
             if edit.rows:
-                values = torch.frombuffer(bytearray(edit.values), dtype=_DTYPES[edit.dtype])
+                values = torch.frombuffer(bytearray(edit.values), dtype=DTYPES[edit.dtype])
                 rows.copy_(values.view(rows.shape))
                 if edit.op in _DIRECTED:  # so that no square is too large, nor too small, for float32
                     rows /= rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -41,7 +41,6 @@ SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
 
 _WHERES: tuple[Where, ...] = get_args(Where)
 _KINDS = 8  # more than there are
-_FOR_EVER = 1 << 62
 _RUN = 2 * FOREVER  # more than any position: positions of all runs, one after another, ascend
 _RESID, _NORM, _LOGITS = (_WHERES.index(where) for where in ("resid", "norm", "logits"))
 
@@ -145,7 +144,7 @@ class SpanTable:
         edges = np.concatenate([found["start"] - starts[row], found["end"] - starts[row]])
         if np.any((found["start"] <= starts[row]) & (found["stride"] != 0)):
             return 1
-        return int(min(edges[edges > 0], default=_FOR_EVER))
+        return int(min(edges[edges > 0], default=FOREVER))
 
     def _runs_of(self, keys: Sequence[Hashable]) -> tuple[Ints, Ints]:
         """The runs of these keys, and the index of the key that each is of."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest
+from djinn_client.kv_layout import ITEM_BYTES
 from djinn_client.points import Point, PointMap
 from djinn_client.protocol import Generate, ModelInfo
 from djinnd.core.edits import now
 from djinnd.messages import Capture
 from djinnd.server import admission
 from djinnd.server.sessions import SessionRecord
-from djinnd.server.values import itemsize
 
 MAX_CAPTURE_BYTES = 1 << 30  # of a call
 
@@ -52,7 +52,7 @@ def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, 
     assert model.points is not None
     capturing = Capturing(names, model.points)
     rows = _rows(request, prompt_tokens, session, model)
-    row_bytes = capturing.width * itemsize(model.dtype)  # type: ignore[arg-type]
+    row_bytes = capturing.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
     if rows * row_bytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
             f"{len(capturing.points):,} points of {rows:,} positions are {rows * row_bytes:,} bytes of {model.dtype}; "

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
 from djinn_client.errors import InvalidRequest, QuotaExceeded
+from djinn_client.kv_layout import ITEM_BYTES
 from djinn_client.protocol import AddEdit, EndEdits, ModelInfo
 from djinnd.config import Limits
 from djinnd.core.edits import Edit, Extent, now
 from djinnd.server import admission
 from djinnd.server.edit_list import EditList, nbytes_of
-from djinnd.server.values import first_unfinite, has_direction, itemsize
+from djinnd.server.values import first_unfinite, has_direction
 
 _MAX_FLOAT32 = 3.4028234663852886e38  # scales and bounds are float32 on the device
 _SCALED = ("add", "scale", "project_out")
@@ -119,7 +120,7 @@ def check_fit(edits: EditList, model: ModelInfo) -> None:
     for edit in edits.edits:
         for point in edit.points:
             blocks = model.points.blocks + (point.where == "resid")
-            needed = edit.rows * model.points.width_at(point) * itemsize(edit.dtype)
+            needed = edit.rows * model.points.width_at(point) * ITEM_BYTES[edit.dtype]
             if point.block >= blocks or needed != len(edit.values):
                 raise InvalidRequest(
                     f"edit {edit.number} of the session does not fit {model.name} any more, which has "
@@ -188,7 +189,7 @@ def _extents_of(request: AddEdit, tokens: int, salted: bool, model: ModelInfo) -
 
 
 def _check_values(request: AddEdit, width: int) -> None:
-    row = width * itemsize(request.dtype)
+    row = width * ITEM_BYTES[request.dtype]
     if len(request.values) != request.rows * row:
         raise InvalidRequest(
             f"{len(request.values):,} bytes of values came; {request.rows:,} rows of {width:,} {request.dtype} numbers "

@@ -31,11 +31,6 @@ _FORMS: dict[Dtype, _Form] = {
 }
 
 
-def itemsize(dtype: Dtype) -> int:
-    """Bytes of a value."""
-    return _FORMS[dtype].nbytes
-
-
 def first_unfinite(values: bytes, dtype: Dtype) -> int | None:
     """The index of the first value that is infinite or NaN; None where all are finite numbers.
 

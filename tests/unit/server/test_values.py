@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from djinnd.server.values import first_unfinite, has_direction, itemsize
+from djinn_client.kv_layout import ITEM_BYTES
+from djinnd.server.values import first_unfinite, has_direction
 
 
 def float32(*values):
@@ -30,7 +31,7 @@ LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895e38, "float16": 6
 def test_finite_numbers_of_all_sizes(dtype):
     form, largest = FORMS[dtype], LARGEST[dtype]
     values = form(0.0, -0.0, 1.0, -1.0, largest, -largest, 6e-8, -6e-8)
-    assert len(values) == 8 * itemsize(dtype)
+    assert len(values) == 8 * ITEM_BYTES[dtype]
     assert first_unfinite(values, dtype) is None
     assert first_unfinite(values * 3000, dtype) is None
     assert first_unfinite(b"", dtype) is None
