@@ -28,17 +28,16 @@ settings.load_profile("djinnd")
 
 MODEL = "djinn-tiny"
 TESTS = Path(__file__).parent
-# What starts daemons, or looks at what they have in /dev/shm: never two of these at once.
-WITH_DAEMONS = ("conformance", "fault", "integration", "unit/djinnctl", "unit/server", "unit/test_packaging.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two workers share the tests, one has those with daemons, and a file is never torn apart."""
+    """Where workers share the tests, a file is never torn apart: what it has set up serves all of it. Daemons of two
+    workers do not meet: each has a folder of its own, and leaves alone what another has in /dev/shm.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        file = item.path.relative_to(TESTS).as_posix()
-        item.add_marker(pytest.mark.xdist_group("daemons" if file.startswith(WITH_DAEMONS) else file))
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
 
 
 @pytest.fixture(scope="session")

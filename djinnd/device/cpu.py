@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import threading
@@ -110,6 +111,12 @@ class CpuDevice(Device):
                 job.finish(error)
             else:
                 job.finish()
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The kernel zeroes a page when it is first touched: a pool costs what is used of it, and no time."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        memory = mmap.mmap(-1, nbytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
 
     def trim(self) -> None:
         pass  # the C library's allocator knows no streams

@@ -81,12 +81,15 @@ class Device(ABC):
         try:
             if not zero:
                 return torch.empty(shape, dtype=dtype, device=self.torch_device)
-            zeros = torch.zeros(shape, dtype=dtype, device=self.torch_device)
-            self.synchronize()  # whichever stream reads them first
-            return zeros
+            return self._zeros(shape, dtype)
         except BaseException:
             self.budget.release(label)
             raise
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        zeros = torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        self.synchronize()  # whichever stream reads them first
+        return zeros
 
     def release(self, label: str) -> None:
         """Gives a label's bytes back to the budget. The owner has dropped its tensors before."""

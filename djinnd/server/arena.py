@@ -71,8 +71,8 @@ class Arena:
 
     def adopt(self) -> list[str]:
         """At start, before this daemon has objects: takes over those whose owner is gone and which are complete and of
-        this state directory; removes what is left and of use to nobody. Answers with the models that it then has
-        something of.
+        this state directory; removes what is left of that and of use to nobody, and what no daemon will come for.
+        Answers with the models that it then has something of.
         """
         for path in sorted(SHM.glob(f"{PREFIX}*")):
             try:
@@ -227,11 +227,11 @@ class Arena:
         return True
 
     def _is_for_another(self, data: bytes) -> bool:
-        """A daemon with another state directory will want it, if that is still there. Looked at before the lock is
-        tried: that daemon may be starting just now."""
+        """A daemon with another state directory adopts it or removes it, if that is still there. Looked at before the
+        lock is tried: that daemon may be starting just now."""
         with suppress(ValueError):
             header = Header.unpack(data)
-            return header.state_dir != self._state_dir and _is_adoptable_by_anybody(header)
+            return header.state_dir != self._state_dir and os.path.isdir(header.state_dir)
         return False
 
     def _unfit(self, data: bytes, stat: os.stat_result) -> str:
@@ -254,10 +254,6 @@ class Arena:
 
 def _fits(header: Header, fingerprint: str, nbytes: int | None) -> bool:
     return header.fingerprint == fingerprint and nbytes in (None, header.payload)
-
-
-def _is_adoptable_by_anybody(header: Header) -> bool:
-    return header.is_whole and os.path.isdir(header.state_dir)
 
 
 def _lock(fd: int) -> bool:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ class Gate(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is Tensor.copy_:
-            assert args[1].gate.wait(10)
+            assert args[1].gate.wait(60)
             return func(args[0], args[1].as_subclass(Tensor))
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -100,6 +102,23 @@ def test_memory_is_under_the_budget(device: CpuDevice) -> None:
     device.release("first")
     assert device.budget.used == 0
     assert bool((device.allocate("second", (320, 1024), torch.bfloat16, zero=True) == 0).all())
+
+
+def test_zeroed_memory_is_taken_from_the_host_only_where_it_is_touched() -> None:
+    """Or the pool of a model would be written once at every load, and held whole from then on."""
+    device = CpuDevice(1 << 30)
+    before = resident_bytes()
+    pool = device.allocate("pool", (1 << 20, 256), torch.float32, zero=True)
+    assert resident_bytes() - before < 64 << 20
+    assert pool.dtype == torch.float32 and not pool[::4096].any()
+    pool[-1] = 7.0
+    assert pool[-1].eq(7.0).all() and not pool[-2].any()
+    assert device.allocate("none", (0, 4), torch.bfloat16, zero=True).shape == (0, 4)
+    device.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_memory_that_the_allocator_refuses_is_not_reserved() -> None:

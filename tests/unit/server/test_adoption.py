@@ -108,7 +108,8 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
         ({"state_dir": "/nowhere/at/all"}, "its daemon's state directory /nowhere/at/all is gone"),
     ],
 )
-def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor, caplog, changes, why):
+def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor, caplog, monkeypatch, changes, why):
+    monkeypatch.setattr("djinnd.server.arena.PREFIX", f"adoption-{os.getpid()}-")  # any daemon that starts removes it
     name = left_by(state, **changes)
     with caplog.at_level("INFO"):
         assert successor.adopt() == []
@@ -168,11 +169,12 @@ def test_pages_are_left_where_the_weights_beside_them_are_not_whole(state, succe
 
 
 def test_what_a_daemon_with_another_state_directory_has_left_waits_for_its_successor(state, successor, tmp_path):
-    name = left_by(tmp_path)
+    whole, half = left_by(tmp_path), left_by(tmp_path, model="half", state=State.FILLING)
     assert successor.adopt() == []
-    assert path_of(name).exists()
+    assert path_of(whole).exists() and path_of(half).exists()
     other = Arena(str(tmp_path))
     assert other.adopt() == ["llama"]
+    assert not path_of(half).exists()
     other.close()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -12,7 +13,6 @@ import posix_ipc
 import pytest
 
 from djinn_client.errors import OutOfMemory
-from djinnd.server import arena as arena_module
 from djinnd.server.arena import Arena
 from djinnd.server.arena_header import HEADER_BYTES, VERSION, Header, State, start_ticks
 
@@ -151,11 +151,14 @@ def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_ma
 
 def test_memory_that_others_take_in_between_is_the_same_error(arena, monkeypatch):
     """Two that see room for both: the second reservation fails, and leaves nothing."""
-    room = os.statvfs("/dev/shm")
-    monkeypatch.setattr(arena_module, "_check_room", lambda model, nbytes, holds: None)
+
+    def full(fd, offset, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)  # a real one would take it from all daemons that are tested
     for holds in ("weights", "pages"):
         with pytest.raises(OutOfMemory, match="shared memory"):
-            arena.grant("llama", room.f_blocks * room.f_frsize + (1 << 30), FINGERPRINT, holds)
+            arena.grant("llama", 4096, FINGERPRINT, holds)
     assert arena.models == set() and arena.findings() == []
 
 
