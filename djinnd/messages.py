@@ -534,7 +534,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class SessionUse(msgspec.Struct, array_like=True):
-    """Pages on the device are held; those of the lower tiers are what is found there of the session's tokens."""
+    """Pages on the device are held; those of the lower tiers are what is found there of the session's other pages."""
 
     session: str
     state: str  # idle, waiting, arriving, paused, or that of its request

@@ -130,6 +130,7 @@ class Engine:
         finally:
             self._loads.close()
             self._courses.close()
+            self._tiers.stop()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@
 It is an object of the arena, which outlives the engine: the table, as in kvcache/tier.py, says which slots are whole.
 
 While the driver pins, whatever else the process asks of it waits: 21 GB in pieces of 1 GiB kept a first token for two
-seconds. So pieces are small, and a thread pins one after another, those first that somebody wants to copy to or from.
+seconds. So pieces are small, and a thread pins one after another, those first that somebody wants to copy to or from,
+the others half of the time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
-_PAUSE = 0.001  # seconds between two pieces, for whoever waits for the driver
+_PAUSE = 0.001  # seconds after a piece that somebody waits for; after the others, as long as they took
 _LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
 
 
@@ -60,12 +61,14 @@ class HostPages:
     def _pin(self) -> None:
         began, rest = time.monotonic(), iter(range(len(self._pieces)))
         while not self._closed.is_set():
-            index = self._wanted.pop() if self._wanted else next(rest, None)
+            is_wanted = bool(self._wanted)
+            index = self._wanted.pop() if is_wanted else next(rest, None)
             if index is None:
                 log.info("host_pages_pinned bytes=%d seconds=%.2f", self._slots.nbytes, time.monotonic() - began)
                 return
             if self._is_pinned[index]:
                 continue
+            pinning = time.monotonic()
             try:
                 self._device.pin([self._pieces[index]])
             except OutOfMemory as error:
@@ -73,7 +76,7 @@ class HostPages:
                 self.failure = error
                 return
             self._is_pinned[index] = True
-            self._closed.wait(_PAUSE)
+            self._closed.wait(_PAUSE if is_wanted else max(_PAUSE, time.monotonic() - pinning))
 
     @property
     def nbytes(self) -> int:
@@ -106,10 +109,14 @@ class HostPages:
         """uint8 [a multiple of 4096]: the page and what it is rounded up with."""
         return self._slots[index].numpy()
 
-    def release(self) -> None:
-        """No copy is under way, and nothing is done with slots or table any more."""
+    def stop(self) -> None:
+        """No more of it is pinned."""
         self._closed.set()
         self._thread.join()
+
+    def release(self) -> None:
+        """No copy is under way, and nothing is done with slots or table any more."""
+        self.stop()
         self._device.unpin([piece for piece, pinned in zip(self._pieces, self._is_pinned, strict=True) if pinned])
         self._pieces = []
         self.table = memoryview(b"")

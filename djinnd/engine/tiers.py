@@ -228,13 +228,12 @@ class Tiers:
 
     def use_of(self, session: Session, now: float) -> messages.SessionUse:
         residence, paging = self._scheduler.residence(session.model), self._models[session.model].paging
-        held = residence.kv.pages_held(session.id)
-        host, disk = (0, 0) if held else paging.count(residence.keys(session))
+        host, disk = paging.count(residence.keys_elsewhere(session))
         return messages.SessionUse(
             session.id,
             _state(session, arrives=residence.is_arriving(session)),
             session.computed,
-            held,
+            residence.kv.pages_held(session.id),
             host,
             disk,
             now - session.quiet_since if session.quiet_since is not None else 0.0,
@@ -248,6 +247,12 @@ class Tiers:
         if paging.disk is not None:
             info.disk_pages, info.disk_pages_used = paging.disk.capacity, paging.disk.used
         info.notes += self._notes(info.name)
+
+    def stop(self) -> None:
+        """The process is about to end: no thread still talks to the driver then."""
+        for model in self._models.values():
+            if model.transfers.host is not None:
+                model.transfers.host.stop()
 
     def _notes(self, name: str) -> list[str]:
         """What people are to know of the model's tiers."""

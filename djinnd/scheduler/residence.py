@@ -291,6 +291,15 @@ class Residence:
             self._left[session.id] = left
         return self._left[session.id].keys
 
+    def keys_elsewhere(self, session: Session) -> list[Key]:
+        """Of the pages with its KV, those that it does not hold on the device: some of one that comes back when what
+        the device still had of it has been spared, and the rest cannot be had yet."""
+        held = self.kv.pages_held(session.id)
+        if not held:
+            return self.keys(session)
+        left = self._left.get(session.id)
+        return left.keys[held:] if left is not None else []
+
     def over(self, transfer: Transfer) -> None:
         """It has ended. Whoever it was made for may have gone another way meanwhile."""
         departure = self._leaving.get(transfer.session)

@@ -12,6 +12,7 @@ import djinn_client as djinn
 from .conftest import OpenSession, Session
 
 PROMPT = "def fibonacci("
+NO_END = 1900  # tokens: nearly the whole context, which takes seconds
 OTHER = "import os\n\n\nclass "
 
 
@@ -189,21 +190,24 @@ async def test_many_at_once_each_as_if_alone(session: OpenSession) -> None:
 
 
 async def consistent(s: Session, prompt_tokens: list[int], whole: list[int]) -> None:
-    """The session holds the prompt and a beginning of the output, and goes on with the rest."""
+    """The session holds the prompt and a beginning of the output, which did not come to its end, and goes on with the
+    rest, as far as that is known."""
     tokens = await s.token_ids
     done = tokens[len(prompt_tokens) :]
     assert tokens[: len(prompt_tokens)] == prompt_tokens
-    assert 1 <= len(done) < len(whole)
-    assert done == whole[: len(done)]
+    assert 1 <= len(done) < NO_END
+    known = min(len(done), len(whole) - 4)
+    assert done[:known] == whole[:known]
+    await s.truncate(len(prompt_tokens) + known)
     r = await s.generate(max_tokens=4, ignore_eos=True)
-    assert r.token_ids == whole[len(done) : len(done) + 4]
+    assert r.token_ids == whole[known : known + 4]
 
 
 async def test_leaving_a_stream_stops_the_work_and_leaves_the_session_usable(session: OpenSession) -> None:
     async with session() as alone, session() as s:
-        whole = await alone.generate(PROMPT, max_tokens=400, ignore_eos=True)
+        whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
         prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
-        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+        stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
         stream.close()
         await consistent(s, prompt, whole.token_ids)
@@ -214,9 +218,9 @@ async def test_a_cancelled_task_leaves_the_session_usable(daemon_address: str) -
         djinn.AsyncSession("djinn-tiny", address=daemon_address) as alone,
         djinn.AsyncSession("djinn-tiny", address=daemon_address) as s,
     ):
-        whole = await alone.generate(PROMPT, max_tokens=400, ignore_eos=True)
+        whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
         prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
-        running = asyncio.create_task(collected(s.stream(PROMPT, max_tokens=400, ignore_eos=True)))
+        running = asyncio.create_task(collected(s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)))
         while not await asyncio.to_thread(tokens_of, s.id, daemon_address):
             pass
         running.cancel()

@@ -23,6 +23,7 @@ from .conftest import OpenSession as Opener
 
 UNKNOWN = "no-such-session"
 PROMPT = "def fibonacci("
+NO_END = 1900  # tokens: nearly the whole context, which takes seconds
 
 
 async def test_what_an_open_session_says_of_itself(session: Opener, api: Api) -> None:
@@ -134,7 +135,7 @@ async def test_a_fork_goes_on_as_its_parent_would_have(session: Opener) -> None:
 async def test_a_session_at_work_is_not_forked(api: Api, session: Opener) -> None:
     async with session() as s:
         other = await api.attach(s.id)
-        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+        stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
         with pytest.raises(SessionBusy):
             await other.fork()
@@ -145,7 +146,7 @@ async def test_a_session_at_work_is_not_forked(api: Api, session: Opener) -> Non
 async def test_one_call_at_a_time(api: Api, session: Opener) -> None:
     async with session() as s:
         other = await api.attach(s.id)
-        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+        stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
         with pytest.raises(SessionBusy):
             await other.generate(max_tokens=1)
@@ -159,7 +160,7 @@ async def test_one_call_at_a_time(api: Api, session: Opener) -> None:
 
 async def test_closing_a_session_ends_the_call_that_runs_on_it(api: Api) -> None:
     s = await api.open()
-    stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+    stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
     await anext(stream)
     await asyncio.to_thread(djinn.close, s.id, address=api.address)
     try:

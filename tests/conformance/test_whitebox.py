@@ -15,6 +15,7 @@ from .conftest import MODEL, Api, Session
 from .conftest import OpenSession as Opener
 
 PROMPT = "class Stack(object):\n    def pop(self):\n        return"
+NO_END = 1900  # tokens: nearly the whole context, which takes seconds
 NEW = 8
 MIDDLE = "blocks.4.hook_resid_post"
 
@@ -114,7 +115,7 @@ async def test_a_fork_goes_its_own_way(session: Opener, vector: Any) -> None:
 async def test_a_session_in_a_call_is_busy(api: Api, session: Opener, vector: Any) -> None:
     """For others that are attached to it, too."""
     async with session() as s:
-        stream = s.stream(PROMPT, max_tokens=400, ignore_eos=True)
+        stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
         other = await api.attach(s.id)
         for call in (

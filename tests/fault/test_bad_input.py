@@ -56,7 +56,7 @@ Errors = type[djinn.DjinnError] | tuple[type[djinn.DjinnError], ...]
 @pytest.fixture(scope="module")
 def target() -> Iterator[Daemon]:
     with DaemonStarter() as start:
-        daemon = start({"limits": {"handshake": "1s"}}, errors=["model_failed"])
+        daemon = start(errors=["model_failed"])
         with daemon.client() as client:
             client.load(MODEL, kv_bytes=64 << 20)
         with Bystander(daemon.address):
@@ -110,7 +110,8 @@ def test_a_frame_that_is_cut_short(address: str, end: int) -> None:
         assert wire.reply() is None
 
 
-def test_who_says_nothing_is_hung_up_on(address: str) -> None:
+def test_who_says_nothing_is_hung_up_on(target: Daemon, address: str) -> None:
+    target.reload({"limits": {"handshake": "100ms"}})
     with Wire(address, hello=False) as silent, Wire(address, hello=False) as slow:
         slow.send_bytes(encode(Ping(id=1))[:3])
         for wire in (silent, slow):
@@ -118,6 +119,7 @@ def test_who_says_nothing_is_hung_up_on(address: str) -> None:
             assert isinstance(reply, Failure)
             assert "Hello" in reply.message
             assert wire.reply() is None
+    target.reload({})
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

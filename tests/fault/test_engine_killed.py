@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import djinn_client as djinn
+from djinn_client.protocol import Done, Failure, LoadModel, Ping, Progress
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, is_alive, wait_for
 from tests.support.models import reduced_model
+from tests.support.served import Wire
 
 PROMPTS = ["def fibonacci(", "class Tree:\n    def __init__(self", "import os\n\n", "for i in range("]
 BEFORE, AFTER = 8, 40  # tokens of a session before and after the engine's death
 NO_END = 1900  # tokens: nearly the whole context, which takes seconds
-PROMISE_S = 2.0  # from the engine's death to the last caller's error
 
 
 @pytest.fixture
 def fragile(start_daemon: DaemonStarter) -> Daemon:
     """A daemon whose engine a test kills. (Its own: after five deaths in a minute there is no next engine.)"""
-    running = start_daemon(errors=["engine_lost", "model_failed"])
+    limits = {"engine_silence": "1h"}  # so it is by the engine's death that callers hear of it
+    running = start_daemon({"limits": limits}, errors=["engine_lost", "model_failed"])
     with running.client() as client:
         client.load(MODEL)
     return running
@@ -43,11 +43,10 @@ def next_engine(daemon: Daemon, after: int) -> int:
     return daemon.device().pid
 
 
-async def lost(call: Awaitable[Any]) -> float:
-    """When the call failed, as it must, with EngineLost."""
+async def lost(call: Awaitable[Any]) -> None:
+    """The call fails, with EngineLost."""
     with pytest.raises(djinn.EngineLost, match="try again"):
         await call
-    return time.monotonic()
 
 
 async def read_on(stream: djinn.AsyncStream) -> None:
@@ -69,8 +68,8 @@ def test_during_generation(fragile: Daemon) -> None:
         for stream in streams:
             await anext(stream)
         callers = [waiting, *(asyncio.create_task(lost(read_on(stream))) for stream in streams)]
-        dead, killed = await asyncio.to_thread(fragile.kill_engine), time.monotonic()
-        assert max(await asyncio.gather(*callers)) - killed <= PROMISE_S
+        dead = await asyncio.to_thread(fragile.kill_engine)
+        await asyncio.gather(*callers)
 
         assert [await s.token_ids for s in sessions] == before  # as if the call had never been
         after = await asyncio.gather(*(s.generate(max_tokens=AFTER, ignore_eos=True) for s in sessions))
@@ -106,24 +105,21 @@ def test_while_idle_and_again_at_once(fragile: Daemon) -> None:
 def test_while_a_model_is_loaded(fragile: Daemon) -> None:
     """Whoever waits for the model hears it; the model that was there comes back by itself."""
     loading = str(reduced_model("gpt2"))
-    killed: list[float] = []
-
-    def kill(progress: djinn.Progress) -> None:
-        if not killed:
-            killed.append(time.monotonic())
-            os.kill(pid, signal.SIGKILL)
-
-    def load(on_progress: Any = None) -> float:
-        with pytest.raises(djinn.EngineLost):
-            djinn.load(loading, on_progress=on_progress, address=fragile.address)
-        return time.monotonic()
-
     pid = fragile.device().pid
     with djinn.Session(MODEL, address=fragile.address) as s:
         s.forward([1, 2, 3])
-        with ThreadPoolExecutor(2) as pool:
-            callers = [pool.submit(load, kill), pool.submit(load, kill)]
-            assert max(caller.result() for caller in callers) - killed[0] <= PROMISE_S
+        with Wire(fragile.address) as first, Wire(fragile.address) as second:
+            os.kill(pid, signal.SIGSTOP)  # so that it does not come before both of them wait
+            for wire in (first, second):
+                wire.send(LoadModel(id=1, model=loading), Ping(id=2))
+                assert wire.reply() == Done(id=2)
+            os.kill(pid, signal.SIGCONT)
+            assert isinstance(first.reply(), Progress)
+            os.kill(pid, signal.SIGKILL)
+            for wire in (first, second):
+                while isinstance(told := wire.reply(), Progress):
+                    pass
+                assert isinstance(told, Failure) and told.code == "engine_lost"
         assert djinn.load(loading, address=fragile.address).state == "ready"
         assert s.forward([4]).shape[0] == 1
         assert s.token_ids == [1, 2, 3, 4]

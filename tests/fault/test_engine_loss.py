@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 
 import djinn_client as djinn
 from djinn_client import EngineLost, OutOfMemory
-from djinn_client.protocol import Generate, GetTokens, OpenSession, Piece
+from djinn_client.protocol import Done, Generate, GetTokens, OpenSession, Piece, Ping, Progress, Truncate
 from tests.support.engine import Script
 from tests.support.served import Wire, wait_for
 
@@ -25,7 +24,7 @@ def fatal(what, **fields):
 
 @pytest.mark.parametrize("what", ["die", "garbage", "hang"])
 def test_every_caller_has_an_error_and_the_next_calls_go_on_where_they_were(serve, what):
-    daemon = serve(fatal(what), limits={"engine_silence": "500ms"})
+    daemon = serve(fatal(what), limits={"engine_silence": "3s"} if what == "hang" else {})
     with daemon.client() as client:
         sessions = [djinn.Session("djinn-tiny", address=daemon.address) for _ in range(4)]
         for session in sessions:
@@ -57,7 +56,8 @@ def test_every_caller_has_an_error_and_the_next_calls_go_on_where_they_were(serv
 
 
 def test_a_killed_engine_costs_callers_in_mid_stream_an_error_at_once(serve):
-    daemon = serve(Script(context=1 << 20), gated=True)
+    """By its death: nobody has to wait until its silence is noticed."""
+    daemon = serve(Script(context=1 << 20), gated=True, limits={"engine_silence": "1h"})
     with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as other:
         client.load("djinn-tiny")
         streaming = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
@@ -68,10 +68,8 @@ def test_a_killed_engine_costs_callers_in_mid_stream_an_error_at_once(serve):
         other.send(Generate(id=2, session=waiting, token_ids=[5, 6], max_tokens=100))
         wait_for(lambda: {s.id: s.state for s in client.sessions()}[waiting] == "queued")
         pid = client.status().devices[0].pid
-        start = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         assert [wire.reply().code, other.reply().code] == ["engine_lost", "engine_lost"]
-        assert time.monotonic() - start < 2, "what is promised to callers"
         assert wire.ask(GetTokens(id=3, session=streaming)).token_ids == []
         wire.send(Generate(id=4, session=streaming, token_ids=[5, 6], max_tokens=2))
         daemon.step(2)
@@ -79,16 +77,23 @@ def test_a_killed_engine_costs_callers_in_mid_stream_an_error_at_once(serve):
 
 
 def test_calls_that_come_while_there_is_no_engine_wait_and_then_work(serve):
-    daemon = serve(Script(on_start={"2": "hang"}), limits={"engine_start": "500ms"})
-    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
-        session.generate([5], max_tokens=1)
+    daemon = serve(Script(on_start={"2": "hang"}))
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        client.load("djinn-tiny")
+        session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        assert wire.ask(Generate(id=2, session=session, token_ids=[5], max_tokens=1)).token_ids == [2]
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
         wait_for(lambda: daemon.starts == 2)
         assert client.status().state == "starting"
-        assert session.token_ids == [5, 2]
-        session.truncate(1)
+        assert wire.ask(GetTokens(id=3, session=session)).token_ids == [5, 2]
+        assert wire.ask(Truncate(id=4, session=session, length=1)) == Done(id=4)
         assert client.sessions()[0].kv_tokens == 0
-        assert session.generate(max_tokens=2).token_ids == [2, 3]
+        wire.send(Generate(id=5, session=session, max_tokens=2))
+        assert wire.ask(Ping(id=6)) == Done(id=6)
+        daemon.kill_newborn()
+        while isinstance(reply := wire.reply(), Progress):
+            pass
+        assert reply.token_ids == [2, 3]
         assert daemon.starts == 3
 
 
@@ -106,13 +111,14 @@ def test_the_arena_is_handed_to_the_next_engine(serve):
 
 
 def test_a_session_that_is_closed_while_there_is_no_engine_does_not_come_back(serve):
-    daemon = serve(Script(on_start={"2": "hang"}), limits={"engine_start": "300ms"})
+    daemon = serve(Script(on_start={"2": "hang"}))
     with daemon.client() as client:
         session = djinn.Session("djinn-tiny", address=daemon.address)
         stays = djinn.Session("djinn-tiny", address=daemon.address)
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
         wait_for(lambda: daemon.starts == 2)
         session.close()
+        daemon.kill_newborn()
         client.load("djinn-tiny")
         assert client.status(check=True).integrity == []
         assert [info.id for info in client.sessions()] == [stays.id]

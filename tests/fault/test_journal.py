@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon(errors=["journal_failed"])
     with djinn.Session(MODEL, address=daemon.address) as s:
         expected = s.generate(PROMPT, max_tokens=200, ignore_eos=True).token_ids
-    session = djinn.Session(MODEL, address=daemon.address)
+    session, last = (djinn.Session(MODEL, address=daemon.address) for _ in range(2))
     stream = session.stream(PROMPT, max_tokens=200, ignore_eos=True)
     heard = list(next(stream).token_ids)
     unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
@@ -107,6 +108,9 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
     resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (max(wal, len(daemon.log) + 4096), unlimited[1]))
     heard += [token for piece in stream for token in piece.token_ids]
     assert heard == expected, "what runs goes on"
+    with suppress(JournalUnavailable):  # else what that has written was all there was, and this cannot be
+        last.generate(PROMPT, max_tokens=200, ignore_eos=True)
+    wait_for(lambda: "journal_failed" in daemon.log)
     for refused in (lambda: djinn.Session(MODEL, address=daemon.address), lambda: session.generate([1], max_tokens=1)):
         with pytest.raises(JournalUnavailable, match=r"journal\.db: .*nothing new begins") as caught:
             refused()
@@ -117,6 +121,7 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
     wait_for(lambda: "journal_recovered" in daemon.log)
     with djinn.Session(MODEL, address=daemon.address) as s:
         assert s.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids == expected[:5]
+    last.close()
     daemon.kill()
     session.detach()
     daemon = successor_of(daemon, start_daemon)
@@ -139,7 +144,7 @@ def test_the_engine_alone(start_daemon: DaemonStarter) -> None:
     session = djinn.Session(MODEL, address=daemon.address)
     session.generate(PROMPT, max_tokens=10, ignore_eos=True)
     tokens = session.token_ids
-    stream = session.stream([1, 2], max_tokens=500, ignore_eos=True)
+    stream = session.stream([1, 2], max_tokens=1900, ignore_eos=True)
     next(stream)
     os.kill(daemon.device().pid, signal.SIGKILL)
     with pytest.raises(djinn.EngineLost):

@@ -125,9 +125,10 @@ def test_a_model_whose_copy_on_the_host_was_given_back_sleeps_too(daemon: Daemon
     with daemon.client() as client, djinn.Session("frugal", address=daemon.address) as s:
         tokens = s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids
         wait_until_asleep(client, "frugal")
+        read = daemon.log.count("checkpoint_read model=frugal")
         tokens += s.generate(max_tokens=NEW, ignore_eos=True).token_ids
         assert tokens == reference.greedy(FIRST, PROMPT, 2 * NEW)
-        assert daemon.log.count("checkpoint_read model=frugal") == 2
+        assert daemon.log.count("checkpoint_read model=frugal") == read + 1
 
 
 def test_kv_that_a_client_gave_keeps_its_model_awake(daemon: Daemon) -> None:
@@ -155,7 +156,7 @@ def test_switching_between_two_starves_neither(daemon: Daemon) -> None:
 
     async def scenario(busy: str, folder: Path) -> None:
         sessions = [await djinn.AsyncSession(busy, address=daemon.address).open() for _ in range(8)]
-        streams = [s.stream(OTHER, max_tokens=400, ignore_eos=True) for s in sessions]
+        streams = [s.stream(OTHER, max_tokens=1500, ignore_eos=True) for s in sessions]
         counts = [0] * len(streams)
 
         async def count(index: int) -> None:

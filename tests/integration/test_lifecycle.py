@@ -35,9 +35,12 @@ def test_sigterm_lets_what_runs_finish(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     with Wire(daemon.address) as busy, Wire(daemon.address) as idle:
         streaming(daemon, busy, tokens=300)
+        engine = daemon.device().pid
+        os.kill(engine, signal.SIGSTOP)  # so that there is something to finish
         daemon.signal(signal.SIGTERM)
         daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
         refused = idle.ask(OpenSession(id=1, model=MODEL))
+        os.kill(engine, signal.SIGCONT)
         assert isinstance(refused, Failure)
         assert refused.code == "shutting_down"
         last = last_of(busy)

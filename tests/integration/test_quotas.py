@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,20 +125,12 @@ def test_who_is_over_it_goes_on_in_time(limited: Daemon) -> None:
         wait_for(goes_on)
 
 
-def reload(daemon: Daemon, config: dict[str, Any], told: str = "djinnd_reloaded ") -> None:
-    """SIGHUP; returns when it says that it is done."""
-    daemon.configure(config)
-    before = daemon.log.count(told)
-    daemon.signal(signal.SIGHUP)
-    wait_for(lambda: daemon.log.count(told) > before)
-
-
 def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon(errors=["djinnd_reload_refused"])
     open_to_all(daemon.folder, daemon.address)
     with other_s(daemon) as first, other_s(daemon, STUDENT) as student:
         file = daemon.folder / "djinnd.yaml"
-        reload(daemon, {"quotas": {"guests": GUESTS | {"sessions": 1, "weight": 2}}})
+        daemon.reload({"quotas": {"guests": GUESTS | {"sessions": 1, "weight": 2}}})
         with pytest.raises(djinn.QuotaExceeded), other_s(daemon, priority="batch"):
             pytest.fail("it is one too many")
         with other_s(daemon, STUDENT):
@@ -147,7 +138,7 @@ def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter
         assert len(first.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2, "it is still there"
 
         good = file.read_text()
-        reload(daemon, {"quotas": {"guests": {"sesions": 5}}}, told="djinnd_reload_refused ")
+        daemon.reload({"quotas": {"guests": {"sesions": 5}}}, told="djinnd_reload_refused ")
         line = 1 + next(place for place, text in enumerate(file.read_text().splitlines()) if "sesions" in text)
         assert f"{file}:{line}: unknown key quotas.guests.sesions; did you mean sessions?" in daemon.log
         with pytest.raises(djinn.QuotaExceeded), other_s(daemon, priority="batch"):
@@ -155,7 +146,7 @@ def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter
         assert len(student.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
 
         assert yaml.safe_load(good)["quotas"]["guests"]["sessions"] == 1
-        reload(daemon, {"limits": {"queue": 7}, "scheduling": {"ageing": "3s"}})
+        daemon.reload({"limits": {"queue": 7}, "scheduling": {"ageing": "3s"}})
         wait_for(lambda: "policy_set slowdown=1.25 between_tokens=0 ageing=3" in daemon.log)
         with other_s(daemon, priority="interactive"):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -94,16 +95,19 @@ def test_the_grace_time_begins_anew_with_the_daemon(start_daemon: DaemonStarter)
     left = djinn.Session(MODEL, address=daemon.address)
     with daemon.client() as client:
         restart(client, warm=True)
-        assert [info.id for info in client.sessions()] == [left.id]
         wait_for(lambda: client.sessions() == [])
         restart(client, warm=True)
         assert client.sessions() == []
     left.detach()
+    _, *lives = daemon.log.split("journal_opened ")
+    assert [re.findall(r"sessions=(\d+)", life)[0] for life in lives] == ["0", "1", "0"], "that each has found"
+    assert [f"session_closed session={left.id}" in life for life in lives] == [False, True, False]
 
 
 def test_a_session_that_nobody_uses_for_its_time_to_live(start_daemon: DaemonStarter) -> None:
-    daemon = start_daemon({"limits": {"session_ttl": "1s"}})
+    daemon = start_daemon({"limits": {"session_ttl": "3s"}})
     with daemon.client() as client:
+        client.load(MODEL)
         session = djinn.Session(MODEL, address=daemon.address)
         session.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
         wait_for(lambda: client.sessions() == [])

@@ -35,6 +35,7 @@ from tests.support.torch_hooks import Hooked
 THROUGH_A_DAEMON = ("gpt-j", "mixtral", "gemma-2", "opt")
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
 STREAMED = ("llama-3.1", "mixtral")
+ENDLESS = 1700  # tokens: nearly the whole context, which takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_nothing_is_left_of_captures(roomy_daemon: Daemon) -> None:
     async def give_up() -> None:
         async with djinn.AsyncSession(str(folder), address=roomy_daemon.address) as s:
             capture = asyncio.create_task(
-                s.capture(["blocks.*", "logits"]).run(prompt, max_tokens=700, ignore_eos=True)
+                s.capture(["blocks.*", "logits"]).run(prompt, max_tokens=ENDLESS, ignore_eos=True)
             )
             while (await asyncio.to_thread(djinn.sessions, address=roomy_daemon.address))[0].tokens < 310:
                 assert not capture.done()

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import yaml
 
-from djinn_client import Client, DeviceInfo
+from djinn_client import Client, DeviceInfo, ModelInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
@@ -135,6 +135,13 @@ class Daemon:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
+    def reload(self, config: Mapping[str, Any], told: str = "djinnd_reloaded ") -> None:
+        """SIGHUP, with this in its file; returns when it says that it is done."""
+        self.configure(config)
+        before = self.log.count(told)
+        self.signal(signal.SIGHUP)
+        wait_for(lambda: self.log.count(told) > before)
+
     def wait(self) -> int:
         """Its exit status."""
         return self.process.wait(PATIENCE)
@@ -243,13 +250,24 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def lacks_tiers(model: ModelInfo) -> bool:
+    """Of one that is to have lower tiers: they come a moment after it, the disk's together with the host's, or a note
+    says why they cannot."""
+    refused = any("no pages on the host" in note for note in model.notes)
+    return model.state == "ready" and not model.host_pages and not refused
+
+
 def holdings(daemon: Daemon) -> dict[str, object]:
     """What the daemon has in use when nobody but the asker is connected and all sessions are gone, and what its audit
-    finds. Waits for that."""
+    finds. Waits for that, and until what is done beside the steps has been: the lower tiers have come that all of its
+    models are to have, no page is on its way, no window is being closed."""
     engine = daemon.device().pid
     with daemon.client() as client:
         wait_for(lambda: client.status().connections == 1)
         wait_for(lambda: not any(client.status().sessions.values()))
+        wait_for(lambda: not any(map(lacks_tiers, client.models())))
+        wait_for(lambda: not any(model.pages_used for model in client.models()))
+        wait_for(lambda: "/memfd" not in descriptors_of(engine) + descriptors_of(daemon.pid))
         status = client.status(check=True)
         return {
             "findings": status.integrity,

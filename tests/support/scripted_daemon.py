@@ -31,7 +31,7 @@ from djinn_client.protocol import (
 
 M = TypeVar("M")
 
-PATIENCE_S = 30  # no test waits for it; it ends a script whose client hangs
+PATIENCE_S = 60  # no test waits for it; it ends a script whose client hangs
 
 
 def session_info(**fields: Any) -> SessionInfo:

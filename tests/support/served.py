@@ -34,7 +34,7 @@ from tests.support.engine import Script
 
 ROOT = Path(__file__).parents[2]
 RELOADED = "djinnd_reloaded "
-PATIENCE = 30.0  # seconds; no test waits for it, it ends one that hangs
+PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
 
 
 class Served:
@@ -122,6 +122,11 @@ class Served:
     def starts(self) -> int:
         """Engines that were started."""
         return Path(self.script.marks).stat().st_size if os.path.exists(self.script.marks) else 0
+
+    def kill_newborn(self) -> None:
+        """SIGKILL to the engine that hangs in its start, of a daemon without a nursery."""
+        (pid,) = engines_of(self.process.pid)
+        os.kill(pid, signal.SIGKILL)
 
     def arena(self) -> list[str]:
         return [path.name for path in Path("/dev/shm").glob(f"djinnd-{self.process.pid}-*")]

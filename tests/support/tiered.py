@@ -32,10 +32,10 @@ class Tiered(EngineThread):
         return next(use for use in self.report().sessions if use.session == session)
 
     def use_when(self, session: str, state: str, *, on_device: bool) -> messages.SessionUse:
-        """When it has come to that."""
+        """When it has come to that, with all of its pages."""
         while True:
             use = self.use(session)
-            if (use.state, use.pages > 0) == (state, on_device):
+            if (use.state, use.pages > 0, use.host_pages + use.disk_pages > 0) == (state, on_device, not on_device):
                 return use
 
     def ran(self, session: str, prompt: list[int] = PROMPT) -> list[int]:

@@ -39,7 +39,7 @@ class Pair:
     def __init__(self, kind: type[socket.socket] = socket.socket) -> None:
         ours, self.daemon = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.connection = Connection(kind(fileno=ours.detach()), "/test")
-        self.daemon.settimeout(10)
+        self.daemon.settimeout(60)
         self._decoder = FrameDecoder(MAX_REQUEST)
 
     def arrived(self) -> list[object]:

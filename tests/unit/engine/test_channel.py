@@ -24,7 +24,7 @@ from djinnd.messages import (
     encode,
 )
 
-FOREVER = 30.0  # seconds: a test that waits so long has failed
+FOREVER = 60.0  # seconds: a test that waits so long has failed
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from djinnd import messages
 from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Course, Courses
 
-SECONDS = 30.0  # a test that waits so long has failed
+SECONDS = 60.0  # a test that waits so long has failed
 
 
 class Engine:

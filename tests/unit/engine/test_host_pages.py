@@ -54,7 +54,7 @@ def shared(slots: int) -> Tensor:
 
 def pinned(pages: HostPages) -> HostPages:
     """When its thread is done."""
-    pages._thread.join(10)
+    pages._thread.join(60)
     return pages
 
 
@@ -131,7 +131,7 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
 
     def pin(pieces: Sequence[Tensor]) -> None:
         order.append(pieces[0].data_ptr())
-        may_pin.wait(10)
+        may_pin.wait(60)
 
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "unpin", lambda pieces: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from djinnd import messages
+from djinnd.engine import transfers
 from djinnd.engine.loading import PagesResult
+from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
+from tests.support.engine_thread import FOREVER
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
 
 
@@ -76,6 +80,20 @@ def test_who_waits_leaves_and_comes_back_when_its_client_says_so(engine: Tiered)
     engine.send(messages.Signal("s", waits=True))
     assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
     engine.send(messages.Signal("s", waits=False))
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
+def test_of_who_comes_back_in_parts_all_pages_are_told(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has its full pages yet, and the last one cannot be had while its checksum is being taken."""
+    may_sum = threading.Event()
+    monkeypatch.setattr(transfers, "checksum", lambda page: checksum(page) if may_sum.wait(FOREVER) else 0)
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True))
+    assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
+    engine.send(messages.Signal("s", waits=False))
+    use = engine.use("s")
+    assert (use.state, use.pages, use.host_pages) == ("idle", 2, 1)
+    may_sum.set()
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 

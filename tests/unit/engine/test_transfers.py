@@ -70,7 +70,9 @@ class Floor:
         self.pool = torch.zeros(PAGES + 1, BYTES, dtype=torch.uint8)
         self.paging = Paging(self.kv)
         self.transfers = Transfers(self.device, self.paging, lambda: self.pool)
-        self.transfers.attach_host(HostPages(memory, BYTES, self.device))
+        host = HostPages(memory, BYTES, self.device)
+        host._thread.join()  # until all of it is pinned, and copies can begin
+        self.transfers.attach_host(host)
         if disk:
             self.transfers.attach_disk(PageFile(str(folder), "m", BYTES, DISK, "f"))
 

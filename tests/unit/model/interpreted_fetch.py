@@ -1,4 +1,4 @@
-"""The kernels that fetch experts under Triton's interpreter; run by test_fetch_kernels.py in a process of its own."""
+"""The kernels that fetch experts under Triton's interpreter. Run by test_kernels.py, like interpreted_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels for packed weights under Triton's interpreter; run by test_packed_kernels.py in a process of its own."""
+"""The kernels for packed weights under Triton's interpreter. Run by test_kernels.py, like interpreted_kernels.py."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Scene:
         return self.client.run(run, session="s", tokens=[1], max_tokens=2, sampling=Sampling(seed=1))
 
     async def until(self, condition):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0)
 

@@ -28,7 +28,7 @@ class Disk:
         append = JournalFile.append
 
         def slow(file: JournalFile, changes: list) -> None:
-            assert self.free.wait(20)
+            assert self.free.wait(60)
             if self.error is not None:
                 raise self.error
             append(file, changes)
@@ -60,7 +60,7 @@ def play(folder: Path, act: Callable[[Journal], Awaitable[None]]) -> dict[str, l
         await there.close()
         return found
 
-    asyncio.run(asyncio.wait_for(first(), 20))
+    asyncio.run(asyncio.wait_for(first(), 60))
     return asyncio.run(second())
 
 
@@ -150,7 +150,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, disk: Disk, error: Exception)
             there.expect_writable()
         assert refused.value.data["path"] == str(tmp_path / "journal.db")
         disk.error = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     there.expect_writable()

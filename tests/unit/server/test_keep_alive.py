@@ -52,10 +52,11 @@ def woken(daemon):
 
 @contextmanager
 def falling_asleep(daemon, client):
-    """The model is on its way to sleep, and its engine stands still."""
+    """The model, which is loaded and has no keep_alive yet, is on its way to sleep, and its engine stands still."""
     engine = client.status().devices[0].pid
     os.kill(engine, signal.SIGSTOP)
     try:
+        client.load("djinn-tiny", keep_alive_s=SOON)
         wait_for(lambda: "model_falls_asleep" in daemon.log)
         yield
     finally:
@@ -108,11 +109,12 @@ def test_a_configured_model_goes_to_sleep_and_its_arena_stays(serve, checkpoint)
 def test_calls_that_run_or_wait_keep_it_awake(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2))
         daemon.step()
         wire.ask(PauseSession(id=3, session=session))  # in mid-call
+        client.load("djinn-tiny", keep_alive_s=SOON)
         other = wire.ask(OpenSession(id=4, model="djinn-tiny")).session.id
         for number in range(5, 25):  # calls on another session, for longer than the keep_alive
             assert wire.ask(Truncate(id=number, session=other, length=0)) == Done(id=number)
@@ -144,9 +146,10 @@ def test_keep_alive_of_a_loaded_model_can_be_changed_by_who_alone_uses_it(serve)
 def test_sessions_stay_and_all_that_can_be_done_with_them(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         assert wire.ask(Generate(id=2, session=session, token_ids=[5, 6, 7], max_tokens=2)).token_ids == [1, 2]
+        client.load("djinn-tiny", keep_alive_s=SOON)
         wait_for(lambda: asleep(client))
         (info,) = client.sessions()
         assert (info.state, info.tokens, info.pages) == ("idle", 5, 0)
@@ -171,7 +174,7 @@ def test_sessions_stay_and_all_that_can_be_done_with_them(serve):
 def test_a_call_that_comes_while_it_falls_asleep_wakes_it(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         with falling_asleep(daemon, client):
             wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2))
@@ -192,7 +195,7 @@ def test_a_call_that_comes_while_it_falls_asleep_wakes_it(serve):
 def test_and_can_be_cancelled_meanwhile(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         with falling_asleep(daemon, client):
             wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2), Cancel(target=2))
@@ -204,7 +207,7 @@ def test_and_can_be_cancelled_meanwhile(serve):
 def test_unloading_while_it_falls_asleep_waits_for_it(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         with falling_asleep(daemon, client):
             wire.send(UnloadModel(id=1, model="djinn-tiny"))
             assert wire.ask(Ping(id=2)) == Done(id=2)
@@ -215,10 +218,11 @@ def test_unloading_while_it_falls_asleep_waits_for_it(serve):
 def test_an_engine_that_dies_while_it_falls_asleep_leaves_it_asleep(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
-        client.load("djinn-tiny", keep_alive_s=SOON)
+        client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         engine = client.status().devices[0].pid
         os.kill(engine, signal.SIGSTOP)
+        client.load("djinn-tiny", keep_alive_s=SOON)
         wait_for(lambda: "model_falls_asleep" in daemon.log)
         os.kill(engine, signal.SIGKILL)
         wait_for(lambda: client.status().devices[0].restarts == 1 and client.status().devices[0].state == "ready")
@@ -230,8 +234,8 @@ def test_an_engine_that_dies_while_it_falls_asleep_leaves_it_asleep(serve):
 def test_an_engine_that_dies_meanwhile_does_not_wake_it(serve):
     daemon = serve()
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
-        client.load("djinn-tiny", keep_alive_s=SOON)
         assert session.generate([5], max_tokens=1).token_ids == [2]
+        client.load("djinn-tiny", keep_alive_s=SOON)
         wait_for(lambda: asleep(client))
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
         wait_for(lambda: client.status().devices[0].restarts == 1 and client.status().devices[0].state == "ready")

@@ -47,7 +47,7 @@ def test_all_that_wait_are_accepted_and_running_out_of_descriptors_is_waited_out
             wrapped.exhausted = True
             for peer in peers[100:]:
                 peer.connect(f"{folder}/s")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while wrapped.refusals < 2:
                     await asyncio.sleep(0)
             assert accepted.empty()

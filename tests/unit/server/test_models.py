@@ -235,13 +235,15 @@ def test_a_load_that_failed_as_the_caller_wanted_it_does_not_stay_so(serve, chec
 
 
 def test_who_wants_it_otherwise_than_it_is_being_loaded_is_told(serve):
-    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "500ms"})
+    daemon = serve(Script(on_start={"1": "hang"}))
     with Wire(daemon.address) as one, Wire(daemon.address) as two:
         one.send(LoadModel(id=1, model="djinn-tiny", placing=Placing(resident=3)))
         wait_for(lambda: two.ask(ListModels(id=1)).models[0].state == "loading")
         for fields in ({"placing": Placing()}, {"kv_bytes": 7}):
             reply = two.ask(LoadModel(id=2, model="djinn-tiny", **fields))
             assert (reply.code, "is being loaded already" in reply.message) == ("invalid_request", True)
+        wait_for(lambda: daemon.starts == 1)
+        daemon.kill_newborn()
         assert collect(one)[-1].model.blocks_plain == 3
 
 
@@ -274,13 +276,15 @@ def test_shared_memory_that_does_not_suffice_is_told_with_figures(serve, checkpo
 
 
 def test_who_stops_waiting_does_not_stop_the_load_for_others(serve):
-    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "500ms"})
+    daemon = serve(Script(on_start={"1": "hang"}))
     with Wire(daemon.address) as one, Wire(daemon.address) as two:
         one.send(LoadModel(id=1, model="djinn-tiny"))
         two.send(LoadModel(id=1, model="djinn-tiny"))
         one.send(Cancel(target=1))
         reply = one.reply()
         assert (reply.id, reply.code) == (1, "cancelled")
+        wait_for(lambda: daemon.starts == 1)
+        daemon.kill_newborn()
         assert isinstance(collect(two)[-1], ModelReply)
 
 

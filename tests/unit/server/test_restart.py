@@ -28,9 +28,9 @@ def starts(daemon):
 
 def restart(daemon, warm=True):
     """Returns when the successor's engine is ready."""
-    before = daemon.log.count("djinnd_ready")
+    before = starts(daemon)
+    wait_for(lambda: daemon.log.count("djinnd_ready") == before)
     with daemon.client() as client:
-        wait_for(lambda: client.status().state == "ready")
         client.restart(warm=warm)
     wait_for(lambda: daemon.log.count("djinnd_ready") == before + 1)
 

@@ -152,7 +152,7 @@ def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
         assert session.grace is None, "somebody came back in time"
         sessions.detach(one)
         sessions.detach(one)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not closed:
                 await asyncio.sleep(0)
         assert closed == [session] and len(sessions) == 0

@@ -104,7 +104,7 @@ def test_what_waits_goes_on_by_itself():
     async def main():
         for n in range(BURST + 20):
             signals.put(Session(f"s{n}"), protocol.Signal(session=f"s{n}", kind="COMPUTE"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(heard.told) < BURST + 20:
                 await asyncio.sleep(0)
         assert [signal.session for signal in heard.told] == [f"s{n}" for n in range(BURST + 20)]

@@ -100,7 +100,7 @@ def test_an_engine_that_dies_over_a_new_budget(serve):
 
 
 def test_an_engine_that_hangs_in_its_start_is_killed(serve):
-    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "300ms"})
+    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "3s"})
     with daemon.client() as client:
         client.load("djinn-tiny")
         assert daemon.starts == 2
@@ -108,11 +108,13 @@ def test_an_engine_that_hangs_in_its_start_is_killed(serve):
 
 
 def test_who_waits_for_an_engine_waits_only_so_long(serve):
-    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_wait": "50ms", "engine_start": "2s"})
+    daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_wait": "50ms"})
     with daemon.client() as client:
         with pytest.raises(DjinnError, match=r"0\.05 s now: try again later") as caught:
             client.load("djinn-tiny")
         assert caught.value.code == "engine_lost"
+        wait_for(lambda: daemon.starts == 1)
+        daemon.kill_newborn()
         wait_for(lambda: client.status().state == "ready")
         client.load("djinn-tiny")
 

@@ -99,7 +99,7 @@ def lived(work: Work, server: Echo) -> tuple[Course, list[int]]:
     """And the tokens of which the run has told."""
     told: list[int] = []
     run = Run(work, server, lambda tokens: [0] * tokens, told.append)
-    return asyncio.run(asyncio.wait_for(run(), 30)), told
+    return asyncio.run(asyncio.wait_for(run(), 60)), told
 
 
 def test_a_crowd_is_asked_all_its_questions_before_the_first_tool_begins() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tools.bench.stream.memory import DeviceMemory, descendants
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 GIB = 1 << 30
 
 
