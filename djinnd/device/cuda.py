@@ -16,11 +16,17 @@ from djinnd.device.device import Device, Lane, Mark, Rates
 
 _DEFAULT_SHARE = 0.9  # of the memory that is free when the engine starts
 _BESIDE = 960 << 20  # what context, cuBLAS, kernels and captured graphs take beside torch's allocator: 0.82 GiB seen
+# Of that, what torch's allocator has beside the tensors of the budget: cuBLAS's workspaces of 32 MiB a stream, and what
+# its segments are larger than what lies in them.
+_SLACK = 128 << 20
 _RATE_BYTES = 128 << 20
 _RATE_SIDE = 4096  # of square matrices
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
-_PIN_THREADS = 16  # registering 16 GiB in pieces side by side takes 0.6 s, in one call 5.4 s
+# Page tables are filled by many threads in small parts, and the driver registers one piece after another what is in
+# them: 20 GB that an earlier process has left take 1.1 s. Both piece by piece on 16 threads took 2.1 s.
+_POPULATE_THREADS = 16
+_POPULATED = 64 << 20  # bytes of a part
 
 _libc = ctypes.CDLL(None)
 
@@ -176,19 +182,25 @@ class CudaDevice(Device):
         self._limit_allocator(total)
 
     def _limit_allocator(self, total: int) -> None:
-        torch.cuda.set_per_process_memory_fraction((self.budget.total - self.reserved) / total, self.torch_device)
+        limit = self.budget.total - self.reserved + _SLACK
+        torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), self.torch_device)
 
     def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> _Pinning:
-        flags = _REGISTER_READ_ONLY if read_only else 0
-        pool = ThreadPoolExecutor(_PIN_THREADS, "djinn-pin")
-        pinning = _Pinning(self, pieces, [pool.submit(self._pin_piece, piece, flags) for piece in pieces])
-        pool.shutdown(wait=False)
-        return pinning
+        def register(piece: Tensor, parts: list[Future[None]]) -> None:
+            for part in parts:
+                part.result()
+            flags = _REGISTER_READ_ONLY if read_only else 0
+            with torch.cuda.device(self.torch_device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), flags))
 
-    def _pin_piece(self, piece: Tensor, flags: int) -> None:
-        _populate(piece, read_only=bool(flags & _REGISTER_READ_ONLY))
-        with torch.cuda.device(self.torch_device):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), flags))
+        populate = ThreadPoolExecutor(_POPULATE_THREADS, "djinn-populate")
+        registrar = ThreadPoolExecutor(1, "djinn-register")
+        advice = _MADV_POPULATE_READ if read_only else _MADV_POPULATE_WRITE
+        parts = [[populate.submit(_advise, part, advice) for part in piece.split(_POPULATED)] for piece in pieces]
+        pinning = _Pinning(self, pieces, [registrar.submit(register, *job) for job in zip(pieces, parts, strict=True)])
+        populate.shutdown(wait=False)
+        registrar.shutdown(wait=False)
+        return pinning
 
     def unpin(self, pieces: Sequence[Tensor]) -> None:
         for piece in pieces:
@@ -215,10 +227,8 @@ class CudaDevice(Device):
         self.synchronize()
 
 
-def _populate(piece: Tensor, *, read_only: bool) -> None:
-    """Fills the page tables of mapped memory, which registering would do too, but one piece after another. Kernels
-    before 5.14 do not know how; that costs time and nothing else."""
-    advice = _MADV_POPULATE_READ if read_only else _MADV_POPULATE_WRITE
+def _advise(piece: Tensor, advice: int) -> None:
+    """Of mapped memory. Kernels before 5.14 cannot fill page tables so; that costs time and nothing else."""
     _libc.madvise(ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(piece.numel()), advice)
 
 

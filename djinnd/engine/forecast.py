@@ -17,11 +17,13 @@ from djinnd.weights.plan import BlockSize, Place, Plan
 # What our steps reach of the rates that the device measures of itself, on an H200 with a 13B model: docs/log.md.
 _READING_ONE = 1.08  # of the memory's: a product with one row only reads, where the measured copy also writes
 _READING_MORE = 1.0
+_READING_PACKED_ONE = 1.03
 _READING_PACKED = 0.76
 _MULTIPLYING = 0.89  # of a large product's: a chunk of prefill
 _FETCHING = 0.92  # of the bus's: experts on demand, which a kernel reads
 _BLOCK_S = 26e-6  # of a block beside its products: norms, attention's latency, positions
 _STEP_S = 330e-6  # of a step beside its blocks: prologue, epilogue, sampler, and the host's part
+_CALL_S = 1.5e-3  # of a call beside its step: admission, journal, and the ways between three processes
 CONTEXT = 512  # tokens of KV that each session has
 
 
@@ -47,9 +49,9 @@ class Forecast:
         waiting = sum(self.plan.sizes[i].passing for i in self.plan.streamed[self.plan.slots :]) / self.rates.bus
         fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * _FETCHING)
         if not waiting:
-            return blocks + fetching + _STEP_S
+            return blocks + fetching + _STEP_S + _CALL_S
         after_the_last = 1 - self.plan.streamed[-1] / len(self.plan.places)
-        return max(waiting + after_the_last * blocks, blocks) + fetching + _STEP_S
+        return max(waiting + after_the_last * blocks, blocks) + fetching + _STEP_S + _CALL_S
 
     def _blocks_s(self, rows: int) -> float:
         sizes = [size.needed(rows) for size in self.plan.sizes]
@@ -61,7 +63,7 @@ class Forecast:
 
     def _reading_s(self, size: BlockSize, place: Place, rows: int) -> float:
         if place is Place.PACKED and rows <= PACKED_ROWS:
-            return size.least / (self.rates.memory * _READING_PACKED)
+            return size.least / (self.rates.memory * (_READING_PACKED_ONE if rows == 1 else _READING_PACKED))
         return size.plain / (self.rates.memory * (_READING_ONE if rows == 1 else _READING_MORE))
 
     def _decoding_s(self, size: BlockSize, place: Place, rows: int) -> float:

@@ -24,7 +24,7 @@ from djinnd.model.paged_model import PagedModel
 
 CHUNKS = (13, 16)  # a fresh one, and one with history
 SINGLES = 11
-SINGLES_STREAMED = 3  # each of them is a pass over the bus
+FEW_SINGLES = 3  # where each is a pass over the bus, or an earlier engine has checked the same weights
 # ‖a - b‖ / ‖b‖ of logits that two roundings of the same arithmetic may show; a wrong path shows 0.1 to 1. Of all single
 # steps the median counts: a router of experts may choose differently at a near tie, for a token here and there.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -35,11 +35,18 @@ def tolerance(dtype: torch.dtype, blocks: int) -> float:
     return _TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / _DEPTH))
 
 
-def check_paging(model: PagedModel, device: Device, page_size: int, beat: Callable[[], None] = lambda: None) -> None:
+def check_paging(
+    model: PagedModel,
+    device: Device,
+    page_size: int,
+    beat: Callable[[], None] = lambda: None,
+    *,
+    again: bool = False,
+) -> None:
     """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed. `beat` is called
-    after each run."""
+    after each run. `again`: an earlier engine has had these weights."""
     family = model.skeleton.family
-    count = sum(CHUNKS) + (SINGLES_STREAMED if model.residency.streams else SINGLES)
+    count = sum(CHUNKS) + (FEW_SINGLES if model.residency.streams or again else SINGLES)
     pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, model.vocab, count)
     for paged in model.paged:

@@ -57,8 +57,9 @@ def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Graphed, r
     eager = probed.eager(step, eagerly)
     assert same_bytes(probed.replay(step, between), eager) and same_bytes(eager, unprobed)
     assert between.order == eagerly.order == points
+    tokens = sum(count for count, _ in rows)  # behind them are those that pad: they read what others of them write
     for point in points:
-        assert same_bytes(between.seen[point][0], eagerly.seen[point][0]), point
+        assert same_bytes(between.seen[point][0][:tokens], eagerly.seen[point][0][:tokens]), point
 
 
 @pytest.mark.parametrize("rows", PROBED, ids=named)

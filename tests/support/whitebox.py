@@ -60,9 +60,9 @@ class WhiteBoxEngine(EngineThread):
     def check_idle(self) -> None:
         """Closes all sessions: nothing is left of what they were given beside pages."""
         self.send(*(messages.Close(use.session) for use in self.report().sessions))
-        report, runner = self.report(), self.engine._runners["m"]
+        report, runner, device = self.report(), self.engine._runners["m"], self.engine._device
         assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
-        assert report.used_bytes == runner.nbytes and report.models[0].pages_used == 0
+        assert report.used_bytes == device.reserved + runner.nbytes and report.models[0].pages_used == 0
 
     def edit(self, session: str, *edits: Edit) -> None:
         self.send(*(messages.AddEdit(session, edit) for edit in edits))

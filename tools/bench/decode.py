@@ -30,10 +30,11 @@ from tools.private_daemon import PrivateDaemon
 FIRST_TOKEN_RUNS = 7
 
 
-def first_token_s(address: str, model: str, context: int, vocab: int) -> list[float]:
-    """Of fresh sessions, one after another; the first warms up and does not count."""
+def first_token_s(address: str, model: str, context: int, vocab: int, pause_s: float = 0.0) -> list[float]:
+    """Of fresh sessions, one after another; the first warms up and does not count. `pause_s`: before each."""
     times = []
     for run in range(FIRST_TOKEN_RUNS + 1):
+        time.sleep(pause_s)
         with djinn.Session(model, address=address) as session:
             began = time.perf_counter()
             session.generate(prompt(context, vocab, run), max_tokens=1, ignore_eos=True)

@@ -96,11 +96,12 @@ class Remembering(nn.Module):
         return self.mlp(x) * self.calls  # type: ignore[no-any-return]
 
 
-def test_state_beside_the_pages_is_seen(device: CpuDevice) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_state_beside_the_pages_is_seen(device: CpuDevice, again: bool) -> None:
     model = model_of(device)
     model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
     with pytest.raises(ModelRejected, match="differ by"):
-        check_paging(model, device, PAGE)
+        check_paging(model, device, PAGE, again=again)
 
 
 def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
