@@ -15,7 +15,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from djinn_client.breaking import Breakpoint
+from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.cache import Cache
+from djinn_client.checkpoints import Checkpoint
 from djinn_client.client import Session, attach, from_kv
 from djinn_client.control import (
     Client,
@@ -64,6 +67,7 @@ from djinn_client.errors import (
     TokenOutOfRange,
     VersionMismatch,
 )
+from djinn_client.hits import Hit
 from djinn_client.kv import KV, KvWindow, kv_window
 from djinn_client.kv_layout import KvLayout
 from djinn_client.options import GenerateOptions, PlacingOptions
@@ -99,11 +103,14 @@ __all__ = [
     "KV",
     "AsyncSession",
     "AsyncStream",
+    "Breakpoint",
+    "BreakpointInfo",
     "BudgetReply",
     "Busy",
     "Cache",
     "Cancelled",
     "Capture",
+    "Checkpoint",
     "Client",
     "ConnectionLost",
     "DeviceInfo",
@@ -115,6 +122,8 @@ __all__ = [
     "FrameTooLarge",
     "GenerateOptions",
     "Generated",
+    "Hit",
+    "HitInfo",
     "InvalidRequest",
     "JournalUnavailable",
     "KvLayout",

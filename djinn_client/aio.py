@@ -10,12 +10,16 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from djinn_client import whitebox
+from djinn_client import breaking, whitebox
+from djinn_client.breaking import Breakpoint
+from djinn_client.breakpoints import BreakpointInfo, When
 from djinn_client.cache import Cache
+from djinn_client.checkpoints import Checkpoint
 from djinn_client.connection import OnProgress
 from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
+from djinn_client.hits import Hit
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AsyncEdit: TypeAlias = "Edit[Coroutine[Any, Any, None]]"
+AsyncBreakpoint: TypeAlias = "Breakpoint[Coroutine[Any, Any, None]]"
 
 
 async def run(steps: Steps[T]) -> T:
@@ -172,6 +177,29 @@ class AsyncSession:
         """`await s.capture(points).run("text")`. See Session.capture."""
         return Capture(self._steps, points, run)
 
+    async def breakpoint(
+        self,
+        point: str | None = None,
+        *,
+        layer: int | None = None,
+        when: When = "always",
+        every: int = 1,
+        positions: Iterable[int] | None = None,
+    ) -> AsyncBreakpoint:
+        """See Session.breakpoint. `await breakpoint.remove()` ends it."""
+        steps = breaking.add(self._steps, point, layer, when, every, positions)
+        return Breakpoint(self._steps, await run(steps), run)
+
+    async def breakpoints(self) -> list[BreakpointInfo]:
+        """See Session.breakpoints."""
+        return await run(breaking.breakpoints(self._steps))
+
+    async def run(
+        self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> Hit | Generated:
+        """See Session.run."""
+        return await run(breaking.run_on(self._steps, prompt, options))
+
     async def kv(self) -> KV:
         """See Session.kv."""
         answer = await run(self._steps.export(kv=True))
@@ -223,9 +251,11 @@ class AsyncSession:
         """See Session.pause."""
         return await run(self._steps.pause(tier))
 
-    async def resume(self) -> None:
+    async def resume(
+        self, replacement: Any = None, *, from_: Checkpoint | None = None, **options: Unpack[GenerateOptions]
+    ) -> Hit | Generated | None:
         """See Session.resume."""
-        await run(self._steps.resume())
+        return await run(breaking.resume(self._steps, replacement, from_, options))
 
     async def set_priority(self, priority: Class) -> None:
         """See Session.set_priority."""
@@ -263,6 +293,11 @@ class AsyncStream:
     def result(self) -> Generated:
         """Raises InvalidRequest where the stream was not read to its end."""
         return self._steps.result
+
+    @property
+    def hit(self) -> Hit | None:
+        """See Stream.hit."""
+        return self._steps.hit
 
     def close(self) -> None:
         self._steps.close()

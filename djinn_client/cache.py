@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from djinn_client.breakpoints import HitInfo
+from djinn_client.checkpoints import Checkpoint
 from djinn_client.edits import Captured
 from djinn_client.errors import InvalidRequest, ProtocolError
 from djinn_client.kv_layout import ITEM_BYTES
@@ -34,13 +36,14 @@ class Cache(Mapping[str, Any]):
         self.positions = range(captured.first, captured.first + captured.positions)  # of the session
         self.generated = generated  # what the call would have returned without capturing
         self._points = points
+        self._dtype = captured.dtype
         flat = window_array(memory, captured.dtype, (-1,))
         size = ITEM_BYTES[captured.dtype]
         self._tensors: dict[str, Any] = {}
         for point in captured.points:
             start = point.offset // size
             tensor = flat[start : start + captured.positions * point.width].reshape(1, captured.positions, point.width)
-            self._tensors[point.name] = _placed(tensor, point.name, captured)
+            self._tensors[point.name] = placed(tensor, point.name, captured)
         self._names: dict[Point, str] = {}
         if points is not None:
             found = points.resolve_all(self._tensors)
@@ -64,6 +67,38 @@ class Cache(Mapping[str, Any]):
     def __repr__(self) -> str:
         where = f"{self.positions.start} to {self.positions.stop - 1}" if self.positions else "none"
         return f"<Cache of {len(self)} points at positions {where}: {', '.join(self)}>"
+
+    def checkpoint(self, name: str, end: int | None = None) -> Checkpoint:
+        """To go on from what was captured at this point, as it is then: `session.resume(from_=cache.checkpoint(name))`.
+        It has the positions before `end`, and None is the prompt's end: what was generated then is generated anew. Its
+        activation is this tensor's memory.
+
+        Raises KeyError for what was not captured, InvalidRequest for a point that is not between two blocks, and for
+        positions that are not here."""
+        tensor, point = self[name], self._point(name)
+        if point is None or point.where != "resid":
+            raise InvalidRequest(
+                f"a session goes on from between two blocks, and {name} is no such point of a model that is loaded: "
+                "capture what a block gives, blocks.3.hook_resid_post",
+                field="point",
+            )
+        usage = self.generated.usage
+        prompt_end = usage.session_tokens - usage.generated_tokens
+        first, end = self.positions.start, prompt_end if end is None else end
+        if not first < end <= self.positions.stop:
+            raise InvalidRequest(
+                f"a checkpoint ends behind one of the positions {first} to {self.positions.stop - 1}, not at {end}",
+                field="end",
+            )
+        info = HitInfo(
+            breakpoint=None,
+            point=name,
+            block=point.block,
+            first=first,
+            end=end,
+            prompt_end=min(prompt_end, end),
+        )
+        return Checkpoint(info, tensor[:, : end - first], self._dtype)
 
     def _point(self, name: str) -> Point | None:
         if self._points is None or "*" in name:
@@ -96,7 +131,7 @@ def mapped(generated: Generated, fds: list[int]) -> tuple[Captured, memoryview]:
             os.close(fd)
 
 
-def _placed(tensor: Any, name: str, captured: Captured) -> Any:
+def placed(tensor: Any, name: str, captured: Captured) -> Any:
     """The tensor, which knows where it is from."""
     if hasattr(tensor, "__array_finalize__"):  # an array of numpy's takes no attributes, but this
         from djinn_client.activation import Activation

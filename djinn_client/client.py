@@ -8,12 +8,16 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from djinn_client import whitebox
+from djinn_client import breaking, whitebox
+from djinn_client.breaking import Breakpoint
+from djinn_client.breakpoints import BreakpointInfo, When
 from djinn_client.cache import Cache
+from djinn_client.checkpoints import Checkpoint
 from djinn_client.connection import OnProgress
 from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import import_of_file, import_of_kv, save
+from djinn_client.hits import Hit
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
@@ -166,6 +170,40 @@ class Session:
         activation. For gradients, load the model with transformers; `share_model` serves that same one."""
         return Capture(self._steps, points, run)
 
+    def breakpoint(
+        self,
+        point: str | None = None,
+        *,
+        layer: int | None = None,
+        when: When = "always",
+        every: int = 1,
+        positions: Iterable[int] | None = None,
+    ) -> Breakpoint[None]:
+        """Calls of the session stop where one of its positions comes to this point, which lies between two blocks;
+        `layer=20` is "blocks.20.hook_resid_post", what block 20 gives. Other sessions run on.
+
+        `when`: at the prompt's positions ("prefill"), at generated ones ("decode", of which at each `every`th), or at
+        both; with `positions`, ascending, only at those of them. A breakpoint belongs to the session until it is
+        removed, and its forks have it.
+
+        Raises InvalidRequest for a point within a block, or that the model has not; SessionBusy, QuotaExceeded,
+        Retry."""
+        return Breakpoint(self._steps, run(breaking.add(self._steps, point, layer, when, every, positions)), run)
+
+    def breakpoints(self) -> list[BreakpointInfo]:
+        return run(breaking.breakpoints(self._steps))
+
+    def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
+        """`generate` that stops at breakpoints: a Hit, or a Generated where nothing has stopped it.
+
+            s.breakpoint(layer=20)
+            hit = s.run("The Eiffel Tower is in")
+            hit.activation[:, -1] *= 0.9
+            out = s.resume(max_tokens=20)
+
+        (`generate` and `stream` stop there, too, with `finish_reason` "breakpoint".) Raises what `generate` raises."""
+        return run(breaking.run_on(self._steps, prompt, options))
+
     def kv(self) -> KV:
         """The KV of all its tokens in this process's memory: see KV. What of it the daemon does not have is computed;
         it comes by one copy over the bus, into memory that is mapped here. Raises OutOfMemory, Retry."""
@@ -240,10 +278,25 @@ class Session:
         """
         return run(self._steps.pause(tier))
 
-    def resume(self) -> None:
-        """Lets a paused session go on from where it stopped; one that is not paused stays as it is. May be called while
-        a call runs."""
-        run(self._steps.resume())
+    def resume(
+        self, replacement: Any = None, *, from_: Checkpoint | None = None, **options: Unpack[GenerateOptions]
+    ) -> Hit | Generated | None:
+        """Lets the session go on from where it has stopped.
+
+        **At a hit**: from the block behind it, with the activation as it is now in `hit.activation`, or with
+        `replacement`, of the same shape and dtype. What has changed replaces what was there: an edit, see `patch`;
+        untouched, it is as if nothing had stopped. A Hit at the next breakpoint, or a Generated. The options are those
+        of `generate`, and what they count they count from here.
+
+        `from_`: from this hit or checkpoint, also where the session has gone on since, or is a fork of the one that had
+        it: it is truncated to its last position first. As often as wanted.
+
+        **Paused**: from where pause() stopped it; None. May be called while a call runs. A session that is neither at a
+        hit nor paused stays as it is.
+
+        Raises InvalidRequest for a replacement of another shape or dtype, for NaN and infinities, and for a hit that is
+        there no more; nothing has changed then. SessionBusy, QuotaExceeded, Retry."""
+        return run(breaking.resume(self._steps, replacement, from_, options))
 
     def set_priority(self, priority: Class) -> None:
         """The session has this class from now on. May be called while a call runs, which goes on in it.

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.points import PointMap
 from djinn_client.scheduling import Class, Latency
 
@@ -17,7 +18,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     model: str
     priority: Class
     user: int
-    state: str  # idle, waiting, arriving, paused, queued, running, held, detached
+    state: str  # idle, stopped, waiting, arriving, paused, queued, running, held, detached
     tokens: int
     kv_tokens: int  # tokens whose KV is on the device
     pages: int  # held on the device
@@ -28,6 +29,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     idle_s: float
     attached: int  # connections
     edits: int = 0  # steering and patches that it has
+    hit: HitInfo | None = None  # the breakpoint at which its last call has stopped
     foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
     latency: Latency = Latency()  # of its calls so far
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from djinn_client import replies, requests, signals
+from djinn_client.breakpoints import *  # noqa: F403
 from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
 from djinn_client.infos import *  # noqa: F403
@@ -102,6 +103,9 @@ ClientMessage = (
     | requests.ForkSession
     | requests.CloseSession
     | requests.Generate
+    | requests.AddBreakpoint
+    | requests.EndBreakpoints
+    | requests.ListBreakpoints
     | requests.AddEdit
     | requests.EndEdits
     | requests.ListEdits
@@ -141,6 +145,8 @@ ServerMessage = (
     | replies.Progress
     | replies.Piece
     | replies.Generated
+    | replies.BreakpointAdded
+    | replies.Breakpoints
     | replies.EditAdded
     | replies.Edits
     | replies.Logits

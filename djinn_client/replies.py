@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
 from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier
@@ -13,7 +14,7 @@ from djinn_client.kv_layout import KvLayout
 from djinn_client.placing import ModelPlan
 from djinn_client.scheduling import Latency, QuotaUse, Why
 
-FinishReason = Literal["length", "stop", "cancelled"]
+FinishReason = Literal["length", "stop", "cancelled", "breakpoint"]
 
 
 class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
@@ -86,7 +87,16 @@ class Generated(Reply, tag="generated"):
     usage: Usage
     timings: Timings
     logprobs: list[Logprobs] = []
-    captured: Captured | None = None
+    captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
+    hit: HitInfo | None = None  # finish_reason "breakpoint"
+
+
+class BreakpointAdded(Reply, tag="breakpoint_added"):
+    breakpoint: int
+
+
+class Breakpoints(Reply, tag="breakpoint_list"):
+    breakpoints: list[BreakpointInfo]
 
 
 class EditAdded(Reply, tag="edit_added"):

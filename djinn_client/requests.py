@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from djinn_client.breakpoints import HitInfo, When
 from djinn_client.edits import Op
 from djinn_client.image import Dtype
 from djinn_client.infos import Tier
@@ -66,6 +67,8 @@ class Generate(Request, tag="generate"):
     stream: bool = False  # Pieces as they come; otherwise only the final reply
     expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
     deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
+    resume: bool = False  # goes on from where the last call stopped at a breakpoint; without a prompt
+    hit: HitInfo | None = None  # with resume: from there, at whose `end` the session is, and not from its last call's
     capture: list[str] = []  # points whose activations are wanted: see Generated. `max_tokens` may be 0 then
 
 
@@ -74,6 +77,30 @@ class Forward(Request, tag="forward"):
 
     session: str
     token_ids: list[TokenId]
+
+
+class AddBreakpoint(Request, tag="breakpoint"):
+    """Answered by BreakpointAdded. Calls of the session stop where one of the positions that it is about has come to
+    the point, which lies between blocks: the reply of Generate then has a `hit`."""
+
+    session: str
+    point: str
+    when: When = "always"
+    every: int = 1
+    positions: list[int] | None = None
+
+
+class EndBreakpoints(Request, tag="end_breakpoints"):
+    """None: all. Answered by Done."""
+
+    session: str
+    breakpoints: list[int] | None = None
+
+
+class ListBreakpoints(Request, tag="breakpoints"):
+    """Answered by Breakpoints."""
+
+    session: str
 
 
 class AddEdit(Request, tag="edit"):

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
 from djinn_client.exchange import Delivery, close_all
@@ -22,6 +23,7 @@ from djinn_client.protocol import (
     ExportSession,
     ForkSession,
     Forward,
+    Generate,
     Generated,
     GetTokens,
     ImportSession,
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from djinn_client.hits import Hit
+
 R = TypeVar("R", bound=Reply)
 Entry = OpenSession | AttachSession | ForkSession | ImportSession  # what gives a connection its session
 
@@ -71,6 +75,8 @@ class SessionSteps:
         self._connection: Connection | None = None
         self._info: SessionInfo | None = None
         self._points: PointMap | None = None  # of its model, where it has been asked for
+        self.at: HitInfo | None = None  # where its last call has stopped, as this connection knows
+        self.hit: Hit | None = None  # and what was there, where that has been mapped
         self._ended = ""  # "closed" or "detached"
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
         self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
@@ -122,6 +128,8 @@ class SessionSteps:
 
     def truncate(self, length: int) -> Steps[None]:
         yield from self.call(build(Truncate, session=self.info.id, length=length), Done)
+        if self.at is not None and length < self.at.end:
+            self.stopped_at(None)
 
     def signal(self, kind: str, expected_s: float | None, tool: str) -> Steps[None]:
         """Also between two pieces of a stream: it has no reply that could be taken for one of the stream's."""
@@ -134,7 +142,7 @@ class SessionSteps:
     def pause(self, tier: Tier) -> Steps[PauseReply]:
         return (yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)).message
 
-    def resume(self) -> Steps[None]:
+    def unpause(self) -> Steps[None]:
         yield from self._beside(build(ResumeSession, session=self.info.id), Done)
 
     def set_priority(self, priority: Class) -> Steps[None]:
@@ -159,7 +167,12 @@ class SessionSteps:
         with self._turn:
             self._expect_no_stream()
             connection = yield from self._connected()
-            return (yield from connection.call(request, expected))
+            if not isinstance(request, Generate | Forward):
+                return (yield from connection.call(request, expected))
+            return (yield from self._run(connection, request, expected))
+
+    def stopped_at(self, at: HitInfo | None) -> None:
+        self.at, self.hit = at, None
 
     def close(self) -> Steps[None]:
         """Closes the session in the daemon, and does nothing where it is closed, detached or gone already."""
@@ -194,10 +207,26 @@ class SessionSteps:
             if stream.connection is None:
                 self._stream = weakref.ref(stream)
                 stream.connection = yield from self._connected()
+                self.stopped_at(None)
                 yield from stream.connection.start(stream.request)
             while isinstance((delivery := (yield from stream.connection.receive())).message, Progress):
                 pass
+            if isinstance(delivery.message, Generated):
+                self.stopped_at(delivery.message.hit)
             return delivery
+
+    def _run(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+        """A call that leaves a hit behind, or comes to one. One that fails has done neither."""
+        at, hit = self.at, self.hit
+        self.stopped_at(None)
+        try:
+            answer = yield from connection.call(request, expected)
+        except BaseException:
+            self.at, self.hit = at, hit
+            raise
+        if isinstance(answer.message, Generated):
+            self.at = answer.message.hit
+        return answer
 
     def _connected(self) -> Steps[Connection]:
         """The session's connection, a new one if need be. Only for who has the turn."""
@@ -231,6 +260,8 @@ class SessionSteps:
             connection.close()
             raise
         self._connection = connection
+        if self._info.hit != self.at:
+            self.stopped_at(self._info.hit)
 
     def _hang_up(self) -> None:
         if self._connection is not None:

@@ -9,6 +9,7 @@ import msgspec
 from djinn_client.connection import Connection
 from djinn_client.errors import InvalidRequest, SessionBusy
 from djinn_client.exchange import close_all
+from djinn_client.hits import Hit
 from djinn_client.protocol import Generate, Generated, Piece
 from djinn_client.steps import Steps, run
 
@@ -30,6 +31,7 @@ class StreamSteps:
         self._session = session
         self._pieces: list[Piece] = []
         self._result: Generated | None = None
+        self.hit: Hit | None = None
         self._waiting = False
 
     @property
@@ -58,8 +60,12 @@ class StreamSteps:
                 self._pieces.append(piece)
                 return piece
             case Generated() as last:
-                close_all(delivery.fds)
-                return self._finish(last)
+                rest = self._finish(last)
+                if last.hit is None:
+                    close_all(delivery.fds)
+                else:
+                    self.hit = self._session.hit = Hit(self.result, delivery.fds)
+                return rest
             case _:
                 self.ended = True
                 assert self.connection is not None
@@ -108,6 +114,11 @@ class Stream:
     def result(self) -> Generated:
         """Raises InvalidRequest where the stream was not read to its end."""
         return self._steps.result
+
+    @property
+    def hit(self) -> Hit | None:
+        """The breakpoint that has stopped the call; None where none has, and before the end."""
+        return self._steps.hit
 
     def close(self) -> None:
         self._steps.close()

@@ -29,10 +29,7 @@ def values_of(vector: Any) -> Values:
     a batch of one. float32, bfloat16 and float16 stay what they are; other numbers become float32.
 
     Raises InvalidRequest for what has another shape or is no number, and for more than one request can carry."""
-    try:
-        array, dtype = _of_torch(vector) if _is_tensor(vector) else _of_numpy(vector)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the values of an edit must be numbers, in rows: {error}", field="vector") from error
+    array, dtype = array_of(vector)
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
     if array.ndim not in (1, 2) or array.size == 0:
@@ -47,6 +44,35 @@ def values_of(vector: Any) -> Values:
             limit=MAX_VALUES,
         )
     return Values(dtype, 1 if array.ndim == 1 else array.shape[0], array.tobytes())
+
+
+def array_of(vector: Any) -> tuple[npt.NDArray[Any], Dtype]:
+    """The numbers, or of bfloat16 the bits, and what they are on the wire. Raises InvalidRequest."""
+    try:
+        return _of_torch(vector) if _is_tensor(vector) else _of_numpy(vector)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the values of an edit must be numbers, in rows: {error}", field="vector") from error
+
+
+def dtype_of(vector: Any) -> str:
+    """Its name: of torch, of numpy, or of what lies in an array without torch; of anything else its type's."""
+    stored: str = getattr(vector, "stored", "")
+    return stored or str(getattr(vector, "dtype", type(vector).__name__)).removeprefix("torch.")
+
+
+def expect_finite(values: Values, field: str) -> None:
+    """Raises InvalidRequest for NaN and infinities, of which the exponent's bits are all ones."""
+    import numpy as np
+
+    exponent = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}[values.dtype]
+    word: type[np.unsignedinteger[Any]] = np.uint32 if values.dtype == "float32" else np.uint16
+    unfinite = np.bitwise_and(np.frombuffer(values.data, word), word(exponent)) == exponent
+    if unfinite.any():
+        raise InvalidRequest(
+            f"the {field} has a NaN or an infinity at index {int(unfinite.argmax()):,}: only finite numbers are added "
+            "to a model's; nothing has changed",
+            field=field,
+        )
 
 
 def positions_of(positions: Iterable[Any]) -> list[int]:

@@ -37,6 +37,7 @@ from djinn_client.protocol import (
     Tier,
 )
 from djinnd.core.edits import FOREVER, Edit
+from djinnd.core.stops import Stop
 
 Holding = Literal["weights", "pages"]
 
@@ -139,7 +140,7 @@ class Open(msgspec.Struct, tag="open"):
     tokens: list[int] = []
     paused: bool = False
     edits: tuple[Edit, ...] = ()
-    edited_from: int = FOREVER  # see Session
+    due_from: int = FOREVER  # see Session
 
 
 class Fork(msgspec.Struct, tag="fork"):
@@ -170,6 +171,8 @@ class Run(msgspec.Struct, tag="run"):
     expected_tokens: int = 0  # 0: nobody knows
     deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
     capture: list[Point] = []  # see Capture
+    stops: list[Stop] = []  # of positions that the call is about, and that have not stopped there yet
+    resume_block: int | None = None  # goes on from where the last Run stopped, before that block, or does that over
 
 
 class AddEdit(msgspec.Struct, tag="add_edit"):
@@ -503,7 +506,8 @@ class Finished(msgspec.Struct, tag="finished"):
     length: int
     generated: int
     computed: int
-    capture: Capture | None = None
+    capture: Capture | None = None  # where it stopped: of the point between blocks where it did
+    stopped: int | None = None  # reason "breakpoint": before which block
 
 
 class LogitsReady(msgspec.Struct, tag="logits"):

@@ -45,6 +45,7 @@ class Limits(Struct, frozen=True):
     edits_per_session: Count = 1000
     edits_per_position: Count = 16  # at one point: they apply one after another, and all that run wait for that
     edit_bytes_per_session: Size = 64 << 20  # of their values, and 128 for each span of positions and each point
+    breakpoints_per_session: Count = 1000  # one at positions counts for each span of them
     requests: Count = 4096  # unfinished, in all
     requests_per_connection: Count = 64
     queue: Count = 1024  # requests that wait for their first row; more are told to come back

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.core.stops import Stage
 
 
 class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had
-    when the batch was composed. The request may end, and the session get another, before the step has run.
+    when the batch was composed. The request may end, and the session get another, before the step has run; its stage
+    may be lost.
 
     A struct, because a step makes hundreds, and a frozen dataclass takes ten times as long to make."""
 
@@ -22,7 +25,8 @@ class Row(msgspec.Struct, frozen=True):
     count: int
     first_block: int
     last_block: int
-    samples: bool  # the row's last token is the session's last: the step chooses the next one
+    samples: bool  # the row's last token is the session's last, and goes to the end: the step chooses the next one
+    stage: Stage | None = None  # that the session had then
 
     @property
     def end(self) -> int:
@@ -44,3 +48,8 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         return all(row.count == 1 for row in self.rows)
+
+
+def blocks_of(rows: Sequence[Row]) -> range:
+    """That a step with these rows runs."""
+    return range(min([row.first_block for row in rows]), max([row.last_block for row in rows]))

@@ -18,6 +18,7 @@ from enum import Enum
 from djinn_client.points import Point
 from djinn_client.protocol import FinishReason, Sampling
 from djinnd.core.edits import FOREVER
+from djinnd.core.stops import Stop
 
 
 class RequestState(Enum):
@@ -43,7 +44,8 @@ class Request:
     """`max_tokens` 0 asks for no new token. `first` is the session's length before this request and `prompt_end` its
     length with the prompt; generated tokens follow. `logits`: of a forward pass, those of the prompt are wanted.
     `capture`: activations at these points. `seen_from`: the first position of which more is wanted than KV, and has not
-    been computed yet; FOREVER where there is none."""
+    been computed yet; FOREVER where there is none. `stops`: where it stops inside the model, and ends with that.
+    `resume_block`: goes on from where the last one stopped, before that block; without a prompt."""
 
     id: int
     first: int
@@ -55,11 +57,14 @@ class Request:
     logits: bool = False
     capture: tuple[Point, ...] = ()
     seen_from: int = FOREVER
+    stops: tuple[Stop, ...] = ()
+    resume_block: int | None = None
     expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
     deadline: float = math.inf  # by which the last token is wanted, on the engine's clock
     state: RequestState = RequestState.QUEUED
     computed: int = 0  # tokens that the model ran for the prompt
     finish_reason: FinishReason | None = None
+    stopped: Stop | None = None  # with the finish_reason "breakpoint"
 
     def move(self, event: str) -> None:
         """Raises KeyError (our fault) for a move that the table does not have."""

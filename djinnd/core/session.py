@@ -1,4 +1,4 @@
-"""A session as the engine knows it: tokens, how many of them have KV, and the request that runs."""
+"""A session as the engine knows it: tokens, how many of them have KV, what is on its way, and the request that runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from djinn_client.protocol import Class
 from djinnd.core.edits import FOREVER, Edit, cut
 from djinnd.core.names import Names
 from djinnd.core.request import Request
+from djinnd.core.stops import Stage
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """Invariant: 0 <= computed <= len(tokens); pages cover at least `computed` tokens. The last generated token has
-    no KV until the next step runs it."""
+    no KV until the next step runs it. With a stage, pages cover all tokens."""
 
     id: str
     model: str
@@ -23,6 +24,7 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     request: Request | None = None
+    stage: Stage | None = None  # of the positions from `computed` on
     salt: bytes = b""  # sets the keys of its pages apart: see `foreign_tokens`; its forks have it, too
     foreign_tokens: int = 0  # of the first ones, whose KV a client gave: it does not follow from them
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
@@ -36,12 +38,19 @@ class Session:
     woken: bool = False  # its pages have left the device since its last row
     left_at: int = 0  # what `computed` was when its pages last left the device
     edits: tuple[Edit, ...] = ()  # in the order of their numbers
-    edited_from: int = FOREVER  # the first position that a change of them has been about, since the last request
+    due_from: int = (
+        FOREVER  # the next request begins here at the latest: edits have changed it, or the last one stopped
+    )
+
+    @property
+    def next_position(self) -> int:
+        """At which its next row begins."""
+        return self.computed if self.stage is None else self.stage.done
 
     @property
     def remaining(self) -> int:
-        """Tokens that the model has still to run before it can give the next one."""
-        return len(self.tokens) - self.computed
+        """Tokens that the model has still to run before it can give the next one, or before they have stopped."""
+        return len(self.tokens) - (self.computed if self.stage is None else self.stage.done)
 
     @property
     def names(self) -> Sequence[int]:
@@ -50,6 +59,8 @@ class Session:
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
+        if length < len(self.tokens):
+            self.stage = None
         del self.tokens[length:]
         self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)

@@ -1,5 +1,7 @@
 """Captured activations on their way to a client: a sealed memfd that is filled when the request has ended.
 
+They are those that it has asked for, or those of the point where it stopped.
+
     start    window made and pinned, in a thread, while the request runs
     end      ─► copied, piece by piece, beside the steps ─► Finished, with the descriptor ─► unpinned, in the thread
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.points import Point
 from djinn_client.shm import map_writable, new_window
 from djinnd.core.request import Request
 from djinnd.core.session import Session
@@ -47,9 +50,11 @@ class _Delivery:
 
     @property
     def positions(self) -> int:
-        """The last token that was generated has not been run."""
-        generated = self.ended.result().generated
-        return self.request.prompt_end + max(generated - 1, 0) - self.first
+        """The last token that was generated has not been run, but to where the request stopped."""
+        reply = self.ended.result()
+        if reply.stopped is not None:
+            return reply.length - self.first
+        return self.request.prompt_end + max(reply.generated - 1, 0) - self.first
 
     def told(self) -> Finished:
         dtype = str(self.runner.captures.dtype).removeprefix("torch.")
@@ -80,8 +85,24 @@ class Deliveries:
         """The request begins. Raises OutOfMemory where the device has no room for what it captures."""
         first = request.seen_from
         last = request.prompt_end + max(request.max_tokens - 1, 0)
-        room = min(last, runner.plan.max_context) - first
-        runner.captures.open(request.id, request.capture, first, room)
+        self._open(session, request, runner, request.capture, first, min(last, runner.plan.max_context) - first)
+
+    def open_hit(self, session: Session, request: Request, runner: ModelRunner, block: int) -> None:
+        """All of the session's positions that have not been through all blocks will stop before this one: they are what
+        the request ends with. Raises OutOfMemory likewise."""
+        first, end = session.computed, len(session.tokens)
+        self._open(session, request, runner, (Point("resid", block),), first, end - first)
+
+    def _open(
+        self,
+        session: Session,
+        request: Request,
+        runner: ModelRunner,
+        points: tuple[Point, ...],
+        first: int,
+        room: int,
+    ) -> None:
+        runner.captures.open(request.id, points, first, room)
         delivery = _Delivery(session, request, runner, first, room, runner.captures.offsets(request.id))
         self._deliveries[request.id] = delivery
         self._courses.start(request.id, self._deliver(delivery))
@@ -98,11 +119,15 @@ class Deliveries:
             delivery.runner.captures.close(request.id)  # the course may not have begun
 
     def abandon(self, runner: ModelRunner) -> None:
-        """The model goes, and with it what was captured: who waits for that is told the rest."""
+        """The model goes, and with it what was captured: who waits for that is told the rest, and of a hit that it is
+        none."""
         for delivery in [each for each in self._deliveries.values() if each.runner is runner]:
             assert delivery.ended.done(), f"{runner.name} goes while request {delivery.request.id} runs"
             self.drop(delivery.request)
-            self._channel.send(delivery.ended.result())
+            reply = delivery.ended.result()
+            if reply.stopped is not None:
+                reply = msgspec.structs.replace(reply, reason="cancelled", stopped=None)
+            self._channel.send(reply)
 
     def _deliver(self, delivery: _Delivery) -> Course:
         request, runner = delivery.request, delivery.runner

@@ -32,6 +32,7 @@ from djinnd.engine.loading import LoadQueue, LoadResult
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.pauses import Pauses
 from djinnd.engine.serving import make_runner
+from djinnd.engine.stop_captures import StopCaptures
 from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
@@ -64,6 +65,7 @@ class Engine:
         self._courses = Courses(channel)
         self._passages = Passages(device, self._scheduler, self._runners, channel, self._courses, self._compute_kv)
         self._deliveries = Deliveries(device, channel, self._courses, self._fail_delivery)
+        self._stop_captures = StopCaptures(self._deliveries, self._runners)
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
         self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._under_way)
@@ -72,7 +74,7 @@ class Engine:
         self._alive_at = 0.0
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Load: self._loads.submit,
+            messages.Load: self._load,
             messages.Plan: self._loads.submit,
             messages.DescribeImage: self._loads.submit,
             messages.SetBudget: self._set_budget,
@@ -117,6 +119,7 @@ class Engine:
                 for message in received:
                     self._handlers[type(message)](message)
                 self._adopt_loaded()
+                self._sweep_held()
                 moving = self._tiers.turn()
                 busy = self._step() or (quiet and self._prepare())
                 busy = self._courses.turn() or busy
@@ -139,7 +142,7 @@ class Engine:
         batch = self._scheduler.next_batch()
         if batch is None:
             return False
-        if self._fail_lost(batch):
+        if self._fail_lost(batch) or self._fail_unseen(batch):
             return True
         started, began = self._note_started(batch), time.monotonic()
         try:
@@ -208,6 +211,16 @@ class Engine:
             self._fail(request, SessionLost(LOST))
         return bool(lost)
 
+    def _fail_unseen(self, batch: Batch) -> bool:
+        """Ends requests that are to stop where what is there cannot be captured."""
+        refused = self._stop_captures.capture(batch)
+        if refused:
+            self._spare_idle()
+            refused = self._stop_captures.capture(batch)
+        for request, error in refused:
+            self._fail(request, error)
+        return bool(refused)
+
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
         log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
@@ -224,7 +237,7 @@ class Engine:
 
     def _open(self, message: messages.Open) -> None:
         session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
-        session.paused, session.edits, session.edited_from = message.paused, message.edits, message.edited_from
+        session.paused, session.edits, session.due_from = message.paused, message.edits, message.due_from
         self._scheduler.open(session)
 
     def _fork(self, message: messages.Fork) -> None:
@@ -236,6 +249,7 @@ class Engine:
         runner = self._runners[self._scheduler.session(message.session).model]
         self._finish(self._scheduler.close(message.session))
         runner.use_edits(message.session, ())
+        runner.held.drop(message.session)
 
     def _truncate(self, message: messages.Truncate) -> None:
         """What a run ended with may reach the server when that has closed the session already, and lead to this."""
@@ -253,7 +267,7 @@ class Engine:
         first = len(session.tokens)
         seen_from = first if message.logits else FOREVER
         if message.capture:
-            seen_from = min(first if message.tokens else now(first), session.edited_from)
+            seen_from = min(first if message.tokens else now(first), session.due_from)
         request = Request(
             id=message.request,
             first=first,
@@ -265,21 +279,28 @@ class Engine:
             logits=message.logits,
             capture=tuple(message.capture),
             seen_from=seen_from,
+            stops=tuple(message.stops),
+            resume_block=message.resume_block,
             expected_tokens=message.expected_tokens,
             deadline=message.deadline or math.inf,
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
+        in_parts = message.stops or message.resume_block is not None
+        assert not (in_parts and (message.logits or message.capture)), (
+            "a run that may stop has what is there, and nothing else"
+        )
         self._scheduler.submit(session.id, request, message.tokens)
         self._tiers.called(session.id)
         try:
             self._make_room(session, request)
         except OutOfMemory:
-            self._spare_edits()
+            self._spare_idle()
             try:
                 self._make_room(session, request)
             except OutOfMemory:
                 self._scheduler.rollback(request.id)
                 raise
+        self._stop_captures.expect(request)
         self._under_way[request.id] = session
         self._waiting.add(request.id)
 
@@ -295,11 +316,17 @@ class Engine:
             except OSError as error:
                 raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
 
-    def _spare_edits(self) -> None:
-        """Those of idle sessions leave the device: they come back with the next run."""
+    def _spare_idle(self) -> None:
+        """What idle sessions have on the device beside pages goes: edits come back with the next run, and what has
+        stopped inside of the model is run anew."""
         for session in self._scheduler.sessions():
             if session.request is None:
                 self._runners[session.model].use_edits(session.id, ())
+                self._drop_stage(session)
+
+    def _drop_stage(self, session: Session) -> None:
+        self._scheduler.drop_stage(session.id)
+        self._runners[session.model].held.drop(session.id)
 
     def _compute_kv(self, number: int, session: Session) -> None:
         """Submits a request that computes what KV the session lacks, and gives no token."""
@@ -324,7 +351,8 @@ class Engine:
             assert request.finish_reason is not None
             generated = length - request.prompt_end
             reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
-            if request.capture and request.finish_reason != "cancelled":
+            reply.stopped = self._stopped(session, request)
+            if reply.stopped is not None or (request.capture and request.finish_reason != "cancelled"):
                 self._deliveries.ended(request, reply)
                 return
             self._deliveries.drop(request)
@@ -334,6 +362,20 @@ class Engine:
             self._channel.send(told, [window.fd])
         if window is not None:
             window.close()
+
+    def _stopped(self, session: Session, request: Request) -> int | None:
+        """Before which block the request has ended. Where its rows are not held there, they are computed anew when the
+        session goes on."""
+        if request.stopped is None:
+            return None
+        if request.stopped.block and not self._runners[session.model].held.holds(session):
+            self._scheduler.drop_stage(session.id)
+        return request.stopped.block
+
+    def _sweep_held(self) -> None:
+        for runner in self._runners.values():
+            if runner.held:
+                runner.held.sweep()
 
     def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
         """What it captures has nowhere to go."""
@@ -357,6 +399,7 @@ class Engine:
 
     def _forget(self, request: Request) -> Session:
         self._waiting.discard(request.id)
+        self._stop_captures.forget(request)
         return self._under_way.pop(request.id)
 
     def _set_policy(self, message: messages.SetPolicy) -> None:
@@ -379,6 +422,10 @@ class Engine:
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
 
     # --- models -----------------------------------------------------------------------------------------------------
+
+    def _load(self, message: messages.Load) -> None:
+        self._spare_idle()  # the model may need all there is
+        self._loads.submit(message)
 
     def _adopt_loaded(self) -> None:
         while (result := self._loads.take()) is not None:
@@ -433,6 +480,8 @@ class Engine:
         try:
             if self._loads.is_busy:
                 raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
+            for session in self._scheduler.sessions():
+                self._drop_stage(session)
             change_budget(
                 self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
             )

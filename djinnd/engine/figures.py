@@ -63,6 +63,7 @@ class Figures:
         findings = []
         audited: dict[str, Audited] = {"scheduler": self._scheduler, "budget": self._device.budget}
         audited |= {f"edits of {runner.name}": runner.edits for runner in self._runners.values()}
+        audited |= {f"held rows of {runner.name}": runner.held for runner in self._runners.values()}
         for name, part in audited.items():
             try:
                 part.check_integrity()
@@ -71,4 +72,8 @@ class Figures:
         windows = {request for runner in self._runners.values() for request in runner.windows}
         if stray := windows.difference(self._under_way):
             findings.append(f"engine: windows of ended requests {sorted(stray)}")
+        for session in self._scheduler.sessions():
+            waits = session.stage is not None and session.stage.first > 0
+            if waits and not self._runners[session.model].held.holds(session):
+                findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not held")
         return findings

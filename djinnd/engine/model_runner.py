@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from djinn_client.protocol import ModelInfo
-from djinnd.core.batch import Batch
+from djinnd.core.batch import Batch, blocks_of
 from djinnd.core.edits import Edit
 from djinnd.core.request import Request
 from djinnd.device import Device
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
+from djinnd.engine.held import HeldRows
 from djinnd.engine.logits_window import LogitsWindow
 from djinnd.engine.memory import KvPlan, ModelShape, workspace_bytes
+from djinnd.engine.passage import through
 from djinnd.engine.picks import Picks
 from djinnd.engine.rows import Rows, compose, count_told, in_order
 from djinnd.engine.step_probe import Part, Touched
@@ -29,6 +31,7 @@ from djinnd.model.graphs import Shape, StepGraphs
 from djinnd.model.inputs import StepInputs
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
+from djinnd.model.probe import Probe
 from djinnd.model.sampler import Sampled, Sampler
 from djinnd.weights.plan import Place, Plan
 
@@ -66,6 +69,7 @@ class ModelRunner:
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
+        self.held = HeldRows(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # by edits, the last batch that may have been
         self.graphs = self._new_graphs()
         self._ran: Shape | None = None  # by the last step, and not settled yet
@@ -106,7 +110,7 @@ class ModelRunner:
     @property
     def nbytes(self) -> int:
         """Of the device's budget."""
-        touched = self.edits.nbytes + self.captures.nbytes
+        touched = self.edits.nbytes + self.captures.nbytes + self.held.nbytes
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
 
     def move(self, places: Plan, num_pages: int) -> None:
@@ -221,9 +225,12 @@ class ModelRunner:
         sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
         inputs.host["picks"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
+        probe = self._probe(inputs, rows, part)
         inputs.send()
-        self._ran = shape
-        return graphs.run(shape, len(sampling), None if part is None else part.probe())
+        blocks = blocks_of(rows)
+        if len(blocks) == self.model.num_blocks:
+            self._ran = shape
+        return graphs.run(shape, len(sampling), probe, blocks)
 
     def settle(self) -> None:
         """After a step, when what it gave has been told: what makes the next one of its shape faster."""
@@ -241,19 +248,28 @@ class ModelRunner:
         told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - count_told(row), end)]
         seen = [] if part is None else part.seen_behind(sampling)
         picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
+        probe = self._probe(inputs, rows, part)
         inputs.send()
         picks.hidden = self.model.forward(
             inputs,
             max_query=max(counts),
             max_kv=max(row.end for row in rows),
             fresh=all(row.start == 0 for row in rows),
-            probe=None if part is None else part.probe(),
+            probe=probe,
+            blocks=blocks_of(rows),
         )
         logits = picks.logits(0, len(sampling)) if sampling else None
         self._tell_logits(picks, len(sampling), rows)
         for _ in picks.pieces(len(sampling) + len(told), len(seen)):
             pass  # the probe has seen it
         return logits
+
+    def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
+        """Of prologue and blocks of a pass, for which `inputs` have been filled."""
+        probe = None if part is None else part.probe()
+        if not self.held and not self.captures:  # a row that is to wait is captured, one that has waited is held
+            return probe
+        return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
 
     def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
         """Writes each forward pass's logits, which are from pick `first` on, to its window."""
@@ -285,6 +301,7 @@ class ModelRunner:
         self._touched = None
         self.edits.release()
         self.captures.release()
+        self.held.release()
         labels = [kv_label(self.name), workspace_label(self.name)]
         self.weights.release(self.device)
         for label in labels:

@@ -14,8 +14,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from djinn_client.points import Point
@@ -23,14 +21,9 @@ from djinnd.core.batch import Batch
 from djinnd.device import Device
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
+from djinnd.engine.sending import send
 from djinnd.engine.spans import Hits, Ints, is_behind, is_resid, point_of, spread
 from djinnd.model.editing import EditRows, apply
-
-_TORCH: dict[np.dtype[np.generic], torch.dtype] = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-}
 
 
 class StepProbe:
@@ -44,7 +37,7 @@ class StepProbe:
         seen, seen_groups = _grouped(seen)
         does = table.spans[edits.span]
         fields = [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
-        sent = _send(device, [edits.token, edits.row, seen.token, seen.row, *fields])
+        sent = send(device, [edits.token, edits.row, seen.token, seen.row, *fields])
         where, value, source, target, op, scale, low, high = sent
         for point, group in edit_groups:
             bank = table.bank(of_logits=point.where == "logits")
@@ -167,19 +160,3 @@ def _grouped(hits: Hits) -> tuple[Hits, list[tuple[Point, slice]]]:
     ends = np.flatnonzero(np.diff(rank) | np.diff(hits.point)) + 1
     edges = [0, *ends.tolist(), len(index)] if len(index) else [0]
     return hits, [(point_of(int(hits.point[first])), slice(first, end)) for first, end in pairwise(edges)]
-
-
-def _send(device: Device, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
-    """To the device in one copy, from memory that stays until it is done."""
-    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
-    offsets = np.cumsum(sizes) - sizes
-    staging = device.staging(sum(sizes))
-    host = staging.numpy()
-    for array, offset in zip(arrays, offsets, strict=True):
-        host[offset : offset + array.nbytes] = array.view(np.uint8)
-    there = torch.empty(len(staging), dtype=torch.uint8, device=device.torch_device)
-    there.copy_(staging, non_blocking=True)
-    return [
-        there[offset : offset + array.nbytes].view(_TORCH[array.dtype])
-        for array, offset in zip(arrays, offsets.tolist(), strict=True)
-    ]

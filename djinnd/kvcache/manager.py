@@ -217,11 +217,11 @@ class KvManager:
         self, parent: str, child: str, tenant: int, tokens: int, *, may_copy: bool = True, runs_last_again: bool = False
     ) -> tuple[int, PageCopy | None]:
         """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
-        fills a page in part, the child gets one of its own, to be copied. The parent holds pages for just these tokens.
-        `runs_last_again`: both will write the last token, so they do not share its page either. → tokens that the child
-        has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
+        fills a page in part, the child gets one of its own, to be copied. Of what the parent holds beyond, it gets
+        nothing. `runs_last_again`: both will write the last token, so they do not share its page either. → tokens that
+        the child has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
         assert child not in self._row
-        pages = self.pages_of(parent)
+        pages = self.pages_of(parent)[: self.pages_for(tokens)]
         assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
         full = max(tokens - runs_last_again, 0) // self.page_size
         own, copy = pages[:full], None

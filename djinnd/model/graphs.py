@@ -8,9 +8,10 @@ boundaries; all replays of a step together cost the host little more than one (2
     chunk     any rows, with history or not   32 … 2,048 tokens, up to CHUNK_ROWS or all rows
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
-memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays all graphs of
-its shape in order, and only `logits` is read after it. Between two blocks' replays, what lies between these blocks is
-there to be seen and changed (model/probe.py). What lies inside of a block is not: a step that wants it runs eagerly.
+memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays the graphs of
+its shape in order, all of them or those of some blocks that follow each other, and only `logits` is read after it.
+Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). What lies
+inside of a block is not: a step that wants it runs eagerly.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`).
 """
@@ -99,36 +100,49 @@ class StepGraphs:
             self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
         return self._inputs[shape]
 
-    def run(self, shape: Shape, picks: int, probe: Probe | None = None) -> Tensor | None:
-        """Runs the step, by graphs if the shape has been captured and `probe` wants no more than what is between
-        blocks. → logits [picks, vocab], valid until the next step; None where none are wanted."""
+    def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
+        """Runs the step through all blocks, or through these (as PagedModel.forward has it), by graphs if the shape has
+        been captured and `probe` wants no more than what is between blocks. → logits [picks, vocab], valid until the
+        next step; None where none are wanted."""
+        blocks = range(self._model.num_blocks) if blocks is None else blocks
+        assert not picks or blocks.stop == self._model.num_blocks, (
+            "what has not been through the last block has no logits"
+        )
         captured, residency = self._captured.get(shape), self._model.residency
         if captured is None or not (probe is None or is_between_blocks(probe)):
-            return self._run_eagerly(shape, picks, probe)
-        prologue, *blocks, epilogue = captured.graphs
+            return self._run_eagerly(shape, picks, probe, blocks)
+        prologue, *graphs, epilogue = captured.graphs
         with self._device.span("compute", "prologue"):
             prologue.replay()
+        if blocks.start:
+            captured.resid[blocks.start].copy_(captured.resid[0])
+        residency.pass_over(range(blocks.start))
         if probe is not None:
-            look(probe, Point("resid"), captured.resid[0])
+            look(probe, Point("resid", blocks.start), captured.resid[blocks.start])
         if residency.streams or self._device.trace is not None or probe is not None:
-            for index, graph in enumerate(blocks):
+            for index in blocks:
                 residency.begin(index)
-                graph.replay()
+                graphs[index].replay()
                 residency.end(index)
                 if probe is not None:
                     look(probe, Point("resid", index + 1), captured.resid[index + 1])
         else:
-            for graph in blocks:
+            for graph in graphs[blocks.start : blocks.stop]:
                 graph.replay()
+        residency.pass_over(range(blocks.stop, len(graphs)))
         if not picks:
             return None
         with self._device.span("compute", "epilogue"):
             epilogue.replay()
         return captured.logits[:picks]
 
-    def _run_eagerly(self, shape: Shape, picks: int, probe: Probe | None = None) -> Tensor | None:
+    def _run_eagerly(
+        self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
+    ) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
-        hidden = model.forward(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe)
+        hidden = model.forward(
+            inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
+        )
         return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
 
     def wants(self, shape: Shape) -> bool:

@@ -63,6 +63,11 @@ class StepInputs:
         return self._views["positions"].unsqueeze(0)
 
     @property
+    def slots(self) -> Tensor:
+        """int64 [tokens]: where attention writes their keys and values; what it reads of this is what is there then."""
+        return self._views["slots"]
+
+    @property
     def real(self) -> Tensor:
         """int32 [1]: how many tokens belong to rows; those behind them pad."""
         return self._views["starts"][-1:]
@@ -76,7 +81,7 @@ class StepInputs:
             query_starts=self._views["starts"],
             kv_lengths=self._views["lengths"],
             page_table=self._views["table"],
-            slots=self._views["slots"],
+            slots=self.slots,
             max_query=max_query,
             max_kv=max_kv,
             fresh=fresh,

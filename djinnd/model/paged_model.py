@@ -48,23 +48,34 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(
-        self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool, probe: Probe | None = None
+        self,
+        inputs: StepInputs,
+        *,
+        max_query: int,
+        max_kv: int,
+        fresh: bool,
+        probe: Probe | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
-        """Runs the batch in `inputs` through all blocks → hidden [1, tokens, width]. `probe` is shown what it wants to
-        see of it, but for norm and logits."""
+        """Runs the batch in `inputs` through all blocks, or through these → hidden [1, tokens, width]. `probe` is shown
+        what it wants to see of it, but for norm and logits. The first block that runs, wherever it is, is given what
+        the prologue gives, unless the probe puts something else in its place."""
+        blocks = range(self.num_blocks) if blocks is None else blocks
         self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
         inside = None if probe is None or is_between_blocks(probe) else probe
+        self.residency.pass_over(range(blocks.start))
         if probe is not None:
-            look(probe, Point("resid"), hidden)
-        for index, arguments in enumerate(prologue.arguments):
+            look(probe, Point("resid", blocks.start), hidden)
+        for index in blocks:
             self.residency.begin(index)
-            hidden = self.run_block(index, hidden, arguments, inside)
+            hidden = self.run_block(index, hidden, prologue.arguments[index], inside)
             self.residency.end(index)
             if probe is not None:
                 look(probe, Point("resid", index + 1), hidden)
+        self.residency.pass_over(range(blocks.stop, self.num_blocks))
         return hidden
 
     def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:

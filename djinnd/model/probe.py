@@ -18,7 +18,8 @@ from djinn_client.points import Point
 
 class Probe(Protocol):
     """Of one step. Whoever runs the step calls `at` once at each of `points`, in the order of computing, on the step's
-    stream. norm and logits come only where logits are wanted, and once each time that they are."""
+    stream; in a step that runs some of the blocks, from before the first to behind the last of those. norm and logits
+    come only where logits are wanted, and once each time that they are."""
 
     points: frozenset[Point]
 

@@ -8,8 +8,9 @@
 Stacked experts of a block that is not plain are no part of this: those that its router has picked are fetched into the
 scratch buffer, behind what the block itself has there (model/experts.py). Of a streamed block, only the rest passes.
 
-A pass over the blocks calls, for each in order, `begin`, `prepare`, its module, `end`. `prepare` only queues kernels
-over fixed addresses, so a captured graph may hold it; `begin` and `end` order copies and stay outside.
+A pass over the blocks calls, for each in order, `begin`, `prepare`, its module, `end`, or for some of them `pass_over`.
+`prepare` only queues kernels over fixed addresses, so a captured graph may hold it; the others order copies and stay
+outside.
 """
 
 from __future__ import annotations
@@ -97,6 +98,11 @@ class Residency:
             trace.end("compute")
         if self._ring is not None and self._blocks[index].place is Place.STREAMED:
             self._ring.give_back()
+
+    def pass_over(self, blocks: range) -> None:
+        """The pass goes on behind these, without them."""
+        if self._ring is not None:
+            self._ring.skip(sum(self._blocks[index].place is Place.STREAMED for index in blocks))
 
     def restart(self) -> None:
         """After a pass that was broken off."""

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, takewhile
 
 from djinn_client.protocol import CLASSES, Class
-from djinnd.core.batch import Row
+from djinnd.core.batch import Row, blocks_of
 from djinnd.core.request import RequestState
 from djinnd.core.session import Session
+from djinnd.core.stops import Stage
 from djinnd.scheduler.ageing import Ageing
+from djinnd.scheduler.company import Company, Way, way_of, whole_way
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.line import Line
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy, Room
@@ -44,6 +46,7 @@ class Composer:
         self._residence = residence
         self._kv = residence.kv
         self._num_blocks = num_blocks
+        self._whole = whole_way(num_blocks)
         self._shares = shares
         self._quotas = quotas
         self._policy = policy
@@ -56,6 +59,8 @@ class Composer:
             set()
         )  # who held pages before the step, if it is: no place changes while it is composed
         self._victims: list[Session] | None = None  # of the step that is being composed: most need none
+        self._turn: Session | None = None  # of a step apart: the first of the step that is being composed
+        self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
 
     def set_policy(self, policy: Policy) -> None:
         self._policy, self._ageing.after = policy, policy.ageing
@@ -69,6 +74,7 @@ class Composer:
         """Where it does not stand, nothing happens."""
         self._line.leave(session)
         self._ageing.left(session)
+        self._apart.pop(session.id, None)
 
     def set_class(self, session: Session, klass: Class) -> None:
         """As the last of that class."""
@@ -123,6 +129,9 @@ class Composer:
         """Serves the active sessions in their order while pages and room last. Rows of one token come first. Nobody,
         where all wait for pages that are being copied.
 
+        A chunk that goes through a part of the blocks has a step apart where that takes less time; who is passed over
+        for that is the first of the next step.
+
         Once pages are short, nobody who holds none starts: those further back must not live on what the first in
         line waits for.
         """
@@ -134,21 +143,28 @@ class Composer:
         order = self.in_order(now)
         if is_moving is not None:
             order = (session for session in order if not is_moving(session))
+        turn, its_count = self._next_apart()
+        self._turn = turn
+        if turn is not None:
+            order = chain((turn,), (session for session in order if session is not turn))
         first = next(order, None)
         if first is None:
             return ()
         room = self._room(max_tokens, max_rows)
-        rows = []
-        short = False
+        rows: list[Row] = []
+        company = Company(rows, self.times, self._num_blocks)
+        short = is_part = False  # is_part: somebody goes through a part of the blocks
         at_quota: set[int] = set()  # tenants
         for session in chain((first,), order):
             if room.is_full:
                 break
             tokens = len(session.tokens)
-            remaining = tokens - session.computed
+            remaining = session.remaining
             count = room.share(session.klass, remaining)
             if session is aged:
                 count = min(count, LEAST_CHUNK)
+            if session is turn:
+                count = min(count, its_count)
             if count == 0:
                 session.passed_over = ROOM
             elif (short and session.id not in kv.sessions) or (is_moving is not None and is_moving(session)):
@@ -162,10 +178,17 @@ class Composer:
                     short = True
                 is_moving = residence.is_moving
             else:
-                count = min(count, session.remaining)
+                way, count, request = self._whole, min(count, session.remaining), session.request
+                if session.stage is not None or (request is not None and request.stops):
+                    way, is_part = way_of(session, self._whole), True
+                    count = min(count, way.end - session.next_position)
+                if is_part and company.is_slower_with(way, count):
+                    self._apart.setdefault(session.id, (session, count))
+                    session.passed_over = ROOM
+                    continue
                 shields = not session.bulk and session is not aged
                 room.take(remaining, count, shields=shields)
-                rows.append(self._row(session, count, step))
+                rows.append(self._row(session, way, count, step))
         assert rows or self._quotas.pages_move or residence.anything_moves or first.passed_over == QUOTA, (
             f"step {step}: nobody of the active sessions goes on, {first.id} first"
         )
@@ -188,26 +211,26 @@ class Composer:
         return self._residence.secure(session, self._behind(session, now))
 
     def _behind(self, session: Session, now: float) -> Iterator[Session]:
-        """Whose pages make room for it: nobody's who stands before it. So the first in line can have every page there
-        is, and always goes on."""
+        """Whose pages make room for it: nobody's who stands before it, or has a row out of turn. So the first in line
+        can have every page there is, and always goes on."""
         if self._victims is None:
             self._victims = list(self._evictable(now))
         holders = self._kv.sessions
         behind = takewhile(lambda other: other is not session, self._victims)
         for other in behind:
-            if other.id in holders and not self._is_spared(other, session):
+            if other.id in holders and other is not self._turn and not self._is_spared(other, session):
                 self._takes_pages = self._takes_pages or other in self._line
                 yield other
 
     def _is_spared(self, other: Session, session: Session) -> bool:
-        """Where what leaves is lost, two long prompts would be interrupted by each other for ever, by turns of their
-        tenants or by ageing: no other of its class or a lower one interrupts one that is being read. Nobody else begins
-        meanwhile."""
+        """Where what leaves is lost, as a stage is anywhere, two long prompts would be interrupted by each other for
+        ever, by turns of their tenants or by ageing: no other of its class or a lower one interrupts one that is being
+        read. Nobody else begins meanwhile."""
         return (
-            self._residence.paging.host is None
+            (self._residence.paging.host is None or other.stage is not None)
             and session.remaining > 1
             and other in self._line
-            and other.remaining > 1
+            and len(other.tokens) - other.computed > 1
             and other.touched == self.served
             and self._kv.fits(other.id, len(other.tokens))
             and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
@@ -218,7 +241,7 @@ class Composer:
         is_moving = self._residence.is_moving if self._residence.sessions_move else None
         decoding, protected = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
         for klass in CLASSES:
-            decode = [session for session in self._line.of(klass) if len(session.tokens) - session.computed == 1]
+            decode = [session for session in self._line.of(klass) if session.remaining == 1]
             if is_moving is not None:
                 decode = [session for session in decode if not is_moving(session)]
             decoding[klass] = len(decode)
@@ -226,14 +249,33 @@ class Composer:
                 protected[klass] = sum([not session.bulk for session in decode])
         return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected)
 
-    def _row(self, session: Session, count: int, step: int) -> Row:
-        request = session.request
+    def _next_apart(self) -> tuple[Session | None, int]:
+        """Whose turn it is of those who wait for a step apart, and its tokens. It holds its pages, so that it can go
+        on; if there is no room for it, it comes after the others."""
+        for session, count in self._apart.values():
+            if self._kv.fits(session.id, len(session.tokens)) and not self._residence.is_moving(session):
+                del self._apart[session.id]
+                return session, count
+        return None, 0
+
+    def _row(self, session: Session, way: Way, count: int, step: int) -> Row:
+        request, last = session.request, way.last
         assert request is not None
         if request.state is RequestState.QUEUED:
             request.move("start")
         session.touched, session.passed_over = step, ""
-        samples = request.max_tokens > 0 and count == session.remaining
-        return Row(session, request, session.computed, count, 0, self._num_blocks, samples)
+        if self._apart:
+            self._apart.pop(session.id, None)
+        start, stage = session.next_position, session.stage
+        if last > self._num_blocks:
+            last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
+        else:
+            samples = False
+        if stage is not None:
+            stage.last = way.last
+        elif way.last <= self._num_blocks:
+            stage = session.stage = Stage(way.first, last, start)
+        return Row(session, request, start, count, way.first, last, samples, stage)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:
@@ -247,7 +289,8 @@ class Composer:
             return
         tokens = sum([row.count for row in rows])
         further = tokens - len(rows)
-        self.times.note(len(rows), further, seconds)
+        if len(blocks_of(rows)) == self._num_blocks:
+            self.times.note(len(rows), further, seconds)
         alike = min(seconds, self.times.predict(len(rows)) or seconds * len(rows) / tokens) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
         charges: dict[Account, float] = defaultdict(float)
@@ -259,6 +302,7 @@ class Composer:
     def check_integrity(self, active: dict[str, Session]) -> None:
         self._line.check_integrity(active)
         assert {s.id for s in self._ageing} == active.keys(), "the line and those who age in it differ"
+        assert self._apart.keys() <= active.keys(), "somebody waits for a step apart, and not in line"
 
 
 def _number(session: Session) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
 from djinn_client.protocol import Class
 from djinnd.core.session import Session
+from djinnd.core.stops import Stage
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.scheduler.composer import Composer
@@ -190,10 +191,11 @@ class ModelQueue:
             session.klass = klass
 
     def leave(self, session: Session) -> None:
-        """Its request has ended: takes the pages that hold no KV from it."""
+        """Its request has ended: takes the pages that hold no KV from it, unless it is parked."""
         (self.held if session.id in self.held else self.active).pop(session.id)
         self.composer.leave(session)
-        self.rewind(session, session.computed)
+        if session.stage is None:
+            self.rewind(session, session.computed)
         if session.paused or session.waits:
             self.residence.leave(session)
 
@@ -224,7 +226,7 @@ class ModelQueue:
 
     def _fetch(self, session: Session) -> None:
         """Its pages come back, at the cost of those who wait."""
-        if self.residence.is_moving(session):
+        if self.residence.is_moving(session) or session.stage is not None:
             return
         waiting = (other for other in self._evictable() if other.waits)  # lazily: most find room
         pages = self.kv.pages_for(min(session.left_at, len(session.tokens)))
@@ -263,10 +265,10 @@ class ModelQueue:
 
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; whose client is
-        expected comes back."""
+        expected comes back. The parked stay until somebody needs their pages: a part of them could not come back."""
         due = []
         for session in self.sessions.values():
-            if session.request is not None or session.paused:
+            if session.request is not None or session.paused or (session.stage is not None and not session.waits):
                 continue
             if session.waits:
                 if session.wakes_at and now >= session.wakes_at:
@@ -311,6 +313,8 @@ class ModelQueue:
         numbers = [edit.number for edit in session.edits]
         assert numbers == sorted(set(numbers)), f"session {name} has edits {numbers}"
         assert all(edit.extents for edit in session.edits), f"session {name} has an edit that changes nothing"
+        if session.stage is not None:
+            self._check_stage(session, session.stage)
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
             assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"
@@ -318,13 +322,26 @@ class ModelQueue:
             assert pages >= least, f"session {name} arrives with {pages} pages for {computed} tokens"
             return
         if request is None:
-            assert pages == least, f"idle session {name} holds {pages} pages for {computed} tokens"
+            assert pages == (least if session.stage is None else most), (
+                f"idle session {name} holds {pages} pages for {computed} tokens"
+            )
             return
         assert least <= pages <= most, f"session {name} holds {pages} pages, {computed} of {length} tokens computed"
         assert computed < length, f"request {request.id} has nothing to run"
         assert 0 <= request.first <= request.prompt_end <= length, f"request {request.id}: its prompt is no part"
         generated = length - request.prompt_end
         assert generated == 0 or generated < request.max_tokens, f"request {request.id} goes on after {generated}"
+
+    def _check_stage(self, session: Session, stage: Stage) -> None:
+        name, length, to_end = session.id, len(session.tokens), self.num_blocks + 1
+        assert self.kv.pages_held(name) == self.kv.pages_for(length), f"session {name} has a stage, and not its pages"
+        assert not self.residence.is_moving(session), f"session {name} has a stage, and moves"
+        assert session.computed <= stage.done < length, (
+            f"session {name}: {stage}, {session.computed} of {length} tokens"
+        )
+        assert 0 <= stage.first <= stage.last <= to_end and stage.first < to_end, f"session {name}: {stage}"
+        if session.request is None or stage.last == to_end:
+            assert (stage.done, stage.last) == (session.computed, to_end), f"session {name}: {stage}"
 
 
 def _reach(session: Session) -> int:

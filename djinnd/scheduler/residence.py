@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from djinnd.core.session import Session
+from djinnd.core.stops import next_stop
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Left, Paging, Transfer
 from djinnd.kvcache.prefixes import Key, root
@@ -191,7 +192,7 @@ class Residence:
             )
 
     def _holds_kv_only(self, session: Session) -> bool:
-        return self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
+        return session.stage is None and self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
 
     # --- coming back ------------------------------------------------------------------------------------------------
 
@@ -326,8 +327,10 @@ class Residence:
 
     def rewind(self, session: Session, computed: int) -> None:
         """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
-        at the start of that page. What was under way for it is not waited for any more."""
+        at the start of that page. What was under way for it is not waited for any more, and what was on its way through
+        the blocks is lost."""
         self.forget(session)
+        session.stage = None
         session.computed = self.kv.trim(session.id, computed)
 
     def advance(self, session: Session, computed: int) -> None:
@@ -339,9 +342,10 @@ class Residence:
 
     def revise(self, session: Session, first: int) -> None:
         """From position `first` on, its KV will follow from something else, or there is none any more; that of the
-        positions before stays where it is."""
+        positions before stays where it is. With a stage: nothing is changed that this has been through."""
         left = self._left.get(session.id)
-        self.rewind(session, min(session.computed, first))
+        if session.stage is None:
+            self.rewind(session, min(session.computed, first))
         if left is not None:
             reach = min(left.tokens, first)
             self._left[session.id] = Left(left.keys[: self.kv.pages_for(reach)], reach)
@@ -379,9 +383,13 @@ def _was_an_earlier_engine_s(session: Session) -> bool:
 
 def _most(session: Session) -> int:
     """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all of which
-    more is wanted."""
+    more is wanted or that stops."""
     request = session.request
-    return len(session.tokens) if request is None else min(len(session.tokens) - 1, request.seen_from)
+    if request is None:
+        return len(session.tokens)
+    most = min(len(session.tokens) - 1, request.seen_from)
+    stop = next_stop(request.stops, len(session.tokens))
+    return most if stop is None else min(most, stop.position)
 
 
 def _of_use(session: Session) -> int:

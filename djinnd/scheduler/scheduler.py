@@ -16,11 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
+from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class, FinishReason
 from djinnd.core.batch import Batch
 from djinnd.core.edits import FOREVER, Edit, ended
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
+from djinnd.core.stops import Stage, Stop, next_stop
 from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.scheduler.device_quotas import DeviceQuotas
@@ -107,7 +109,7 @@ class Scheduler:
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
         child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens), touched=parent.touched)
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
-        child.edits, child.edited_from = parent.edits, parent.edited_from
+        child.edits, child.due_from = parent.edits, parent.due_from
         self.open(child)
         residence = self._queues[parent.model].residence
         if residence.is_arriving(parent):
@@ -145,8 +147,9 @@ class Scheduler:
         """Of an idle session that has `length` tokens or more. Raises SessionNotFound."""
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
-        session.truncate(length)
-        self._queues[session.model].revise(session, length)
+        if length < len(session.tokens):
+            session.truncate(length)
+            self._queues[session.model].revise(session, length)
 
     def edit(self, session_id: str, edit: Edit) -> None:
         """Of an idle session: one edit more. What it changes is computed anew when the session next runs. Raises
@@ -154,19 +157,33 @@ class Scheduler:
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
         session.edits = (*session.edits, edit)
-        self._revise(session, edit.first)
+        self._revise(session, edit.first, edit.points)
 
     def end_edits(self, session_id: str, numbers: Collection[int], at: int) -> None:
         """Of an idle session: from position `at` on these change nothing. Raises SessionNotFound."""
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
-        changed = any(each.end > at for edit in session.edits if edit.number in numbers for each in edit.extents)
+        changed = [
+            edit for edit in session.edits if edit.number in numbers and any(each.end > at for each in edit.extents)
+        ]
         session.edits = ended(session.edits, numbers, at)
         if changed:
-            self._revise(session, at)
+            self._revise(session, at, {point for edit in changed for point in edit.points})
 
-    def _revise(self, session: Session, first: int) -> None:
-        session.edited_from = min(session.edited_from, first)
+    def drop_stage(self, session_id: str) -> None:
+        """Between steps: what was on its way through the blocks is run anew when the session next runs, and stops where
+        it would have. One that has none, or is gone, stays as it is."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.stage is not None:
+            self._queues[session.model].rewind(session, session.computed)
+
+    def _revise(self, session: Session, first: int, points: Iterable[Point]) -> None:
+        """Edits have changed at these points, from position `first` on. What waits before them, and follows from no
+        position that they have changed, goes on from where it is."""
+        stage = session.stage
+        if stage is not None and first < len(session.tokens) and (first < session.computed or not stage.stands(points)):
+            session.stage = None
+        session.due_from = min(session.due_from, first)
         session.foreign_tokens = min(session.foreign_tokens, first)
         self._queues[session.model].revise(session, first)
 
@@ -208,8 +225,17 @@ class Scheduler:
         assert wants, f"request {request.id} has nothing to run"
         queue = self._queues[session.model]
         queue.check_fits(session.tenant, length + min(1, request.max_tokens))
+        if request.resume_block is not None:
+            assert not new_tokens, f"request {request.id} goes on from a breakpoint, with a prompt"
+            assert all(stop.block > request.resume_block or stop.position >= length for stop in request.stops), (
+                f"request {request.id} stops where it has stopped"
+            )
+        if session.stage is not None and session.stage.first != request.resume_block:
+            queue.rewind(session, session.computed)
         session.tokens.extend(new_tokens)
-        again = min(len(session.tokens) - 1, request.seen_from)  # the last token's logits choose the next one
+        again = min(length - 1, request.seen_from)  # the last token's logits choose the next one
+        if (stop := next_stop(request.stops, length)) is not None:
+            again = min(again, stop.position)
         if session.computed > again:
             queue.rewind(session, again)
         if again < request.first:
@@ -308,7 +334,9 @@ class Scheduler:
         request.finish_reason = reason
         session.request = None
         if reason is not None:
-            session.edited_from = FOREVER
+            session.due_from = FOREVER if request.stopped is None else request.stopped.position
+        if reason != "breakpoint":
+            session.stage = None
         self._queues[session.model].leave(session)
         del self._in_progress[request.id]
         return request
@@ -349,10 +377,20 @@ class Scheduler:
         for row in batch.rows:
             token = next(tokens) if row.samples else None
             session, request = row.session, row.request
-            if session.request is not request:
-                continue  # it has ended while the step ran
+            if session.request is not request or session.stage is not row.stage:
+                continue  # it has ended while the step ran, or what the row went on from is lost
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
+            if row.stage is not None:
+                row.stage.done = row.end
+                if row.stage.last <= queue.num_blocks:
+                    if session.remaining == 0:
+                        request.stopped = Stop(row.stage.last, session.computed)
+                        _park(row.stage, session.computed, queue.num_blocks)
+                        finished.append(self._finish(session, "breakpoint"))
+                    continue
+                if session.remaining == 0:
+                    session.stage = None
             advance(session, row.end)
             request.seen_from = max(request.seen_from, row.end)
             limit = limits.get(session.tenant)
@@ -386,6 +424,11 @@ class Scheduler:
 
 def _is_expected(session: Session) -> bool:
     return session.waits and session.wakes_at > 0 and session.request is None and not session.paused
+
+
+def _park(stage: Stage, computed: int, num_blocks: int) -> None:
+    """All of it has come to where it stops."""
+    stage.first, stage.last, stage.done = stage.last, num_blocks + 1, computed
 
 
 def _advance(session: Session, request: Request, token: int | None, limit: int) -> FinishReason | None:

@@ -58,6 +58,10 @@ def _arriving(session: Session, kv: KvManager) -> Explanation:
 def _idle(session: Session, kv: KvManager, now: float) -> Explanation:
     pages = kv.pages_held(session.id)
     here = f"{pages:,} of its pages are on the device" if pages else "none of its pages are on the device"
+    if session.stage is not None:
+        block = session.stage.first
+        reason = f"stopped at a breakpoint before block {block}: it goes on when its client resumes it; {here}"
+        return Explanation("parked", reason, {"block": block, "pages": pages})
     if not session.waits:
         return Explanation("idle", f"no call runs on it; {here}", {"pages": pages})
     figures: dict[str, int | float | str] = {"pages": pages}

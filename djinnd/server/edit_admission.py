@@ -36,8 +36,8 @@ def check_form(request: AddEdit) -> None:
         )
 
 
-def edit_of(request: AddEdit, edits: EditList, tokens: int, salted: bool, model: ModelInfo) -> Edit:
-    """The next one of a session with so many tokens; some of the KV of one that is `salted` was a client's. The request
+def edit_of(request: AddEdit, edits: EditList, tokens: int, fixed: int, model: ModelInfo) -> Edit:
+    """The next one of a session with so many tokens, of which the first `fixed` cannot be computed again. The request
     is well-formed. Raises InvalidRequest."""
     points = admission.points_named(request.points, model, "points")
     assert model.points is not None
@@ -46,7 +46,7 @@ def edit_of(request: AddEdit, edits: EditList, tokens: int, salted: bool, model:
         told = " and ".join(f"{width:,}" for width in sorted(widths))
         raise InvalidRequest(f"the points are {told} wide: an edit has points of one width", field="points")
     _check_values(request, *widths)
-    extents = _extents_of(request, tokens, salted, model)
+    extents = _extents_of(request, tokens, fixed, model)
     return Edit(
         edits.given + 1,
         tuple(dict.fromkeys(points.values())),
@@ -148,7 +148,8 @@ def _check_figures(request: AddEdit) -> None:
         raise InvalidRequest(f"low is {low:g} and high {high:g}: low must not be above high", field="low")
 
 
-def _check_positions(positions: Sequence[int], model: ModelInfo) -> None:
+def check_positions(positions: Sequence[int], model: ModelInfo) -> None:
+    """Raises InvalidRequest."""
     if not positions:
         raise InvalidRequest("positions is empty: name some, or leave it away for from now on", field="positions")
     highest = max(positions[-1], len(positions) - 1)
@@ -173,19 +174,19 @@ def _check_rows(request: AddEdit) -> None:
         raise InvalidRequest(f"{request.op} has {request.rows:,} rows of values; it must be {wanted}", field="rows")
 
 
-def _extents_of(request: AddEdit, tokens: int, salted: bool, model: ModelInfo) -> tuple[Extent, ...]:
-    at, positions = now(tokens), request.positions
+def _extents_of(request: AddEdit, tokens: int, fixed: int, model: ModelInfo) -> tuple[Extent, ...]:
+    positions = request.positions
     if positions is None:
-        return (Extent(at),)
-    _check_positions(positions, model)
-    if salted and positions[0] < at:
+        return (Extent(now(tokens)),)
+    check_positions(positions, model)
+    if positions[0] < fixed:
         raise InvalidRequest(
             f"the KV of this session's beginning came from a client and cannot be computed again: position "
-            f"{positions[0]:,} cannot be edited, those from {at:,} on can; or begin anew with its tokens",
+            f"{positions[0]:,} cannot be edited, those from {fixed:,} on can; or begin anew with its tokens",
             field="positions",
-            first=at,
+            first=fixed,
         )
-    return tuple(_extents(positions, each_its_own=request.rows > 1))
+    return tuple(extents_at(positions, each_its_own=request.rows > 1))
 
 
 def _check_values(request: AddEdit, width: int) -> None:
@@ -207,7 +208,7 @@ def _check_values(request: AddEdit, width: int) -> None:
             raise InvalidRequest(told, field="values", row=index)
 
 
-def _extents(positions: Sequence[int], each_its_own: bool) -> Iterator[Extent]:
+def extents_at(positions: Sequence[int], each_its_own: bool) -> Iterator[Extent]:
     """Ascending positions, neighbours together. `each_its_own`: they have a row each."""
     gaps = [index for index in range(1, len(positions)) if positions[index] != positions[index - 1] + 1]
     for first, after in pairwise([0, *gaps, len(positions)]):

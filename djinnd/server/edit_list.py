@@ -38,6 +38,17 @@ class EditList:
         self._keep(cut(was, length))
         return self.edits != was
 
+    def replaced_by(self, edit: Edit) -> list[int]:
+        """Numbers of those whose place it takes: patches at positions, at its points, that it has all of. So whoever
+        patches the same again and again, as a client does that goes back to a hit, has one edit."""
+        if edit.op != "replace":
+            return []
+        return [each.number for each in self.edits if each.op == "replace" and _has_all_of(edit, each)]
+
+    def without(self, numbers: Collection[int]) -> EditList:
+        edits = tuple(edit for edit in self.edits if edit.number not in numbers)
+        return EditList(edits, self.names, self.given)
+
     def copy(self) -> EditList:
         """Of a fork: the values are the same memory."""
         return EditList(self.edits, dict(self.names), self.given)
@@ -62,6 +73,14 @@ class EditList:
 def nbytes_of(edit: Edit, names: Sequence[str]) -> int:
     """Memory that it takes, as limits.edit_bytes_per_session counts."""
     return len(edit.values) + PART_BYTES * (len(edit.extents) + len(edit.points) + len(names))
+
+
+def _has_all_of(edit: Edit, earlier: Edit) -> bool:
+    """Of an edit that goes on for ever, nothing has: what it would do when the later one has ended is not known."""
+    return set(earlier.points) <= set(edit.points) and all(
+        part.end != FOREVER and any(each.start <= part.start and part.end <= each.end for each in edit.extents)
+        for part in earlier.extents
+    )
 
 
 def _info(edit: Edit, names: Sequence[str]) -> EditInfo:

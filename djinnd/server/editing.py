@@ -32,11 +32,15 @@ class Editing:
         with session.in_use(call):
             edit_admission.check_form(request)
             info, _ = (await self._models.once_ready(session)).described
-            edit = edit_admission.edit_of(request, session.edits, len(session.tokens), bool(session.salt), info)
+            edit = edit_admission.edit_of(request, session.edits, len(session.tokens), session.fixed, info)
             names = list(dict.fromkeys(request.points))
-            edit_admission.check_room(edit, names, session.edits, self._sessions.limits)
+            replaced = session.edits.replaced_by(edit)
+            edit_admission.check_room(edit, names, session.edits.without(replaced), self._sessions.limits)
             session.add_edit(edit, names)
             self._models.tell(session, AddEdit(session.id, edit))
+            if replaced:  # from its first position on, and so altogether
+                session.end_edits(replaced, edit.first)
+                self._models.tell(session, EndEdits(session.id, replaced, edit.first))
         log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))
         return Answer(EditAdded(id=call.id, edit=edit.number))
 

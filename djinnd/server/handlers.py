@@ -15,6 +15,7 @@ from typing import Any
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, SessionNotFound, ShuttingDown
 from djinnd.messages import Signal
+from djinnd.server.breaking import Breaking
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.daemon_requests import DaemonRequests
 from djinnd.server.editing import Editing
@@ -41,6 +42,7 @@ _NEW_WORK = (
     protocol.ForkSession,
     protocol.Generate,
     protocol.AddEdit,
+    protocol.AddBreakpoint,
     protocol.Forward,
     protocol.ExportSession,
     protocol.ImportSession,
@@ -61,6 +63,8 @@ _CHANGES = (
     protocol.Generate,
     protocol.AddEdit,
     protocol.EndEdits,
+    protocol.AddBreakpoint,
+    protocol.EndBreakpoints,
     protocol.Forward,
     protocol.Truncate,
     protocol.SetPriority,
@@ -92,6 +96,7 @@ class Handlers:
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart)
         editing = Editing(sessions, models)
+        breaking = Breaking(sessions, models)
         exporting = Exporting(sessions, models, status)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
@@ -111,6 +116,9 @@ class Handlers:
             protocol.AddEdit: editing.add,
             protocol.EndEdits: editing.end,
             protocol.ListEdits: editing.list_edits,
+            protocol.AddBreakpoint: breaking.add,
+            protocol.EndBreakpoints: breaking.end,
+            protocol.ListBreakpoints: breaking.list_breakpoints,
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
             protocol.ListModels: of_models.list_models,

@@ -23,10 +23,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import JournalUnavailable
 from djinn_client.protocol import Class
 from djinnd.core.edits import Edit
+from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.edit_list import EditList
+from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import (
     Change,
@@ -64,6 +67,7 @@ class Kept(NamedTuple):
     sessions: list[KeptSession]
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
+    breakpoints: dict[str, BreakpointList]  # likewise
 
 
 @dataclass(slots=True)
@@ -98,7 +102,8 @@ class Journal:
         """Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
-        kept = Kept(self._file.sessions(), self._file.prefixes(), self._file.edits())
+        file = self._file
+        kept = Kept(file.sessions(), file.prefixes(), file.edits(), file.breakpoints())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -153,6 +158,15 @@ class Journal:
 
     def edits_cut(self, session: str, length: int) -> None:
         self._note(EditsCut(session, length))
+
+    def broken(self, session: str, breakpoint: Breakpoint) -> None:
+        self._note(Broken(session, breakpoint))
+
+    def breakpoints_ended(self, session: str, numbers: Collection[int]) -> None:
+        self._note(BreakpointsEnded(session, list(numbers)))
+
+    def stopped(self, session: str, hit: HitInfo | None) -> None:
+        self._note(Stopped(session, hit))
 
     def closed(self, session: Journalled) -> None:
         self._gathering.sessions.pop(session.id, None)

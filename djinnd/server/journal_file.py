@@ -3,6 +3,7 @@
     change    what has happened since the last fold, a row a commit
     session   the sessions as they were at the last fold
     edit      their edits, likewise: see journal_edits.py
+    breakpoint   and breakpoints: see journal_breakpoints.py
 
 A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
 one page of the write-ahead log, where a row of each would cost sixty. Folding brings the rows of `change` into
@@ -26,8 +27,10 @@ from pathlib import Path
 import msgspec
 
 from djinn_client.protocol import Class
-from djinnd.server import journal_edits
+from djinnd.server import journal_breakpoints, journal_edits
+from djinnd.server.breakpoint_list import BreakpointList
 from djinnd.server.edit_list import EditList
+from djinnd.server.journal_breakpoints import BreakpointChange, BreakpointFold, BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_edits import EditChange, Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.socket_path import StartError
 
@@ -47,6 +50,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
     "",  # Reclassified may be among the changes
     journal_edits.TABLES,
+    journal_breakpoints.TABLES,
 )
 VERSION = len(_UPGRADES)
 
@@ -93,7 +97,7 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
     prefix: str
 
 
-Change = Opened | Extended | Reclassified | Closed | EditChange | Published | Withdrawn
+Change = Opened | Extended | Reclassified | Closed | EditChange | BreakpointChange | Published | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -156,6 +160,10 @@ class JournalFile:
         """By session, as of the last fold."""
         return journal_edits.read_edits(self._db)
 
+    def breakpoints(self) -> dict[str, BreakpointList]:
+        """Likewise."""
+        return journal_breakpoints.read_breakpoints(self._db)
+
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
         encoded = _encoder.encode(changes)
@@ -171,10 +179,14 @@ class JournalFile:
         self._unfolded = 0  # also where it fails: it is tried again when as much has come
         images: dict[str, KeptSession | None] = {}
         prefixes: dict[str, Published | None] = {}
-        edits = EditFold(self._db, lambda session: self._image(session, images) is not None)
+
+        def exists(session: str) -> bool:
+            return self._image(session, images) is not None
+
+        edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
         for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
             for change in _decoder.decode(encoded):
-                self._apply(change, at, images, prefixes, edits)
+                self._apply(change, at, images, prefixes, edits, breakpoints)
         if not images and not prefixes:
             return
         gone = [(name,) for name, image in images.items() if image is None]
@@ -186,6 +198,7 @@ class JournalFile:
             self._db.executemany("DELETE FROM session WHERE id = ?", gone)
             self._db.executemany("INSERT OR REPLACE INTO session VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
             edits.write()
+            breakpoints.write()
             self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
             self._db.executemany("INSERT OR REPLACE INTO prefix VALUES (?, ?, ?, ?, ?)", published)
             self._db.execute("DELETE FROM change")
@@ -230,6 +243,7 @@ class JournalFile:
         images: dict[str, KeptSession | None],
         prefixes: dict[str, Published | None],
         edits: EditFold,
+        breakpoints: BreakpointFold,
     ) -> None:
         match change:
             case Opened(session, user, model, shared, priority, created):
@@ -241,8 +255,11 @@ class JournalFile:
             case Closed(session):
                 images[session] = None
                 edits.closed(session)
+                breakpoints.closed(session)
             case Edited() | EditsEnded() | EditsCut():
                 edits.apply(change)
+            case Broken() | BreakpointsEnded() | Stopped():
+                breakpoints.apply(change)
             case Published(prefix):
                 prefixes[prefix] = change
             case Withdrawn(prefix):

@@ -192,7 +192,7 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
             session.tokens,
             paused=session.is_paused,
             edits=session.edits.edits,
-            edited_from=session.edited_from,
+            due_from=session.due_from,
         )
     )
 

@@ -15,10 +15,12 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import Cancelled, DjinnError
 from djinn_client.protocol import Forward, Generate, Generated, Logits, Logprobs, Sampling, Timings
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
+from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
 from djinnd.server.connection import close_fds
@@ -41,7 +43,8 @@ class SessionRun:
         self._call = call
         self._session = session
         self._session.called(call.received)
-        self._edited_from, self._session.edited_from = session.edited_from, FOREVER
+        self._was_due_from, session.due_from = session.due_from, FOREVER
+        self._was_at = session.breakpoints.hit
         self._engine = engine
         self._number = 0
         self._first = len(session.tokens)
@@ -83,10 +86,21 @@ class SessionRun:
         raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
-        """The engine has rolled the session back, or is no more."""
+        """The engine has rolled the session back, or is no more. It is at the same hit again, if it was at one."""
         self._session.cut(self._first)
-        self._session.edited_from = self._edited_from
+        self._session.breakpoints.hit, self._session.due_from = self._was_at, self._was_due_from
         self.done.set_exception(error)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """The session by the run's own."""
+        self._session.tokens.extend(tokens)
+        self._session.breakpoints.hit = None
+        self._session.tenant.charge(len(tokens), time.monotonic())
+
+    def _ended_at(self, hit: HitInfo | None) -> None:
+        """Before the session is `changed`."""
+        if hit is not None or self._was_at is not None:
+            self._session.stopped(hit)
 
     def _undo(self, error: DjinnError) -> None:
         """The run has ended in the engine, but its work is not to stay."""
@@ -106,12 +120,13 @@ class GenerateRun(SessionRun):
         stop_tokens: Collection[int],
         vocabulary: Vocabulary,
         capturing: Capturing | None,
+        breaking: CallBreakpoints,
     ) -> None:
         super().__init__(call, session, engine)
         self._place = place
         self._capturing = capturing
-        session.tokens.extend(prompt)
-        session.tenant.charge(len(prompt), time.monotonic())
+        self._breaking = breaking
+        self._extend(prompt)
         text = vocabulary.text_after(session.tokens)
         self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
         self._fault: BaseException | None = None
@@ -128,6 +143,8 @@ class GenerateRun(SessionRun):
             expected_tokens=request.expected_tokens,
             deadline=call.received + request.deadline_s if request.deadline_s else 0.0,
             capture=[] if capturing is None else capturing.points,
+            stops=breaking.stops,
+            resume_block=breaking.resume_block,
         )
 
     def started(self, at: float, woken: bool) -> None:
@@ -159,15 +176,18 @@ class GenerateRun(SessionRun):
             self.done.set_result(Answer(reply))
 
     def captured(self, message: Finished, fd: int) -> None:
-        assert self._capturing is not None and message.capture is not None
+        assert message.capture is not None
         reply, fds = self._ended(message), [fd]
-        if reply is not None and message.reason != "cancelled":
+        if reply is None or reply.finish_reason == "cancelled" or (message.stopped is not None and reply.hit is None):
+            close_fds(fds)
+            fds = []
+        elif reply.hit is not None:
+            reply.captured = self._breaking.told(message.capture, reply.hit)
+        else:
+            assert self._capturing is not None
             reply.captured = self._capturing.told(message.capture, self._positions(message.capture))
-            self.done.set_result(Answer(reply, fds))
-            return
-        close_fds(fds)
         if reply is not None:
-            self.done.set_result(Answer(reply))
+            self.done.set_result(Answer(reply, fds))
 
     def _positions(self, capture: Capture) -> int:
         """That were captured and are the session's. The engine may have gone on before it heard of a stop string; it
@@ -186,6 +206,10 @@ class GenerateRun(SessionRun):
         if message.length != length:
             assert self._halted and message.length > length, (message, length)
             self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
+        if reply.finish_reason == "breakpoint":  # and not by a stop string that came before
+            reply.hit = self._breaking.hit(message)
+        stays = reply.finish_reason == "cancelled" and length == self._first
+        self._ended_at(self._was_at if stays else reply.hit)
         self._session.changed()
         return reply
 
@@ -212,8 +236,7 @@ class ForwardRun(SessionRun):
         super().__init__(call, session, engine)
         self._place = place
         self._started_at = call.received
-        session.tokens.extend(request.token_ids)
-        session.tenant.charge(len(request.token_ids), time.monotonic())
+        self._extend(request.token_ids)
         self._number = engine.run(
             self, session=session.id, tokens=request.token_ids, max_tokens=0, sampling=Sampling(seed=0), logits=True
         )
@@ -231,5 +254,6 @@ class ForwardRun(SessionRun):
         total = time.monotonic() - received
         timings = Timings(max(0.0, self._started_at - received), first_token=total, total=total)
         reply = Logits(id=self._call.id, tokens=message.tokens, vocab=message.vocab, timings=timings)
+        self._ended_at(None)
         self._session.changed()
         self.done.set_result(Answer(reply, [fd]))

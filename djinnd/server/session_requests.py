@@ -59,8 +59,9 @@ class SessionRequests:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         admission.check_truncate(request.length, len(session.tokens))
-        session.cut(request.length)
-        self._models.tell(session, Truncate(session.id, request.length))
+        if request.length < len(session.tokens):
+            session.cut(request.length)
+            self._models.tell(session, Truncate(session.id, request.length))
         return Answer(Done(id=call.id))
 
     async def pause(self, call: Call, request: protocol.PauseSession) -> Answer:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import ModelNotFound, NotPermitted, SessionBusy, SessionLost, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
-from djinnd.core.edits import FOREVER, Edit
+from djinnd.core.edits import FOREVER, Edit, now
+from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.client import Call, Client
 from djinnd.server.edit_list import EditList
 from djinnd.server.journal import Journal
@@ -54,7 +56,8 @@ class SessionRecord:
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
     edits: EditList = field(default_factory=EditList)
-    edited_from: int = FOREVER  # the first position that a change of them has been about, since the last run
+    breakpoints: BreakpointList = field(default_factory=BreakpointList)
+    due_from: int = FOREVER  # see Session in core
     woken_at: float = 0.0
     attached: set[Client] = field(default_factory=set)
     call: Call | None = None  # that works on it
@@ -80,26 +83,57 @@ class SessionRecord:
         if not self.salt:
             self.journal.changed(self)
 
+    @property
+    def fixed(self) -> int:
+        """Its first tokens, whose KV was a client's, for all that is known here: it cannot be computed again. What has
+        stopped came behind that."""
+        if not self.salt:
+            return 0
+        last, hit = now(len(self.tokens)), self.breakpoints.hit
+        return last if hit is None else min(last, hit.first)
+
     def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
         self.edits.add(edit, names)
-        self.edited_from = min(self.edited_from, edit.first)
+        self.due_from = min(self.due_from, edit.first)
         if not self.salt:
             self.journal.edited(self.id, edit, names)
 
-    def inherit_edits(self, parent: SessionRecord) -> None:
-        """Of a fork that has none yet."""
-        self.edits, self.edited_from = parent.edits.copy(), parent.edited_from
+    def inherit(self, parent: SessionRecord) -> None:
+        """Edits and breakpoints, of a fork that has none yet."""
+        self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
         if not self.salt:
             for edit in self.edits.edits:
                 self.journal.edited(self.id, edit, self.edits.names[edit.number])
+            for breakpoint in self.breakpoints.breakpoints:
+                self.journal.broken(self.id, breakpoint)
 
     def end_edits(self, numbers: Collection[int], at: int) -> None:
         self.edits.end(numbers, at)
-        self.edited_from = min(self.edited_from, at)
+        self.due_from = min(self.due_from, at)
         if not self.salt:
             self.journal.edits_ended(self.id, numbers, at)
 
+    def add_breakpoint(self, breakpoint: Breakpoint) -> None:
+        self.breakpoints.add(breakpoint)
+        if not self.salt:
+            self.journal.broken(self.id, breakpoint)
+
+    def end_breakpoints(self, numbers: Collection[int]) -> None:
+        self.breakpoints.end(numbers)
+        if not self.salt:
+            self.journal.breakpoints_ended(self.id, numbers)
+
+    def stopped(self, hit: HitInfo | None) -> None:
+        """Its last call has, there; None: it is at no hit any more."""
+        self.breakpoints.hit = hit
+        if hit is not None:
+            self.due_from = hit.first
+        if not self.salt:
+            self.journal.stopped(self.id, hit)
+
     def cut(self, length: int) -> None:
+        if length < len(self.tokens) and self.breakpoints.hit is not None:
+            self.stopped(None)
         del self.tokens[length:]
         if self.edits.cut(length) and not self.salt:
             self.journal.edits_cut(self.id, length)
@@ -185,8 +219,11 @@ class SessionTable:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
         return tenant
 
-    def restore(self, kept: Iterable[KeptSession], edits: Mapping[str, EditList]) -> None:
-        """At start: what the journal has, detached. `edits`: by session. Limits hold for what is opened after that."""
+    def restore(
+        self, kept: Iterable[KeptSession], edits: Mapping[str, EditList], breakpoints: Mapping[str, BreakpointList]
+    ) -> None:
+        """At start: what the journal has, detached. Edits and breakpoints: by session. Limits hold for what is opened
+        after that."""
         now, clock = time.monotonic(), time.time()
         for was in kept:
             age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # clocks are set back, too
@@ -199,6 +236,12 @@ class SessionTable:
             session.tokens = was.tokens.tolist()
             session.journalled = len(session.tokens)
             session.edits = edits.get(was.id, session.edits)
+            session.breakpoints = breakpoints.get(was.id, session.breakpoints)
+            if (hit := session.breakpoints.hit) is not None:
+                if hit.end == len(session.tokens):
+                    session.due_from = hit.first
+                else:
+                    session.breakpoints.hit = None  # a call that went on from there was cut short
             self._sessions[session.id] = session
             self._detached(session)
         self._close_expired()
@@ -222,15 +265,16 @@ class SessionTable:
         return session
 
     def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:
-        """A session with the parent's tokens and edits, attached to the client. Raises SessionBusy, and as expect_room;
-        and NotPermitted where the parent is another user's, for an administrator too: users share no pages."""
+        """A session with the parent's tokens, edits and breakpoints, attached to the client. Raises SessionBusy, and as
+        expect_room; and NotPermitted where the parent is another user's, for an administrator too: users share no
+        pages."""
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()
-        session.inherit_edits(parent)
+        session.inherit(parent)
         log.info("session_forked session=%s parent=%s tokens=%d", session.id, parent.id, len(session.tokens))
         return session
 

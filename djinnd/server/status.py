@@ -138,6 +138,7 @@ class Status:
             idle_s=0.0 if session.call else now - session.used,
             attached=len(session.attached),
             edits=len(session.edits.unended),
+            hit=session.breakpoints.hit,
             foreign_kv=bool(session.salt),
             latency=session.latency.told(),
         )
@@ -224,4 +225,6 @@ def _state(session: SessionRecord, use: SessionUse | None) -> str:
         return "arriving" if (state, told) == ("queued", "arriving") else state
     if not session.attached:
         return "detached"
-    return told if told in ("waiting", "arriving") else "idle"
+    if told in ("waiting", "arriving"):
+        return told
+    return "idle" if session.breakpoints.hit is None else "stopped"

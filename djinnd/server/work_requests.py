@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from djinn_client.protocol import Forward, Generate
+from djinnd.messages import Resume
 from djinnd.server import admission
+from djinnd.server.call_breakpoints import breakpoints_of
 from djinnd.server.capturing import capturing_of
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
@@ -36,11 +38,17 @@ class WorkRequests:
             admission.check_generate(request, info, vocabulary.has_text)
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
             admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
+            breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)
             stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
             engine = await self._models.ready(session.model)
             session.expect_model()
-            run = GenerateRun(call, session, engine, place, request, prompt, stop_tokens, vocabulary, capturing)
+            if request.resume and session.is_paused:
+                session.is_paused = False
+                engine.send(Resume(session.id))
+            run = GenerateRun(
+                call, session, engine, place, request, prompt, stop_tokens, vocabulary, capturing, breaking
+            )
             call.client.started(call, run)
             return await run.done
 

@@ -112,6 +112,21 @@ class Ring:
         self._given_back += 1
         self._queue_copies()
 
+    def skip(self, count: int) -> None:
+        """So many turns pass without their blocks. What of them has not been queued yet is not copied; what has been is
+        of no use, and what comes into its place is copied after it, as all copies follow each other."""
+        assert self._taken == self._given_back, "the block of the last turn has not been given back"
+        if not count:
+            return
+        mark = self._device.mark()
+        for turn in range(self._taken, self._taken + count):
+            self._ready.pop(turn, None)
+            self._passed[turn] = mark
+            self._passed.pop(turn - len(self._regions), None)
+        self._taken = self._given_back = self._taken + count
+        self._queued = max(self._queued, self._taken)
+        self._queue_copies()
+
     def restart(self) -> None:
         """After a pass that was broken off: the next one begins with the first block. Waits for the device."""
         self._device.synchronize()

@@ -1,4 +1,5 @@
-"""Edits are the session's as its tokens are: whatever dies, the next engine computes with them and goes on alike."""
+"""Edits are the session's as its tokens are, and where it has stopped inside the model: whatever dies, the next engine
+computes with them and goes on alike."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import djinn_client as djinn
 from djinn_client.protocol import CloseSession, ForkSession, SessionOpened
 from djinnctl.restart import restart
 from tests.conftest import DaemonStarter
@@ -85,6 +87,30 @@ def test_what_was_edited_goes_on_as_if_nothing_had_been(lives: Lives, event: Cal
             assert again.spans() == spans
             assert go_on(again) == expected
             again.ask(CloseSession(id=9, session=session))
+
+
+def looked_into(lives: Lives, event: Callable[[Lives], None]) -> list[int]:
+    """What a session says that stops in its prompt, is changed there after the event, and stops once more."""
+    s = djinn.Session("djinn-tiny", address=lives.address)
+    breakpoints = [s.breakpoint(layer=0, when="prefill").id, s.breakpoint(layer=1, positions=[len(PROMPT) + 1]).id]
+    hit = s.run(PROMPT, max_tokens=8, ignore_eos=True)
+    assert isinstance(hit, djinn.Hit)
+    s.detach()
+    event(lives)
+    with djinn.attach(s.id, address=lives.address) as again:
+        assert again.info.hit == hit.info and [each.id for each in again.breakpoints()] == breakpoints
+        later = again.resume(hit.activation * -2, max_tokens=8, ignore_eos=True)
+        assert isinstance(later, djinn.Hit) and later.positions == range(len(PROMPT) + 1, len(PROMPT) + 2)
+        told = again.resume(max_tokens=8, ignore_eos=True)
+        assert isinstance(told, djinn.Generated)
+    return later.generated.token_ids + told.token_ids
+
+
+@pytest.mark.parametrize("event", [engine_killed, daemon_killed, restarted])
+def test_a_session_that_has_stopped_goes_on_as_if_nothing_had_been(
+    lives: Lives, event: Callable[[Lives], None]
+) -> None:
+    assert looked_into(lives, event) == looked_into(lives, no_more)
 
 
 def test_without_edits_it_would_go_on_otherwise(lives: Lives) -> None:

@@ -71,6 +71,12 @@ class RingMachine(RuleBasedStateMachine):
         self.taken = False
         self.turn += 1
 
+    @precondition(lambda self: not self.taken)
+    @rule(count=st.integers(0, 20))
+    def skip(self, count: int) -> None:
+        self.ring.skip(count)
+        self.turn += count
+
     @rule(compute=st.integers(0, 20), copies=st.integers(0, 20))
     def run(self, compute: int, copies: int) -> None:
         for _ in range(copies):

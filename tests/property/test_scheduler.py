@@ -1,12 +1,13 @@
-"""The scheduler under random events, beside a dumb model of three things: the tokens and the edits that each session
-must have, the order in which requests of a class and a tenant arrived, and a device that remembers in each slot of KV
-whose token was written there, and what was done to it. Who comes first among tenants, and what time does to it, is
-test_fairness.py's."""
+"""The scheduler under random events, beside a dumb model of three things: the tokens, the edits and the breakpoints
+that each session must have, the order in which requests of a class and a tenant arrived, and a device that remembers in
+each slot of KV whose token each block has written there, and what was done to it, and what waits before a block. Who
+comes first among tenants, and what time does to it, is test_fairness.py's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from djinnd.core.batch import Batch, Row
 from djinnd.core.edits import FOREVER, Edit, Extent, now
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
+from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.virtual import measured
 
@@ -33,8 +36,15 @@ QUIET = 9  # a token that stops nothing
 TOKENS = st.integers(0, QUIET)
 VALUES = st.sampled_from([b"one", b"two"])
 POINT = Point("resid", 1)
+BLOCKS = st.integers(0, NUM_BLOCKS)
+STOPS = st.lists(st.tuples(BLOCKS, st.integers(0, 6)), max_size=3)
 WHO = st.tuples(st.sampled_from(MODELS), st.integers(0, 2), st.sampled_from(CLASSES))
-STEP_S = 0.001  # whatever it brings: so nobody can be in anybody's way
+STEP_S = 0.001  # whatever it brings; of the model n, so much for each token
+UNHURRIED = Policy(slowdown=1e6)  # so nobody can be in anybody's way
+
+
+def seconds_of(model: str, tokens: int) -> float:
+    return STEP_S * tokens if model == "n" else STEP_S
 
 
 class Written(NamedTuple):
@@ -54,16 +64,25 @@ class Call:
     max_tokens: int
     stop: frozenset[int]
     wanted: int = FOREVER  # from which position on activations are
+    stops: tuple[Stop, ...] = ()
+    resumes: bool = False
     held: bool = False
     seen: set[int] = field(default_factory=set)  # positions that were run
     computed: int = 0  # tokens that were run before it had generated one
 
+    def next_stop(self, length: int) -> Stop | None:
+        """Where what it has so far is to stop."""
+        due = [stop for stop in self.stops if stop.position < length]
+        return Stop(min(s.block for s in due), min(s.position for s in due)) if due else None
+
 
 @dataclass
 class Change:
-    """An edit as its caller sees it: of these positions, or from `first` on; of none from `end` on."""
+    """An edit of what this block is given, as its caller sees it: of these positions, or from `first` on; of none from
+    `end` on."""
 
     value: bytes
+    block: int
     positions: frozenset[int] = frozenset()
     first: int | None = None
     end: int | None = None
@@ -81,10 +100,16 @@ class Shadow:
     tokens: list[int] = field(default_factory=list)
     call: Call | None = None
     changes: dict[int, Change] = field(default_factory=dict)  # by number
+    hit: Stop | None = None  # where the last call stopped
+    hit_end: int = 0
 
-    def written(self, position: int) -> Written:
-        """What is to be in the slot of that position."""
-        tokens, changes = self.tokens[: position + 1], self.changes.values()
+    @property
+    def may_resume(self) -> bool:
+        return self.call is None and self.hit is not None and len(self.tokens) == self.hit_end
+
+    def written(self, position: int, block: int) -> Written:
+        """What this block is to write into the slot of that position."""
+        tokens, changes = self.tokens[: position + 1], [c for c in self.changes.values() if c.block <= block]
         return Written(
             self.session.tenant,
             tuple((token, tuple(c.value for c in changes if c.covers(at))) for at, token in enumerate(tokens)),
@@ -100,7 +125,7 @@ class Shadow:
 
     def work(self) -> int:
         """Steps that are enough for the call when it comes first, even if all its KV is computed anew."""
-        return len(self.tokens) + self.call.max_tokens + 1 if self.call else 0
+        return len(self.tokens) + self.call.max_tokens + 2 if self.call else 0
 
 
 class Places:
@@ -111,6 +136,7 @@ class Places:
     def __init__(self, machine: SchedulerMachine, model: str) -> None:
         queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
         self.count = len(line)
+        self.any_stops = any(s.call and (s.call.stops or s.call.resumes) for s in line)
         self.aged = queue.composer._ageing.first(machine.now)
         if self.aged is not None and queue.residence.is_moving(self.aged):
             self.aged = None
@@ -145,15 +171,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_rows: int,
         sessions: list[tuple[str, int, Class]],
     ) -> None:
-        self.scheduler = Scheduler(max_batch_tokens, max_rows)
+        self.scheduler = Scheduler(max_batch_tokens, max_rows, UNHURRIED)
         self.now = 0.0
         self.kv = {
             name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT) for name, n in zip(MODELS, pages, strict=True)
         }
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
-            measured(self.scheduler._queues[name].composer.times, lambda tokens: STEP_S)
-        self.device: dict[str, dict[int, Written]] = {name: {} for name in MODELS}
+            measured(self.scheduler._queues[name].composer.times, partial(seconds_of, name))
+        self.device: dict[str, dict[int, dict[int, Written]]] = {name: {} for name in MODELS}  # slot, block
+        self.waiting: dict[tuple[str, int], tuple[int, Written | None]] = {}  # before which block, by session, position
         self.shadows: dict[str, Shadow] = {}
         self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}  # that may run, in order of arrival
         self.in_step: tuple[Batch, list[Call | None]] | None = None
@@ -209,7 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     slot = copy.target * kv.page_size + offset
                     memory.pop(slot, None)
                     if copy.source * kv.page_size + offset in memory:
-                        memory[slot] = memory[copy.source * kv.page_size + offset]
+                        memory[slot] = dict(memory[copy.source * kv.page_size + offset])
             session = self.scheduler.session(name)
             assert (session.model, session.tenant, session.klass) == (model, parent.session.tenant, "batch")
             lost = parent.session.computed - session.computed
@@ -244,6 +271,62 @@ class SchedulerMachine(RuleBasedStateMachine):
         if shadow and (prompt or (shadow.tokens and (max_tokens or captures))):
             self.start(shadow, prompt, max_tokens, stop, captures)
 
+    @rule(data=st.data(), prompt=st.lists(TOKENS, max_size=14), max_tokens=st.sampled_from([0, 1, 4]), stops=STOPS)
+    def submit_with_breakpoints(
+        self, data: st.DataObject, prompt: list[int], max_tokens: int, stops: list[tuple[int, int]]
+    ) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
+        if shadow and (prompt or (shadow.tokens and max_tokens)):
+            self.start(shadow, prompt, max_tokens, frozenset(), stops=stops)
+
+    @rule(data=st.data(), prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=2, max_size=5))
+    def submit_to_all_with_breakpoints(self, data: st.DataObject, prompts: list[list[int]]) -> None:
+        idle = [shadow for shadow in self.shadows.values() if shadow.call is None]
+        for shadow, prompt in zip(idle, prompts, strict=False):
+            self.start(shadow, prompt, max_tokens=2, stop=frozenset(), stops=data.draw(STOPS))
+
+    @rule(data=st.data(), max_tokens=st.sampled_from([0, 1, 4]), stops=STOPS)
+    def go_on_from_breakpoint(self, data: st.DataObject, max_tokens: int, stops: list[tuple[int, int]]) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.may_resume)
+        if shadow and (max_tokens or shadow.session.remaining):
+            self.start(shadow, [], max_tokens, frozenset(), stops=stops, resumes=True)
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(
+        data=st.data(),
+        prompt=st.lists(TOKENS, min_size=1, max_size=6),
+        stops=STOPS.filter(bool),
+        steps=st.integers(1, 4),
+        edited=st.booleans(),
+    )
+    def look_inside(
+        self, data: st.DataObject, prompt: list[int], stops: list[tuple[int, int]], steps: int, edited: bool
+    ) -> None:
+        """As clients do: some stop, what has stopped is replaced there, and they go on, and stop again."""
+        for shadow in self.shadows.values():
+            if shadow.call is None and data.draw(st.booleans()):
+                self.start(shadow, prompt, 2, frozenset(), stops=stops)
+        for _ in range(2):
+            self.run_quietly(steps)
+            for shadow in self.shadows.values():
+                if shadow.may_resume and data.draw(st.booleans()):
+                    if edited:
+                        self.edit_what_waits(shadow)
+                    self.start(shadow, [], 2, frozenset(), stops=data.draw(STOPS), resumes=True)
+
+    def edit_what_waits(self, shadow: Shadow) -> None:
+        assert shadow.hit is not None
+        stage = shadow.session.stage
+        self.change(shadow, b"one", frozenset(range(shadow.hit.position, shadow.hit_end)), shadow.hit.block)
+        assert shadow.session.stage is stage, "an edit of what waits has taken its stage"
+
+    @rule(data=st.data())
+    def drop_stage(self, data: st.DataObject) -> None:
+        shadow = self.draw_shadow(data, lambda shadow: shadow.session.stage)
+        if shadow:
+            self.scheduler.drop_stage(shadow.session.id)
+            assert shadow.session.stage is None
+
     @rule(data=st.data(), max_tokens=st.integers(1, 8))
     def go_on(self, data: st.DataObject, max_tokens: int) -> None:
         """Without a prompt, after whatever came before."""
@@ -266,23 +349,40 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.start(shadow, prompt, max_tokens, stop=frozenset())
 
     def start(
-        self, shadow: Shadow, prompt: list[int], max_tokens: int, stop: frozenset[int], captures: bool = False
+        self,
+        shadow: Shadow,
+        prompt: list[int],
+        max_tokens: int,
+        stop: frozenset[int],
+        captures: bool = False,
+        stops: Sequence[tuple[int, int]] = (),
+        resumes: bool = False,
     ) -> None:
+        """`stops`: blocks, and how far behind the first position that the call is about."""
         session = shadow.session
         first, end = len(shadow.tokens), len(shadow.tokens) + len(prompt)
         request = Request(next(self.ids), first, end, max_tokens, stop_tokens=stop)
         if captures:
             request.capture = (POINT,)
-            request.seen_from = min(first if prompt else now(first), session.edited_from)
+            request.seen_from = min(first if prompt else now(first), session.due_from)
         wanted = request.seen_from
+        about = shadow.hit.position if resumes and shadow.hit else now(first)
+        request.resume_block = shadow.hit.block if resumes and shadow.hit else None
+        passed = -1 if request.resume_block is None else request.resume_block
+        request.stops = tuple(
+            Stop(block, about + after if block > passed else max(about + after, first)) for block, after in stops
+        )
+        stage = session.stage
         length = end + (1 if max_tokens else 0)
         if length > self.limit(session.model):
             with pytest.raises(PromptTooLong if length > MAX_CONTEXT else OutOfMemory):
                 self.scheduler.submit(session.id, request, prompt)
             return
         self.scheduler.submit(session.id, request, prompt)
+        assert session.stage is (stage if resumes else None)
         shadow.tokens += prompt
-        shadow.call = Call(request, first, end, max_tokens, stop, wanted)
+        shadow.hit = None
+        shadow.call = Call(request, first, end, max_tokens, stop, wanted, request.stops, resumes)
         self.lines[session.model].append(shadow)
 
     @rule(data=st.data())
@@ -351,19 +451,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- edits ------------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), value=VALUES, positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3))
-    def edit(self, data: st.DataObject, value: bytes, positions: frozenset[int] | None) -> None:
+    @rule(
+        data=st.data(),
+        value=VALUES,
+        block=BLOCKS,
+        positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3),
+    )
+    def edit(self, data: st.DataObject, value: bytes, block: int, positions: frozenset[int] | None) -> None:
         """From now on where no positions are given."""
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
         if shadow:
-            self.change(shadow, value, positions)
+            self.change(shadow, value, positions, block)
 
-    def change(self, shadow: Shadow, value: bytes, positions: frozenset[int] | None) -> None:
+    def change(self, shadow: Shadow, value: bytes, positions: frozenset[int] | None, block: int = 1) -> None:
         number, at = next(self.ids), now(len(shadow.tokens))
         extents = tuple(Extent(p, p + 1) for p in sorted(positions)) if positions else (Extent(at),)
-        self.scheduler.edit(shadow.session.id, Edit(number, (POINT,), "add", extents, rows=1, values=value))
-        shadow.changes[number] = Change(value, positions or frozenset(), None if positions else at)
-        assert shadow.session.edited_from <= extents[0].start
+        self.scheduler.edit(
+            shadow.session.id, Edit(number, (Point("resid", block),), "add", extents, rows=1, values=value)
+        )
+        shadow.changes[number] = Change(value, block, positions or frozenset(), None if positions else at)
+        assert shadow.session.due_from <= extents[0].start
 
     @rule(value=VALUES, positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3))
     def edit_all(self, value: bytes, positions: frozenset[int] | None) -> None:
@@ -417,6 +524,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = {row.session for row in batch.rows}
         reads = any(row.count > 1 or row.end < len(row.session.tokens) for row in batch.rows)
         is_lost = self.scheduler.residence(batch.model).paging.host is None
+        if places.any_stops:
+            self.check_who_was_left_out(batch, served)
+            return
         assert served & places.firsts or (is_lost and reads), "the first of the order does not go on"
         if not self.has_pages_for_all(batch.model):
             return
@@ -429,6 +539,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             ):
                 places_served = [session in served for session in part if session is not places.aged]
                 assert places_served == sorted(places_served, reverse=True), "one was overtaken"
+
+    def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:
+        """Where there is room, nobody, unless somebody waits for a step apart, for whom room was kept."""
+        apart = self.scheduler._queues[batch.model].composer._apart
+        if self.has_pages_for_all(batch.model) and not self.is_full(batch) and not apart:
+            assert len(served) == len(self.lines[batch.model]), "there is room, and somebody was left out"
 
     def check_batch(self, batch: Batch) -> None:
         line = {shadow.session for shadow in self.lines[batch.model]}
@@ -444,9 +560,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_row(self, row: Row) -> None:
         shadow = self.shadows[row.session.id]
         assert shadow.call and row.request is shadow.call.request and row.request.state is RequestState.RUNNING
-        assert row.count >= 1 and row.start == row.session.computed and row.end <= len(shadow.tokens)
-        assert (row.first_block, row.last_block) == (0, NUM_BLOCKS)
-        assert row.samples == (row.end == len(shadow.tokens) and shadow.call.max_tokens > 0)
+        assert row.count >= 1 and row.start == row.session.next_position and row.end <= len(shadow.tokens)
+        stage, stop = row.session.stage, shadow.call.next_stop(len(shadow.tokens))
+        assert row.stage is stage and row.first_block == (0 if stage is None else stage.first)
+        if stop is None or row.start < stop.position:
+            assert row.last_block == NUM_BLOCKS and (stop is None or row.end <= stop.position)
+        else:
+            assert stage is not None and row.last_block == stage.last == stop.block
+            assert row.session.computed == stop.position
+        assert row.samples == (row.end == len(shadow.tokens) and shadow.call.max_tokens > 0 and stop is None)
 
     def is_full(self, batch: Batch) -> bool:
         return batch.tokens == self.scheduler.max_batch_tokens or len(batch.rows) == self.scheduler.max_rows
@@ -457,24 +579,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sum(kv.pages_for(len(shadow.tokens)) for shadow in mine) <= kv.pool.capacity
 
     def run(self, batch: Batch) -> None:
-        """The device: zeroes, writes the KV of each row, and reads all that stands before it."""
+        """The device: zeroes, goes on from what waits, writes the KV of each row, block by block and each block once,
+        and reads all that stands before it."""
         kv, memory = self.kv[batch.model], self.device[batch.model]
         for page in kv.take_stale():
             for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
                 memory.pop(slot, None)
         for row in batch.rows:
             shadow = self.shadows[row.session.id]
-            for position, slot in enumerate(kv.slots(row.session.id, row.start, row.count).tolist(), row.start):
+            name, blocks = row.session.id, range(row.first_block, row.last_block)
+            for position, slot in enumerate(kv.slots(name, row.start, row.count).tolist(), row.start):
                 assert kv.may_write(slot // kv.page_size), "a session writes into a page that others hold, or find"
-                memory[slot] = shadow.written(position)
-            for position, slot in enumerate(kv.slots(row.session.id, 0, row.end).tolist()):
-                expected = shadow.written(position)
-                assert memory.get(slot) == expected, f"{row.session.id} reads {memory.get(slot)} at {position}"
+                if row.first_block == 0:
+                    memory[slot] = {}
+                elif self.waiting.pop((name, position)) != (before := self.before(shadow, position, row.first_block)):
+                    raise AssertionError(f"{name} does not go on from {before} at {position}")
+                assert memory[slot].keys() == set(range(row.first_block)), "a block is left out, or run again"
+                memory[slot] |= {block: shadow.written(position, block) for block in blocks}
+                if row.stage is not None and row.stage.last <= NUM_BLOCKS:
+                    self.waiting[name, position] = self.before(shadow, position, row.stage.last)
+            for position, slot in enumerate(kv.slots(name, 0, row.end).tolist()):
+                for block in blocks:
+                    read, expected = memory.get(slot, {}).get(block), shadow.written(position, block)
+                    assert read == expected, f"{name} reads {read} at {position} in block {block}"
         for row in batch.rows:
             for page in kv.pages_of(row.session.id):
                 slots = range(page * kv.page_size, (page + 1) * kv.page_size)
-                tenants = {memory[slot].tenant for slot in slots if slot in memory}
+                tenants = {written.tenant for slot in slots for written in memory.get(slot, {}).values()}
                 assert tenants <= {row.session.tenant}, f"page {page} of {row.session.id} holds another's KV"
+
+    def before(self, shadow: Shadow, position: int, block: int) -> tuple[int, Written | None]:
+        """What waits before that block: what the block before gave, as no edit there has seen it yet."""
+        return block, shadow.written(position, block - 1) if block else None
 
     @precondition(lambda self: self.in_step is not None)
     @rule(data=st.data())
@@ -493,24 +629,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             shadow = self.shadows.get(row.session.id)
             if shadow is None or call is None or shadow.call is not call:
                 continue  # its request has ended since
+            if row.session.stage is not row.stage:
+                continue  # its stage has been dropped since
             if len(shadow.tokens) == call.prompt_end:
                 call.computed += row.count
             call.seen.update(range(row.start, row.end))
             reason = self.outcome(shadow, row, token)
             if reason:
                 expected.append((shadow, reason))
-        self.now += STEP_S
+        seconds = seconds_of(batch.model, batch.tokens)
+        self.now += seconds
         self.scheduler.tick(self.now)
-        finished = self.scheduler.complete(batch, next_tokens, STEP_S)
+        finished = self.scheduler.complete(batch, next_tokens, seconds)
         for (shadow, reason), request in zip(expected, finished, strict=True):
             assert shadow.call
             generated = len(shadow.tokens) - shadow.call.prompt_end
             wanted = range(shadow.call.wanted, shadow.call.prompt_end + max(generated - 1, 0))
             assert shadow.call.seen.issuperset(wanted), "what was to be captured was not run"
+            assert request.stopped == (shadow.hit if reason == "breakpoint" else None)
             self.ended(shadow, request, reason)
 
     def outcome(self, shadow: Shadow, row: Row, token: int | None) -> str | None:
         assert shadow.call
+        stop = shadow.call.next_stop(len(shadow.tokens))
+        if stop is not None and row.start >= stop.position:
+            if row.end < len(shadow.tokens):
+                return None
+            shadow.hit, shadow.hit_end = stop, len(shadow.tokens)
+            return "breakpoint"
         if token is None:
             return "length" if shadow.call.max_tokens == 0 and row.end == len(shadow.tokens) else None
         shadow.tokens.append(token)
@@ -560,20 +706,36 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Nobody starves: left alone, every request that is not held ends within a bounded number of steps, and so do
-        the held ones once they are released. Then closing the sessions gives back every page."""
+        the held ones once they are released; and then all that stop, and go on, and stop again. Then closing the
+        sessions gives back every page."""
         if not hasattr(self, "scheduler"):
             return
         if self.in_step:
             self.fail()
         for _ in ("with some held", "with all released"):
-            self.run_quietly(sum(shadow.work() for line in self.lines.values() for shadow in line))
-            assert not any(self.lines.values()), f"these starve: {self.lines}"
+            self.run_to_the_end()
             for shadow in self.shadows.values():
                 if shadow.call:
                     self.release_call(shadow, shadow.call)
+        for number, shadow in enumerate(list(self.shadows.values())[:6]):
+            block = 1 + number % NUM_BLOCKS
+            self.start(shadow, [QUIET] * 3, 2, frozenset(), stops=[(block, 1), (NUM_BLOCKS, 0)])
+        for block in (2, NUM_BLOCKS):
+            self.run_to_the_end()
+            for shadow in self.shadows.values():
+                if shadow.may_resume:
+                    self.edit_what_waits(shadow)
+                    self.start(shadow, [], 1, frozenset(), stops=[(block, 1)], resumes=True)
+        self.run_to_the_end()
         for name in self.shadows:
             self.scheduler.close(name)
         assert [kv.pool.used for kv in self.kv.values()] == [0, 0]
+
+    def run_to_the_end(self) -> None:
+        for _ in range(sum(shadow.work() for line in self.lines.values() for shadow in line)):
+            if any(self.lines.values()):
+                self.run_quietly(1)
+        assert not any(self.lines.values()), f"these starve: {self.lines}"
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -52,11 +52,11 @@ class Life:
     tenant: int
     tokens: list[int] = field(default_factory=list)
     edits: tuple[Edit, ...] = ()
-    edited_from: int = FOREVER
+    due_from: int = FOREVER
     call: Call | None = None
     paused: bool = False
     held: bool = False
-    was: tuple[int, int] = (0, FOREVER)  # tokens and edited_from before the call
+    was: tuple[int, int] = (0, FOREVER)  # tokens and due_from before the call
 
 
 class Lives:
@@ -112,9 +112,9 @@ class Lives:
         points = choice.sample(EVERY, choice.randint(1, 3)) if choice.random() < 0.5 else []
         if not length or not (tokens or max_tokens or points):
             return
-        first = min(len(life.tokens) if tokens else now(len(life.tokens)), life.edited_from)
+        first = min(len(life.tokens) if tokens else now(len(life.tokens)), life.due_from)
         run = self.engine.run_message(life.name, tokens, max_tokens, capture=points)
-        life.was = len(life.tokens), life.edited_from
+        life.was = len(life.tokens), life.due_from
         life.tokens += tokens
         life.call = Call(run.request, length, max_tokens, points, first)
         self.engine.send(run)
@@ -139,7 +139,7 @@ class Lives:
             more = {}
         edit = an_edit(op, points, extents, v, **more)  # type: ignore[arg-type]
         life.edits += (edit,)
-        life.edited_from = min(life.edited_from, edit.first)
+        life.due_from = min(life.due_from, edit.first)
         self.engine.edit(life.name, edit)
 
     def end(self, life: Life) -> None:
@@ -149,7 +149,7 @@ class Lives:
         numbers = self.choice.sample(unended, self.choice.randint(1, len(unended)))
         at = now(len(life.tokens))
         if any(each.end > at for edit in life.edits if edit.number in numbers for each in edit.extents):
-            life.edited_from = min(life.edited_from, at)
+            life.due_from = min(life.due_from, at)
         life.edits = ended(life.edits, numbers, at)
         self.engine.send(messages.EndEdits(life.name, numbers, at))
 
@@ -157,7 +157,7 @@ class Lives:
         if len(self.lives) >= self.most:
             return
         self.count += 1
-        child = Life(f"s{self.count}", life.tenant, list(life.tokens), life.edits, life.edited_from)
+        child = Life(f"s{self.count}", life.tenant, list(life.tokens), life.edits, life.due_from)
         self.lives[child.name] = child
         self.engine.send(messages.Fork(child.name, life.name, "agent"))
 
@@ -261,12 +261,12 @@ class Lives:
         if isinstance(message, messages.Failed):
             assert message.code == "out_of_memory" and message.data["needed"] > message.data["free"], message
             del life.tokens[life.was[0] :]
-            life.edited_from = life.was[1]
+            life.due_from = life.was[1]
             return
         if message.length != len(life.tokens):
             assert call.ends == "halt" and message.length > len(life.tokens), (message, call, life)
             self.engine.send(messages.Truncate(life.name, len(life.tokens)))
-        life.edited_from = FOREVER
+        life.due_from = FOREVER
         self.check(life, call, message)
 
     def of(self, request: int) -> Life | None:

@@ -2,9 +2,9 @@
 
 It computes nothing. The token at position p of any session is `story[p % len(story)]`, so that every test knows what a
 session must hold. An edit of position p - 1 shifts that by its number, and so it does what is captured there: the
-position, in all columns. What the engine is to do otherwise is in a JSON file (`Script`), keyed by the first token of a
-prompt, so that one tenant can run into trouble beside others that do not. With `gate`, a FIFO, it takes a step for each
-byte that a test writes into it, and otherwise as fast as it can.
+position, in all columns. It stops before blocks as an engine does. What the engine is to do otherwise is in a JSON file
+(`Script`), keyed by the first token of a prompt, so that one tenant can run into trouble beside others that do not.
+With `gate`, a FIFO, it takes a step for each byte that a test writes into it, and otherwise as fast as it can.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import msgspec
 import posix_ipc
 
 from djinn_client.placing import ModelPlan, Placing
-from djinn_client.points import PointMap
+from djinn_client.points import Point, PointMap
 from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
 from djinn_client.shm import new_window
 from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, cut, ended
+from djinnd.core.stops import Stop, next_stop
 from djinnd.messages import MAX_FRAME
 from djinnd.server.arena_header import HEADER_BYTES
 
@@ -76,8 +77,11 @@ class Session:
     priority: str = ""  # that it was given while it was open
     is_started: bool = False
     edits: tuple[Edit, ...] = ()
-    edited_from: int = FOREVER
+    due_from: int = FOREVER
     seen_from: int = 0  # by what the run captures
+    computed: int = 0
+    stage: int = 0  # before which block the last run has stopped
+    stops: tuple[Stop, ...] = ()  # the run's
 
 
 class Engine:
@@ -151,6 +155,12 @@ class Engine:
             if run.logits:
                 self.answer_logits(session)
                 continue
+            stop = next_stop(session.stops, len(session.tokens))
+            if stop is not None:
+                session.computed, session.stage = stop.position, stop.block
+                ended_runs.append((name, "breakpoint"))
+                continue
+            session.computed = len(session.tokens)
             if not run.max_tokens:
                 ended_runs.append((name, "length"))
                 continue
@@ -199,19 +209,24 @@ class Engine:
         generated = len(session.tokens) - session.prompt_end
         computed = session.prompt_end - session.first
         finished = messages.Finished(run.request, reason, len(session.tokens), generated, computed)  # type: ignore[arg-type]
-        if run.capture:
-            self.send_captured(finished, session, run)
+        if reason == "breakpoint":
+            finished.stopped, session.seen_from = session.stage, session.computed
+            self.send_captured(finished, session, [Point("resid", session.stage)], finished.length - session.computed)
+        elif run.capture:
+            positions = finished.length - session.seen_from - (generated > 0)
+            self.send_captured(finished, session, run.capture, positions, max(run.max_tokens - 1, 0))
         else:
             self.send(finished)
 
-    def send_captured(self, finished: messages.Finished, session: Session, run: messages.Run) -> None:
+    def send_captured(
+        self, finished: messages.Finished, session: Session, seen: list[Point], positions: int, more: int = 0
+    ) -> None:
         """float32, with room for all that it might have been; also of one that was cancelled."""
         points = self.models[session.model].points
-        assert points is not None and len(set(run.capture)) == len(run.capture)
-        first, generated = session.seen_from, finished.generated
-        positions = finished.length - first - (generated > 0)
-        room = session.prompt_end - first + max(run.max_tokens - 1, 0)
-        widths = [points.width_at(point) for point in run.capture]
+        assert points is not None and len(set(seen)) == len(seen)
+        first = session.seen_from
+        room = max(positions, session.prompt_end - first + more)
+        widths = [points.width_at(point) for point in seen]
         offsets = [4 * room * sum(widths[:index]) for index in range(len(widths))]
         nbytes = 4 * room * sum(widths)
         fd = new_window("djinnd-captured", nbytes)
@@ -420,28 +435,31 @@ class Engine:
             message.tokens,
             paused="host" * message.paused,
             edits=message.edits,
-            edited_from=message.edited_from,
+            due_from=message.due_from,
         )
 
     def on_fork(self, message: messages.Fork) -> None:
         parent = self.sessions[message.parent]
         assert message.session not in self.sessions and parent.run is None
         self.sessions[message.session] = Session(
-            parent.model, parent.tenant, list(parent.tokens), edits=parent.edits, edited_from=parent.edited_from
+            parent.model, parent.tenant, list(parent.tokens), edits=parent.edits, due_from=parent.due_from
         )
+        self.sessions[message.session].computed = parent.computed
 
     def on_addedit(self, message: messages.AddEdit) -> None:
         session = self.sessions[message.session]
         assert session.run is None and message.edit.number > max((edit.number for edit in session.edits), default=0)
         session.edits = (*session.edits, message.edit)
-        session.edited_from = min(session.edited_from, message.edit.first)
+        session.due_from = min(session.due_from, message.edit.first)
+        session.computed = min(session.computed, message.edit.first)
 
     def on_endedits(self, message: messages.EndEdits) -> None:
         session = self.sessions[message.session]
         assert session.run is None and message.edits
         assert all(not edit.over for edit in session.edits if edit.number in message.edits)
         session.edits = ended(session.edits, message.edits, message.at)
-        session.edited_from = min(session.edited_from, message.at)
+        session.due_from = min(session.due_from, message.at)
+        session.computed = min(session.computed, message.at)
 
     def on_close(self, message: messages.Close) -> None:
         session = self.sessions[message.session]
@@ -458,7 +476,12 @@ class Engine:
         session.tokens += run.tokens
         session.prompt_end = len(session.tokens)
         again = session.first if run.tokens else max(session.first - 1, 0)
-        session.seen_from, session.edited_from = min(again, session.edited_from), FOREVER
+        session.seen_from, session.due_from = min(again, session.due_from), FOREVER
+        session.computed = min(session.computed, again)
+        session.stops = tuple(run.stops)
+        if run.resume_block is not None:
+            assert not run.tokens and not run.capture
+            assert all(stop.block > run.resume_block or stop.position >= session.first for stop in run.stops)
 
     def on_cancelrun(self, message: messages.CancelRun) -> None:
         for session in self.sessions.values():
@@ -480,6 +503,7 @@ class Engine:
         session = self.sessions[message.session]
         assert session.run is None and message.length <= len(session.tokens)
         del session.tokens[message.length :]
+        session.computed = min(session.computed, message.length)
         session.edits = cut(session.edits, message.length)
 
     def on_signal(self, message: messages.Signal) -> None:

@@ -14,16 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from djinn_client.breakpoints import BreakpointInfo
 from djinn_client.protocol import (
+    AddBreakpoint,
     AddEdit,
     AttachSession,
+    BreakpointAdded,
+    Breakpoints,
     Done,
     EditAdded,
     Edits,
+    EndBreakpoints,
     EndEdits,
     Failure,
     Generate,
     Generated,
+    ListBreakpoints,
     ListEdits,
     ListSessions,
     OpenSession,
@@ -87,6 +93,20 @@ class Steered(Wire):
         reply = self.ask(ListEdits(id=5, session=self.session))
         assert isinstance(reply, Edits), reply
         return reply
+
+    def stop_at(self, point: str = "blocks.3", **fields: Any) -> Any:
+        """A breakpoint's number; or the refusal."""
+        reply = self.ask(AddBreakpoint(id=10, session=self.session, point=point, **fields))
+        return reply.breakpoint if isinstance(reply, BreakpointAdded) else reply
+
+    def no_stop(self, *numbers: int) -> Any:
+        """Without numbers: at none any more."""
+        return self.ask(EndBreakpoints(id=11, session=self.session, breakpoints=list(numbers) if numbers else None))
+
+    def breakpoints(self) -> list[BreakpointInfo]:
+        reply = self.ask(ListBreakpoints(id=12, session=self.session))
+        assert isinstance(reply, Breakpoints), reply
+        return reply.breakpoints
 
     def spans(self) -> dict[int, list[tuple[int, int | None]]]:
         return {info.id: info.spans for info in self.edits().edits}

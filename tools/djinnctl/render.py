@@ -36,6 +36,7 @@ STYLES = {
     "queued": "yellow",
     "held": "yellow",
     "arriving": "yellow",
+    "stopped": "magenta",
     "paused": "magenta",
     "asleep": "magenta",
     "warn": "yellow",

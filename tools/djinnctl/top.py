@@ -11,7 +11,7 @@ from djinn_client import Client, SessionInfo, StatusReply
 from djinnctl import render
 from djinnctl.units import count
 
-BUSIEST = ("running", "held", "arriving", "queued", "idle", "waiting", "paused", "detached")
+BUSIEST = ("running", "held", "arriving", "queued", "idle", "stopped", "waiting", "paused", "detached")
 
 
 class Glance(msgspec.Struct):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from djinn_client import tensors
+from djinn_client.breakpoints import HitInfo
 from djinn_client.cache import Cache, mapped
 from djinn_client.edits import Captured, CapturedPoint
-from djinn_client.errors import ProtocolError
+from djinn_client.errors import InvalidRequest, ProtocolError
 from djinn_client.points import PointMap
 from djinn_client.protocol import Generated, Timings, Usage
 from djinn_client.shm import new_window
@@ -106,6 +107,36 @@ def test_two_names_of_a_point_are_one_point() -> None:
     found = Cache(*mapped(reply, [window()]), reply, POINTS)
     assert len(found) == 1 and list(found) == ["blocks.1"]
     assert found["model.layers.1"] is found["blocks.1"]
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_checkpoint_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch, has_torch: bool) -> None:
+    """And its activation is the memory of what was captured."""
+    if not has_torch:
+        monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+    there = cache()
+    whole, part = there.checkpoint("model.layers.1"), there.checkpoint("blocks.1", 12)
+    assert whole.info == HitInfo(breakpoint=None, point="model.layers.1", block=2, first=10, end=13, prompt_end=13)
+    assert part.info == HitInfo(breakpoint=None, point="blocks.1", block=2, first=10, end=12, prompt_end=12)
+    assert (whole.layer, whole.positions, part.positions) == (1, range(10, 13), range(10, 12))
+    assert whole.activation.shape == (1, 3, 4) and part.activation.shape == (1, 2, 4)
+    there["blocks.1"][0, 1] = 7
+    for each in (whole, part):
+        values = each.values(None, [1])
+        assert (values.dtype, values.rows, values.data) == ("float32", 1, np.full(4, 7, np.float32).tobytes())
+
+
+def test_what_is_no_checkpoint() -> None:
+    there = cache()
+    with pytest.raises(KeyError, match="was not captured"):
+        there.checkpoint("blocks.0")
+    with pytest.raises(InvalidRequest, match="logits is no such point"):
+        there.checkpoint("logits")
+    for end in (10, 14):
+        with pytest.raises(InvalidRequest, match=f"positions 10 to 12, not at {end}"):
+            there.checkpoint("blocks.1", end)
+    with pytest.raises(InvalidRequest, match="of a model that is loaded"):
+        cache(points=None).checkpoint("blocks.1")
 
 
 def test_where_the_model_is_gone_names_are_those_that_were_asked_for() -> None:

@@ -138,6 +138,13 @@ def test_who_waits_when_the_model_goes_is_told_the_rest(engine: Engine) -> None:
     assert len(engine.runner.captures) == 0
 
 
+def test_who_waits_for_a_hit_when_the_model_goes_has_none(engine: Engine) -> None:
+    request = engine.begin()
+    engine.deliveries.ended(request, messages.Finished(request.id, "breakpoint", 9, 4, 5, stopped=2))
+    engine.deliveries.abandon(engine.runner)  # type: ignore[arg-type]
+    assert engine.turns() == [(messages.Finished(request.id, "cancelled", 9, 4, 5), [])]
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_window_that_cannot_be_had_fails_the_request(
     engine: Engine, has_ended: bool, monkeypatch: pytest.MonkeyPatch

@@ -186,10 +186,12 @@ def test_rows_that_are_touched_inside_of_blocks_leave_graphs_to_the_others(
     replays, passes = [], []
 
     class Graphs(StepGraphs):
-        def run(self, shape: Shape, picks: int, probe: Probe | None = None) -> Tensor | None:
+        def run(
+            self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
+        ) -> Tensor | None:
             assert probe is None or is_between_blocks(probe)
             replays.append(shape)
-            return super().run(shape, picks, probe)
+            return super().run(shape, picks, probe, blocks)
 
     with Engine() as engine:
         engine.loaded(FOLDER, placing=placing)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from djinn_client.points import Point
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
@@ -67,6 +68,39 @@ def test_logits_are_of_the_tokens_that_were_picked(model: PagedModel, device: Cp
     inputs.send()
     hidden = model.forward(inputs, max_query=8, max_kv=8, fresh=True)
     torch.testing.assert_close(model.logits(hidden, inputs.picks(2)), whole[[6, 1]])
+
+
+class Handing:
+    """A probe that keeps what is at the end of one part of the blocks, and puts it where the next begins."""
+
+    def __init__(self, *points: Point, given: Tensor | None = None) -> None:
+        self.points = frozenset(points)
+        self.given = given
+        self.seen: dict[Point, Tensor] = {}
+
+    def at(self, point: Point, value: Tensor) -> None:
+        self.seen[point] = value.clone()
+        if self.given is not None:
+            value.copy_(self.given)
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_blocks_in_two_parts_are_the_blocks(model: PagedModel, device: CpuDevice, block: int) -> None:
+    """And where a part begins, there is what the prologue gives."""
+    tokens, boundary = random_prompt(7, 512, 1), Point("resid", block)
+    inputs = StepInputs(device, 7, 1, 2)
+    fill(inputs, [(tokens, 0, [5, 6])], PAGE)
+    inputs.host["picks"][:] = range(7)
+    inputs.send()
+    whole, first = Handing(Point("resid"), boundary), Handing(*(Point("resid", b) for b in range(5)))
+    how = {"max_query": 7, "max_kv": 7, "fresh": False}
+    expected = model.forward(inputs, probe=whole, **how)  # type: ignore[arg-type]
+    half = model.forward(inputs, probe=first, blocks=range(block), **how)  # type: ignore[arg-type]
+    assert torch.equal(half, whole.seen[boundary])
+    assert list(first.seen) == [Point("resid", b) for b in range(block + 1)]
+    second = Handing(boundary, given=half)
+    assert torch.equal(model.forward(inputs, probe=second, blocks=range(block, 4), **how), expected)  # type: ignore[arg-type]
+    assert torch.equal(second.seen[boundary], whole.seen[Point("resid")])
 
 
 def test_each_block_has_its_own_part_of_a_page(model: PagedModel, device: CpuDevice) -> None:

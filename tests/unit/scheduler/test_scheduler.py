@@ -750,14 +750,14 @@ def test_an_edit_has_what_it_changes_computed_anew() -> None:
     daemon.step()
     assert session.computed == 11
     daemon.scheduler.edit("a", edit(1, Extent(11)))
-    assert (session.computed, session.edited_from) == (11, 11)
+    assert (session.computed, session.due_from) == (11, 11)
     daemon.scheduler.edit("a", edit(2, Extent(5, 6), Extent(8, 9)))
-    assert (session.computed, session.edited_from) == (5, 5)
+    assert (session.computed, session.due_from) == (5, 5)
     daemon.scheduler.end_edits("a", [2], 9)
     assert (session.computed, [each.over for each in session.edits]) == (5, [False, True])
     daemon.submit("a", prompt=0, max_tokens=1)
     batch, _ = daemon.step()
-    assert (batch.rows[0].start, batch.rows[0].end, session.edited_from) == (5, 12, FOREVER)
+    assert (batch.rows[0].start, batch.rows[0].end, session.due_from) == (5, 12, FOREVER)
     daemon.scheduler.end_edits("a", [1], 12)
     assert (session.computed, session.edits[0].extents) == (12, (Extent(11, 12),))
 
@@ -785,7 +785,7 @@ def test_a_fork_has_its_parent_s_edits() -> None:
     daemon.scheduler.edit("a", edit(1, Extent(6)))
     daemon.scheduler.fork("a", "b", "agent")
     child = daemon.scheduler.session("b")
-    assert (child.edits, child.edited_from, child.computed) == (parent.edits, 6, 6)
+    assert (child.edits, child.due_from, child.computed) == (parent.edits, 6, 6)
     daemon.scheduler.end_edits("a", [1], 10)
     assert child.edits == (edit(1, Extent(6)),)
 
@@ -795,9 +795,9 @@ def test_a_call_that_failed_leaves_what_was_edited_to_the_next() -> None:
     session = daemon.open("a", tokens=10)
     daemon.scheduler.edit("a", edit(1, Extent(3, 4)))
     daemon.scheduler.rollback(daemon.submit("a", prompt=2).id)
-    assert session.edited_from == 3
+    assert session.due_from == 3
     daemon.scheduler.cancel(daemon.submit("a", prompt=2).id)
-    assert session.edited_from == FOREVER
+    assert session.due_from == FOREVER
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "seen_from"), [(3, 0, 10), (0, 0, 9), (0, 2, 4), (3, 2, 4)])

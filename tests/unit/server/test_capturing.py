@@ -25,7 +25,7 @@ MODEL = ModelInfo(name="m", path="/m", vocab=1 << 16, max_context=1 << 20, point
 @dataclass
 class FakeSession:
     tokens: list[int] = field(default_factory=list)
-    edited_from: int = FOREVER
+    due_from: int = FOREVER
 
 
 def capturing(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
@@ -65,7 +65,7 @@ def test_a_gibibyte_a_call_with_the_figure_and_the_remedy():
     assert rows(prompt_tokens=most + 1, max_tokens=0) == 1
     assert rows(prompt_tokens=most, max_tokens=2) == 1
     assert rows(prompt_tokens=0, session=FakeSession([1] * 5), max_tokens=most + 1) == 1
-    assert rows(prompt_tokens=most, session=FakeSession([1] * 5, edited_from=2), max_tokens=0) == 3
+    assert rows(prompt_tokens=most, session=FakeSession([1] * 5, due_from=2), max_tokens=0) == 3
     with pytest.raises(InvalidRequest, match="1 points of 524,289 positions are 1,073,743,872 bytes of bfloat16"):
         capturing(prompt_tokens=most + 1, max_tokens=0)
 

@@ -29,10 +29,10 @@ def request(**fields):
     return AddEdit(id=1, session="s", **given)
 
 
-def edit(tokens=10, salted=False, edits=None, **fields):
+def edit(tokens=10, fixed=0, edits=None, **fields):
     asked = request(**fields)
     edit_admission.check_form(asked)
-    return edit_admission.edit_of(asked, edits or EditList(), tokens, salted, MODEL)
+    return edit_admission.edit_of(asked, edits or EditList(), tokens, fixed, MODEL)
 
 
 def test_from_now_on_is_where_the_next_token_is_chosen():
@@ -121,10 +121,10 @@ def test_what_may_not_be_asked(fields, words):
 
 
 def test_what_a_client_computed_cannot_be_edited():
-    assert edit(salted=True).extents == (Extent(9),)
-    assert edit(salted=True, positions=[9, 20]).extents == (Extent(9, 10), Extent(20, 21))
+    assert edit(fixed=9).extents == (Extent(9),)
+    assert edit(fixed=9, positions=[9, 20]).extents == (Extent(9, 10), Extent(20, 21))
     with pytest.raises(InvalidRequest, match=r"came from a client .* position 8 cannot be edited, those from 9 on can"):
-        edit(salted=True, positions=[8, 9])
+        edit(fixed=9, positions=[8, 9])
 
 
 def filled(*made):

@@ -65,3 +65,28 @@ def test_no_bound_is_told_as_none():
     edits = EditList()
     edits.add(edit(1, Extent(0), low=-math.inf, high=2.0), ["a"])
     assert (edits.infos()[0].low, edits.infos()[0].high) == (None, 2.0)
+
+
+def test_a_patch_takes_the_place_of_earlier_ones_that_it_has_all_of():
+    def patch(number, *extents, points=(3,), op="replace"):
+        return Edit(number, tuple(Point("resid", block) for block in points), op, extents)
+
+    edits = EditList()
+    for number, each in enumerate(
+        (
+            patch(1, Extent(4, 7)),
+            patch(2, Extent(4, 8)),
+            patch(3, Extent(5, 6), points=(3, 4)),
+            patch(4, Extent(4, 7), op="add"),
+            patch(5, Extent(5)),
+            patch(6, Extent(4, 5), Extent(6, 7)),
+        ),
+        1,
+    ):
+        edits.add(each, [f"p{number}"])
+    assert edits.replaced_by(patch(7, Extent(4, 7))) == [1, 6]
+    assert edits.replaced_by(patch(7, Extent(0, 9), points=(2, 3, 4))) == [1, 2, 3, 6]
+    assert edits.replaced_by(patch(7, Extent(0, 5), Extent(5, 9))) == [6], "none of its spans has all of 1"
+    assert edits.replaced_by(patch(7, Extent(4, 7), op="add")) == []
+    assert [edit.number for edit in edits.without([1, 6]).edits] == [2, 3, 4, 5]
+    assert edits.without([1]).nbytes == edits.nbytes - 3 * PART_BYTES

@@ -112,6 +112,25 @@ def test_a_fork_has_its_parent_s_edits_and_then_its_own(tenant):
     assert tenant.ask(CloseSession(id=9, session=fork.id)) == Done(id=9)
 
 
+def test_the_same_patched_again_and_again_is_one_edit(serve):
+    """As a client does that goes back to a hit: it needs no room for those before."""
+    daemon = serve(Script(story=STORY), limits={"edits_per_session": 2, "edit_bytes_per_session": 1200})
+    with Steered(daemon.address) as tenant:
+        tenant.generate(3, [5, 6, 7])
+        patch = {"op": "replace", "positions": [1, 2], "rows": 2, "values": VECTOR * 2}
+        assert tenant.add() == 1
+        assert [tenant.add(**patch) for _ in range(4)] == [2, 3, 4, 5]
+        assert tenant.spans() == {1: [(5, None)], 5: [(1, 3)]}
+        assert tenant.add(op="replace").code == "quota_exceeded"
+        tenant.cut(2)
+        assert tenant.generate(2) == told(5, 6, start=2), "the engine has one of them, too"
+    os.kill(daemon.process.pid, signal.SIGKILL)
+    daemon.process.wait()
+    daemon.__enter__()
+    with Steered(daemon.address, tenant.session) as again:
+        assert again.spans() == {1: [(2, None)], 5: [(1, 3)]}
+
+
 REFUSED = [
     ({"points": ["blocks.8"]}, "no point 'blocks.8'"),
     ({"points": []}, "name the points"),

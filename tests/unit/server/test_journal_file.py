@@ -10,9 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.points import Point
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.server import journal_file
+from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.socket_path import StartError
@@ -124,7 +127,7 @@ def make_older(folder: Path, version: int, *lacking: str) -> None:
 def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
     """As a djinnd that knew no public prefixes has left it."""
     write(tmp_path, [ONE, Extended("one", 0, [1, 2])], [Extended("one", 2, [3])])
-    make_older(tmp_path, 1, "prefix", "edit", "edit_count")
+    make_older(tmp_path, 1, "prefix", "edit", "edit_count", "breakpoint")
     for _ in range(2):
         file = JournalFile(str(tmp_path))
         assert [session.tokens.tolist() for session in file.sessions()] == [[1, 2, 3]]
@@ -211,10 +214,49 @@ def test_values_count_as_what_is_to_be_folded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "lacking"), [(1, ["prefix"]), (2, []), (3, [])])
 def test_a_journal_that_knew_no_edits_is_read_and_written(tmp_path: Path, version: int, lacking: list[str]) -> None:
     write(tmp_path, [ONE, Extended("one", 0, [1, 2])])
-    make_older(tmp_path, version, *lacking, "edit", "edit_count")
+    make_older(tmp_path, version, *lacking, "edit", "edit_count", "breakpoint")
     write(tmp_path, [added("one", 1, Extent(1))])
     assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
     assert kept(tmp_path) == {"one": [1, 2]}
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: Path, folds: bool) -> None:
+    one, two = Breakpoint(1, "blocks.1", 2, "decode", 3), Breakpoint(2, "a", 0, extents=(Extent(2, 4), Extent(9, 10)))
+    hit = HitInfo(breakpoint=2, point="a", block=0, first=2, end=4, prompt_end=4)
+
+    def found() -> dict[str, BreakpointList]:
+        file = JournalFile(str(tmp_path))
+        file.close()
+        file = JournalFile(str(tmp_path))  # of what it has folded, too
+        try:
+            return file.breakpoints()
+        finally:
+            file.close()
+
+    file = JournalFile(str(tmp_path))
+    for changes in (
+        [ONE, TWO, Broken("one", one), Broken("two", one)],
+        [Broken("one", two), Extended("one", 0, [7] * 4), Stopped("one", hit), Stopped("two", hit)],
+        [BreakpointsEnded("one", [1]), Stopped("two", None), Broken("gone", one)],
+    ):
+        file.append(changes)
+        if folds:
+            file.fold()
+    file.close()
+    assert found() == {"one": BreakpointList((two,), 2, hit), "two": BreakpointList((one,), 1)}
+    write(tmp_path, [Closed("one"), Stopped("one", hit)])
+    assert found() == {"two": BreakpointList((one,), 1)}
+
+
+def test_a_journal_that_knew_no_breakpoints_is_read_and_written(tmp_path: Path) -> None:
+    write(tmp_path, [ONE, added("one", 1, Extent(1))])
+    make_older(tmp_path, 4, "breakpoint")
+    write(tmp_path, [Broken("one", Breakpoint(1, "a", 3))])
+    assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
+    file = JournalFile(str(tmp_path))
+    assert [each.number for each in file.breakpoints()["one"].breakpoints] == [1]
+    file.close()
 
 
 def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
@@ -242,7 +284,7 @@ def test_another_version_is_left_alone(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StartError, match=f"has version 9 and this djinnd reads {journal_file.VERSION}"):
         JournalFile(str(tmp_path))
-    make_older(tmp_path, 2, "edit", "edit_count")
+    make_older(tmp_path, 2, "edit", "edit_count", "breakpoint")
     assert kept(tmp_path) == {"one": []}
 
 

@@ -12,6 +12,8 @@ from djinn_client.errors import DjinnError
 from djinn_client.protocol import Generate, Piece
 from djinnd.config import Quota
 from djinnd.messages import Finished, Truncate
+from djinnd.server.breakpoint_list import BreakpointList, Reach
+from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.detokenizer import Detokenizer
 from djinnd.server.latency import Latencies, SessionLatency
 from djinnd.server.queueing import Queue
@@ -57,6 +59,7 @@ class Stage:
                 frozenset(),
                 vocabulary,  # type: ignore[arg-type]
                 None,
+                CallBreakpoints([], None, Reach(1, 3, 3, 9), BreakpointList(), 8),
             )
 
     def end(self) -> None:

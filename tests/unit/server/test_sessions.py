@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import ModelNotFound, NotPermitted, QuotaExceeded, SessionBusy, SessionLost, SessionNotFound
 from djinn_client.points import Point
 from djinnd.config import Limits, Quota
@@ -209,7 +210,7 @@ def kept(name, **changes):
 def test_what_the_journal_has_begins_as_detached_and_counts(table):
     async def play():
         sessions, _ = table(sessions_per_user=2)
-        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {})
+        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {}, {})
         owner = FakeClient(1)
         first, second = sessions.visible(owner)
         assert first.tokens == [1, 2, 3] and first.journalled == 3
@@ -229,7 +230,7 @@ def test_what_the_journal_has_begins_as_detached_and_counts(table):
 def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table):
     async def play():
         sessions, _ = table()
-        sessions.restore([kept("a", shared=True)], {})
+        sessions.restore([kept("a", shared=True)], {}, {})
         (session,) = sessions
         assert sessions.of_model("m") == []
         with pytest.raises(ModelNotFound, match="m was a client's own and went"):
@@ -284,7 +285,7 @@ def test_who_is_still_at_work_gives_way_last(table):
 def test_what_a_restart_has_left_is_not_counted_as_detached(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
-        sessions.restore([kept(name) for name in "abc"], {})
+        sessions.restore([kept(name) for name in "abc"], {}, {})
         owner = FakeClient(1)
         sessions.open(owner, "m", "agent")
         sessions.detach(owner)
@@ -297,11 +298,11 @@ def test_what_a_restart_has_left_is_not_counted_as_detached(table):
 def test_time_to_live_counts_from_the_last_use(table):
     async def play():
         sessions, closed = table(session_ttl=100)
-        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {})
+        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {}, {})
         assert [session.id for session in closed] == ["old"]
         sessions.leave()
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)], {})
+        sessions.restore([kept("old", used=0)], {}, {})
         assert closed == []
         sessions.leave()
 
@@ -346,14 +347,14 @@ def test_what_becomes_of_edits_is_noted_and_so_is_from_where_kv_is_another(table
     session.journalled = 6
     session.add_edit(edit(1, 4), ["a"])
     session.add_edit(edit(2, 5), ["b"])
-    assert session.edited_from == 4
+    assert session.due_from == 4
     session.end_edits([2], 5)
     session.cut(5)
     session.cut(2)
     fork = sessions.fork(session, FakeClient(), None)
-    assert fork.edits == session.edits and fork.edits is not session.edits and fork.edited_from == 4
+    assert fork.edits == session.edits and fork.edits is not session.edits and fork.due_from == 4
     session.end_edits([1], 1)
-    assert session.edited_from == 1 and fork.edits.unended == [1]
+    assert session.due_from == 1 and fork.edits.unended == [1]
     assert [note for note in journal.noted if note[0].startswith("edit")] == [
         ("edited", session.id, 1, ["a"]),
         ("edited", session.id, 2, ["b"]),
@@ -375,6 +376,12 @@ def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(tab
     session.cut(1)
     session.add_edit(edit(2, 0), ["a"])
     session.end_edits([2], 0)
+    session.tokens += [2, 3, 4]
+    assert session.fixed == 3, "the last one is always computed"
+    session.stopped(HitInfo(breakpoint=1, point="a", block=1, first=1, end=4, prompt_end=4))
+    assert session.fixed == 1, "what has stopped came behind the client's"
+    session.cut(1)
+    assert session.fixed == 0
     fork = sessions.fork(session, client, None)
     assert fork.salt == b"salt" and fork.tokens == [1]
     assert session.is_servable and sessions.of_model("m") == [session, fork]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.weights.ring import Region, Ring, place_regions
+from tests.support.streams import TwoStreams
 from tests.support.troubled import TroubledDevice
 
 
@@ -91,6 +94,41 @@ def test_the_next_pass_s_first_blocks_travel_while_this_one_ends(device: Trouble
     assert scene.memory[:100].tolist() == [1] * 100
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("capacity", [100, 200, 250, 400])
+def test_turns_that_are_skipped_are_not_copied_but_for_those_that_were_queued(
+    device: TroubledDevice, capacity: int, prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(device, [100] * 4, capacity, prefetch=prefetch)
+    copied: list[int] = []
+    meet = device.meet
+
+    def noted(target: Tensor, source: Tensor) -> None:
+        copied.append(source.data_ptr())
+        meet(target, source)
+
+    monkeypatch.setattr(device, "meet", noted)
+    found = []
+    for before, taken, after in [(0, 4, 0), (3, 1, 0), (1, 2, 1), (0, 0, 4), (2, 2, 0), (0, 1, 3), (0, 4, 0)]:
+        scene.ring.skip(before)
+        scene.ring.check_integrity()
+        found += [scene.turn() for _ in range(taken)]
+        scene.ring.skip(after)
+        scene.ring.check_integrity()
+    assert found == [0, 1, 2, 3, 3, 1, 2, 2, 3, 0, 0, 1, 2, 3]
+    device.synchronize()
+    if not prefetch:
+        assert [source for source in copied if source] == [scene.blocks[k].data_ptr() for k in found]
+
+
+def test_what_comes_into_the_place_of_a_skipped_block_comes_after_it(device: TroubledDevice) -> None:
+    """Whose copy is still under way when the turn is skipped."""
+    device.delay = 0.01
+    scene = Scene(device, [100] * 3, 100)
+    scene.ring.skip(1)
+    assert [scene.turn() for _ in range(3)] == [1, 2, 0]
+
+
 def test_without_prefetch_nothing_is_copied_before_its_turn(device: TroubledDevice) -> None:
     scene = Scene(device, [100] * 4, 300, prefetch=False)
     device.synchronize()
@@ -153,3 +191,21 @@ def test_a_region_outside_of_the_memory_is_our_fault(device: TroubledDevice) -> 
         Ring(device, memory, [Region(0, 11)], lambda k: (memory, memory))
     with pytest.raises(AssertionError):
         place_regions([11], 10)
+
+
+def test_behind_a_skipped_block_a_copy_waits_for_who_computes_before_it() -> None:
+    """The third block lies over both others, and nobody computes with the second."""
+    streams, memory = TwoStreams(), torch.zeros(12, dtype=torch.uint8)
+    blocks = [torch.full((size,), k + 1, dtype=torch.uint8) for k, size in enumerate((6, 6, 12))]
+    regions = [Region(0, 6), Region(6, 12), Region(0, 12)]
+    targets = [memory[region.start : region.end] for region in regions]
+    ring = Ring(cast(Device, streams), memory, regions, lambda k: (targets[k], blocks[k]))
+    found: list[bool] = []
+    ring.take()
+    streams.launch(lambda: found.append(torch.equal(targets[0], blocks[0])))
+    ring.give_back()
+    ring.skip(1)
+    for _ in range(9):
+        streams.advance_copies()
+    streams.synchronize()
+    assert found == [True]

@@ -1,0 +1,44 @@
+"""Breakpoints of sessions are added, ended and told. The record has them, and the journal; each call brings the engine
+those that it may meet: see breakpoint_list.py."""
+
+from __future__ import annotations
+
+import logging
+
+from djinn_client import protocol
+from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
+from djinnd.server import breakpoint_admission
+from djinnd.server.client import Answer, Call
+from djinnd.server.models import Models
+from djinnd.server.sessions import SessionTable
+
+log = logging.getLogger("djinnd.server")
+
+
+class Breaking:
+    def __init__(self, sessions: SessionTable, models: Models) -> None:
+        self._sessions = sessions
+        self._models = models
+
+    async def add(self, call: Call, request: protocol.AddBreakpoint) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        with session.in_use(call):
+            info, _ = (await self._models.once_ready(session)).described
+            added = breakpoint_admission.breakpoint_of(request, session.breakpoints, info)
+            breakpoint_admission.check_room(added, session.breakpoints, self._sessions.limits)
+            session.add_breakpoint(added)
+        log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
+        return Answer(BreakpointAdded(id=call.id, breakpoint=added.number))
+
+    async def end(self, call: Call, request: protocol.EndBreakpoints) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.expect_idle()
+        numbers = breakpoint_admission.numbers_to_end(request, session.breakpoints)
+        if numbers:
+            session.end_breakpoints(numbers)
+        return Answer(Done(id=call.id))
+
+    async def list_breakpoints(self, call: Call, request: protocol.ListBreakpoints) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        infos = [each.info for each in session.breakpoints.breakpoints]
+        return Answer(Breakpoints(id=call.id, breakpoints=infos))

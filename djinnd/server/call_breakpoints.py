@@ -1,0 +1,59 @@
+"""What one call has to do with breakpoints: where it may stop, what it goes on from, and how its reply names a hit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from djinn_client.breakpoints import HitInfo
+from djinn_client.edits import Captured, CapturedPoint
+from djinn_client.protocol import Generate, ModelInfo
+from djinnd.core.stops import Stop
+from djinnd.messages import Capture, Finished
+from djinnd.server import breakpoint_admission
+from djinnd.server.breakpoint_list import BreakpointList, Reach
+from djinnd.server.sessions import SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CallBreakpoints:
+    """`resume_block`: the call goes on from where one has stopped before that block, if it does."""
+
+    stops: list[Stop]
+    resume_block: int | None
+    _reach: Reach
+    _breakpoints: BreakpointList  # which stay as they are while the call runs
+    _width: int
+
+    def hit(self, message: Finished) -> HitInfo:
+        assert message.stopped is not None and message.capture is not None
+        first, end = message.capture.first, message.length
+        met = self._breakpoints.met(message.stopped, end, self._reach)
+        return HitInfo(
+            breakpoint=met.number,
+            point=met.point,
+            block=message.stopped,
+            first=first,
+            end=end,
+            prompt_end=self._reach.prompt_end,
+        )
+
+    def told(self, capture: Capture, hit: HitInfo) -> Captured:
+        """To the client, of what came with the hit."""
+        return Captured(
+            dtype=capture.dtype,
+            first=hit.first,
+            positions=hit.end - hit.first,
+            room=capture.room,
+            nbytes=capture.nbytes,
+            points=[CapturedPoint(hit.point, self._width, capture.offsets[0])],
+        )
+
+
+def breakpoints_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> CallBreakpoints:
+    """Of a call that may run on the session. Raises InvalidRequest where it can not go on from a hit, and where it
+    could stop and must not."""
+    reach = breakpoint_admission.reach_of(request, prompt_tokens, session, model)
+    stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
+    assert model.points is not None
+    resume_block = None if reach.hit is None else reach.hit.block
+    return CallBreakpoints(stops, resume_block, reach, session.breakpoints, model.points.width)

@@ -1,0 +1,83 @@
+"""The breakpoints of sessions, and where they have stopped, in the journal's file: what happens to them, and a table.
+
+They are few and small, so a session's are one row, which is written anew when one of them changes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+import msgspec
+
+from djinn_client.breakpoints import HitInfo
+from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
+
+TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
+
+
+class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+    session: str
+    breakpoint: Breakpoint
+
+
+class BreakpointsEnded(msgspec.Struct, array_like=True, tag="breakpoints_ended", frozen=True):
+    session: str
+    numbers: list[int]
+
+
+class Stopped(msgspec.Struct, array_like=True, tag="stopped", frozen=True):
+    """The session's last call has ended there. None: it has gone on from there, or was cut."""
+
+    session: str
+    hit: HitInfo | None
+
+
+BreakpointChange = Broken | BreakpointsEnded | Stopped
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(BreakpointList)
+
+
+def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict[str, BreakpointList]:
+    """By session; of one only, or of all that have had any."""
+    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", ())
+    rows = db.execute(f"SELECT session, list FROM breakpoint {where}", values)
+    return {name: _decoder.decode(encoded) for name, encoded in rows}
+
+
+class BreakpointFold:
+    """The breakpoints of those sessions that one fold's changes are about. `exists`: see EditFold."""
+
+    def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
+        self._db = db
+        self._exists = exists
+        self._are: dict[str, BreakpointList] = {}
+        self._closed: list[tuple[str]] = []
+
+    def apply(self, change: BreakpointChange) -> None:
+        if not self._exists(change.session):
+            return
+        breakpoints = self._of(change.session)
+        match change:
+            case Broken(_, breakpoint):
+                breakpoints.add(breakpoint)
+            case BreakpointsEnded(_, numbers):
+                breakpoints.end(numbers)
+            case Stopped(_, hit):
+                breakpoints.hit = hit
+
+    def closed(self, session: str) -> None:
+        self._are.pop(session, None)
+        self._closed.append((session,))
+
+    def write(self) -> None:
+        """In the fold's transaction."""
+        self._db.executemany("DELETE FROM breakpoint WHERE session = ?", self._closed)
+        rows = [(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
+        self._db.executemany("INSERT OR REPLACE INTO breakpoint VALUES (?, ?)", rows)
+
+    def _of(self, session: str) -> BreakpointList:
+        if session not in self._are:
+            self._are[session] = read_breakpoints(self._db, session).get(session, BreakpointList())
+        return self._are[session]

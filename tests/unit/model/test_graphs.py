@@ -1,0 +1,107 @@
+"""The order in which a step's graphs are replayed, with graphs that are none: what each would do is done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from djinn_client.points import Point
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.graphs import Shape, StepGraphs, _Captured
+from djinnd.model.paged_model import PagedModel
+from tests.support.loaded import MEMORY, fill, load_weights, random_prompt
+from tests.support.models import reduced_model
+
+PAGE, TOKENS, BLOCKS = 4, 7, 4
+SHAPE = Shape(TOKENS, 1, TOKENS)
+
+
+class Graph:
+    """Work on fixed tensors."""
+
+    def __init__(self, replay: Callable[[], object]) -> None:
+        self.replay = replay
+
+
+class Seen:
+    """A probe that keeps what it is shown, and may put something else there at one boundary."""
+
+    def __init__(self, given_at: int = -1, given: Tensor | None = None) -> None:
+        self.points = frozenset(Point("resid", block) for block in range(BLOCKS + 1))
+        self.seen: dict[int, Tensor] = {}
+        self._given = {given_at: given}
+
+    def at(self, point: Point, value: Tensor) -> None:
+        self.seen[point.block] = value.clone()
+        if (given := self._given.get(point.block)) is not None:
+            value.copy_(given)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[PagedModel]:
+    device = CpuDevice(MEMORY)
+    weights = load_weights(reduced_model("llama-2"), device)
+    kv = weights.skeleton.kv_shape
+    pool = torch.zeros(4, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
+    yield PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    weights.release(device)
+    device.close()
+
+
+@pytest.fixture
+@torch.inference_mode()
+def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    """With one shape that has been captured."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = StepGraphs(model, model.device, 16, 4, 4, 16)  # type: ignore[arg-type]
+    inputs = graphs.inputs(SHAPE)
+    fill(inputs, [(random_prompt(TOKENS, 512, 1), 0, [1, 2])], PAGE)
+    inputs.host["picks"][:] = TOKENS - 1
+    inputs.send()
+    model.attend(inputs, max_query=TOKENS, max_kv=16, fresh=False)
+    prologue = model.adapter.prologue(inputs.ids, inputs.positions)
+    embedded = prologue.hidden.clone()
+    resid = [prologue.hidden, *(torch.full_like(embedded, float("nan")) for _ in range(BLOCKS))]
+    logits = torch.empty(1, model.vocab)
+
+    def block(index: int) -> None:
+        resid[index + 1].copy_(model.run_block(index, resid[index], prologue.arguments[index]))
+
+    def epilogue() -> None:
+        logits.copy_(model.adapter.epilogue(resid[-1].index_select(1, inputs.picks(1))))
+
+    work = [lambda: resid[0].copy_(embedded), *(lambda i=i: block(i) for i in range(BLOCKS)), epilogue]
+    graphs._captured[SHAPE] = _Captured([Graph(each) for each in work], prologue, resid, logits)  # type: ignore[arg-type]
+    return graphs
+
+
+@pytest.mark.parametrize("cut", range(BLOCKS + 1))
+@torch.inference_mode()
+def test_blocks_in_two_parts_are_the_blocks(graphs: StepGraphs, cut: int) -> None:
+    """Where the second begins there is, unless somebody puts something there, what the prologue gives: never what an
+    earlier step has left."""
+    whole = Seen()
+    expected = graphs.run(SHAPE, 1, whole)
+    assert expected is not None
+    expected = expected.clone()
+    first = Seen()
+    assert graphs.run(SHAPE, 0, first, range(cut)) is None
+    assert list(first.seen) == list(range(cut + 1)) and torch.equal(first.seen[cut], whole.seen[cut])
+    for left in graphs._captured[SHAPE].resid[1:]:
+        left.fill_(float("nan"))
+    second = Seen(cut, first.seen[cut])
+    logits = graphs.run(SHAPE, 1, second, range(cut, BLOCKS))
+    assert logits is not None and torch.equal(logits, expected)
+    assert list(second.seen) == list(range(cut, BLOCKS + 1)) and torch.equal(second.seen[cut], whole.seen[0])
+
+
+@torch.inference_mode()
+def test_without_anybody_looking_all_is_the_same(graphs: StepGraphs) -> None:
+    expected = graphs.run(SHAPE, 1, Seen())
+    assert expected is not None
+    expected = expected.clone()
+    logits = graphs.run(SHAPE, 1)
+    assert logits is not None and torch.equal(logits, expected)

@@ -1,0 +1,369 @@
+"""What stops inside the model: which blocks run for which positions, and what takes a stage from its session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from djinn_client.points import Point
+from djinn_client.protocol import Class
+from djinnd.core.batch import Batch, blocks_of
+from djinnd.core.edits import FOREVER, Edit, Extent
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.core.stops import Stop
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.scheduler import Scheduler
+from tests.support.virtual import measured, rising
+
+PAGE = 4  # tokens
+BLOCKS = 6
+RowOf = tuple[str, int, int, int, int, bool]  # session, tokens [start, end), blocks [first, last), samples
+
+
+class Bench:
+    """One model's scheduler, whose steps generate sevens."""
+
+    def __init__(self, pages: int = 32, max_tokens: int = 64, paging: bool = False) -> None:
+        self.kv = KvManager(pages + 1, PAGE, 1, max_context=256)
+        self.scheduler = Scheduler(max_tokens, max_rows=16, policy=Policy(slowdown=1e6))
+        tiers = Paging(self.kv)
+        if paging:
+            tiers.use_host(Tier(bytearray(Tier.table_bytes(64)), 64))
+        self.scheduler.add_model("m", self.kv, 256, BLOCKS, tiers)
+        self._ids = iter(range(1, 1000))
+
+    def open(self, name: str, klass: Class = "interactive") -> Session:
+        session = Session(name, "m", 1000, klass)
+        self.scheduler.open(session)
+        return session
+
+    def ask(
+        self,
+        session: Session,
+        prompt: int = 0,
+        max_tokens: int = 1,
+        stops: Sequence[tuple[int, int]] = (),
+        resume_block: int | None = None,
+    ) -> Request:
+        """`stops`: block, and the first position; those that have stopped are left out, as by the server."""
+        first = len(session.tokens)
+        request = Request(next(self._ids), first, first + prompt, max_tokens, resume_block=resume_block)
+        passed = -1 if resume_block is None else resume_block
+        request.stops = tuple(Stop(block, at if block > passed else max(at, first)) for block, at in stops)
+        self.scheduler.submit(session.id, request, [next(self._ids) for _ in range(prompt)])
+        return request
+
+    def compose(self) -> Batch:
+        batch = self.scheduler.next_batch()
+        assert batch is not None
+        self.scheduler.check_integrity()
+        return batch
+
+    def step(self) -> list[RowOf]:
+        batch = self.compose()
+        self.scheduler.complete(batch, [7] * sum(row.samples for row in batch.rows))
+        self.scheduler.check_integrity()
+        return [
+            (row.session.id, row.start, row.end, row.first_block, row.last_block, row.samples) for row in batch.rows
+        ]
+
+    def parked(self, block: int = 2, prompt: int = 10, stops_from: int = 0) -> Session:
+        """One whose prompt waits there."""
+        session = self.open("a")
+        request = self.ask(session, prompt, stops=[(block, stops_from)])
+        while not request.stopped:
+            self.step()
+        return session
+
+
+def test_a_prompt_stops_and_goes_on_through_the_blocks_behind() -> None:
+    bench = Bench()
+    session = bench.open("a")
+    request = bench.ask(session, 10, max_tokens=2, stops=[(2, 0)])
+    assert bench.step() == [("a", 0, 10, 0, 2, False)]
+    assert (request.finish_reason, request.stopped) == ("breakpoint", Stop(2, 0))
+    assert session.stage is not None and (session.stage.first, session.stage.done, session.computed) == (2, 0, 0)
+    assert bench.kv.pages_held("a") == 3
+    bench.ask(session, max_tokens=2, resume_block=2)
+    assert bench.step() == [("a", 0, 10, 2, BLOCKS, True)]
+    assert session.stage is None and session.computed == 10
+    assert bench.step() == [("a", 10, 11, 0, BLOCKS, True)]
+    assert session.request is None
+
+
+def test_it_stops_at_one_block_after_the_other_and_behind_the_last() -> None:
+    bench = Bench()
+    session, stops = bench.open("a"), [(block, 0) for block in (0, 4, BLOCKS)]
+    bench.ask(session, 10, stops=stops)
+    assert bench.step() == [("a", 0, 10, 0, 0, False)]
+    stage = session.stage
+    for first, last in ((0, 4), (4, BLOCKS)):
+        bench.ask(session, stops=stops, resume_block=first)
+        assert bench.step() == [("a", 0, 10, first, last, False)]
+        assert session.stage is stage, "one object, by which what is held is known"
+    bench.ask(session, stops=stops, resume_block=BLOCKS)
+    assert bench.step() == [("a", 0, 10, BLOCKS, BLOCKS, True)]
+    assert session.computed == 10
+
+
+def test_generated_tokens_stop_each() -> None:
+    bench = Bench()
+    session = bench.open("a")
+    stops = [(3, 10)]
+    bench.ask(session, 10, max_tokens=4, stops=stops)
+    assert bench.step() == [("a", 0, 10, 0, BLOCKS, True)]
+    assert bench.step() == [("a", 10, 11, 0, 3, False)]
+    bench.ask(session, max_tokens=3, stops=stops, resume_block=3)
+    assert bench.step() == [("a", 10, 11, 3, BLOCKS, True)]
+    assert bench.step() == [("a", 11, 12, 0, 3, False)]
+    assert len(session.tokens) == 12
+
+
+def test_what_comes_before_the_first_named_position_goes_to_the_end() -> None:
+    bench = Bench()
+    session = bench.open("a")
+    bench.ask(session, 10, stops=[(3, 6)])
+    assert bench.step() == [("a", 0, 6, 0, BLOCKS, False)]
+    assert bench.step() == [("a", 6, 10, 0, 3, False)]
+    assert session.computed == 6
+    bench.ask(session, stops=[(5, 8)], resume_block=3)
+    assert bench.step() == [("a", 6, 8, 3, BLOCKS, False)]
+    assert session.computed == 8
+    assert bench.step() == [("a", 8, 10, 3, 5, False)]
+    bench.ask(session, resume_block=5)
+    assert bench.step() == [("a", 8, 10, 5, BLOCKS, True)]
+
+
+def test_chunks_of_a_stage_move_it_and_not_the_session() -> None:
+    bench = Bench(max_tokens=4)
+    session = bench.open("a")
+    request = bench.ask(session, 10, stops=[(2, 0)])
+    assert bench.step() == [("a", 0, 4, 0, 2, False)]
+    assert session.stage is not None and (session.stage.done, session.computed, session.remaining) == (4, 0, 6)
+    assert bench.step() + bench.step() == [("a", 4, 8, 0, 2, False), ("a", 8, 10, 0, 2, False)]
+    assert request.stopped
+    bench.ask(session, resume_block=2)
+    assert bench.step() == [("a", 0, 4, 2, BLOCKS, False)]
+    assert (session.stage.done, session.computed) == (4, 4), "what goes to the end has its KV at once"
+
+
+def test_a_lost_stage_is_run_anew_and_stops_no_earlier_than_it_would_have() -> None:
+    bench = Bench()
+    session, stops = bench.parked(), [(1, 0), (2, 0), (4, 0)]
+    bench.scheduler.drop_stage("a")
+    bench.scheduler.check_integrity()
+    assert session.stage is None and bench.kv.pages_held("a") == 0
+    bench.ask(session, stops=stops, resume_block=2)
+    assert bench.step() == [("a", 0, 10, 0, 4, False)]
+
+
+def test_a_stage_that_is_lost_while_its_step_runs_is_run_anew() -> None:
+    bench = Bench()
+    session = bench.open("a")
+    bench.ask(session, 10, stops=[(2, 0)])
+    batch = bench.compose()
+    bench.scheduler.drop_stage("a")
+    assert bench.scheduler.complete(batch, []) == [] and session.computed == 0
+    assert bench.step() == [("a", 0, 10, 0, 2, False)]
+    bench.ask(session, resume_block=2)
+    batch = bench.compose()
+    bench.scheduler.drop_stage("a")
+    assert bench.scheduler.complete(batch, [7]) == [] and (session.computed, len(session.tokens)) == (0, 10)
+    bench.scheduler.check_integrity()
+
+
+def test_a_call_that_does_not_resume_runs_what_had_stopped_from_the_first_block() -> None:
+    bench = Bench()
+    session = bench.parked(stops_from=4)
+    assert session.computed == 4
+    bench.ask(session, 2)
+    assert session.stage is None
+    assert bench.step() == [("a", 4, 12, 0, BLOCKS, True)]
+
+
+@pytest.mark.parametrize(
+    ("point", "position", "keeps"),
+    [
+        (Point("resid", 2), 4, True),
+        (Point("attn", 2), FOREVER, True),
+        (Point("logits"), 9, True),
+        (Point("resid", 0), 20, True),  # of a position that is not there yet
+        (Point("resid", 1), 9, False),
+        (Point("resid", 2), 3, False),  # those that wait follow from it
+    ],
+)
+def test_edits_of_what_waits_keep_the_stage(point: Point, position: int, keeps: bool) -> None:
+    bench = Bench()
+    session = bench.parked(stops_from=4)
+    extent = Extent(9) if position == FOREVER else Extent(position, position + 1)
+    bench.scheduler.edit("a", Edit(1, (point,), "scale", (extent,)))
+    bench.scheduler.check_integrity()
+    assert (session.stage is not None) is keeps
+    bench.ask(session, resume_block=2)
+    if keeps:
+        assert bench.step() == [("a", 4, 10, 2, BLOCKS, True)]
+    else:
+        start = min(4, position)
+        assert bench.step() == [("a", start, 10, 0, BLOCKS, True)]
+
+
+def test_what_ends_an_edit_before_where_it_stopped_takes_the_stage() -> None:
+    bench = Bench()
+    session = bench.open("a")
+    bench.scheduler.edit("a", Edit(1, (Point("resid", 1),), "scale", (Extent(0),)))
+    bench.scheduler.edit("a", Edit(2, (Point("resid", 4),), "scale", (Extent(0),)))
+    bench.ask(session, 10, stops=[(2, 0)])
+    bench.step()
+    bench.scheduler.end_edits("a", [2], 9)
+    assert session.stage is not None
+    bench.scheduler.end_edits("a", [1], 9)
+    assert session.stage is None
+
+
+def test_truncate_takes_the_stage_if_it_takes_anything() -> None:
+    bench = Bench()
+    session = bench.parked()
+    bench.scheduler.truncate("a", 10)
+    assert session.stage is not None
+    bench.scheduler.truncate("a", 9)
+    bench.scheduler.check_integrity()
+    assert session.stage is None
+
+
+def test_a_fork_of_a_parked_session_computes_anew() -> None:
+    bench = Bench()
+    bench.parked(stops_from=6)
+    copy = bench.scheduler.fork("a", "b", "interactive")
+    assert copy is not None, "of the page with positions 4 and 5"
+    child = bench.scheduler.session("b")
+    assert child.stage is None and child.computed == 6
+    bench.ask(child, resume_block=2)
+    assert bench.step() == [("b", 6, 10, 0, BLOCKS, True)]
+
+
+def test_half_made_pages_are_found_by_nobody() -> None:
+    bench = Bench()
+    session = bench.parked(stops_from=4)
+    other = bench.open("b")
+    request = Request(99, 0, 10, 1)
+    bench.scheduler.submit("b", request, session.tokens)
+    assert bench.step() == [("b", 4, 10, 0, BLOCKS, True)]
+    assert other.request is None
+
+
+def test_what_is_to_stop_is_taken_from_nobody() -> None:
+    """A page that another session has computed has no activations to look at."""
+    bench = Bench()
+    first, second = bench.open("a"), bench.open("b")
+    bench.ask(first, 10)
+    bench.step()
+    request = Request(99, 0, 10, 1, stops=(Stop(2, 5),))
+    bench.scheduler.submit("b", request, first.tokens[:10])
+    assert bench.step() == [("b", 4, 5, 0, BLOCKS, False)]
+    assert bench.step() == [("b", 5, 10, 0, 2, False)]
+    assert second.stage is not None
+
+
+@pytest.mark.parametrize("ends", ["cancel", "rollback"])
+def test_a_call_that_ends_otherwise_takes_its_stage_along(ends: str) -> None:
+    bench = Bench(max_tokens=4)
+    session = bench.parked()
+    request = bench.ask(session, resume_block=2)
+    bench.step()
+    getattr(bench.scheduler, ends)(request.id)
+    bench.scheduler.check_integrity()
+    assert session.stage is None and session.computed == 4
+
+
+def test_who_waits_or_is_paused_leaves_without_the_stage() -> None:
+    for leave in ("wait", "pause"):
+        bench = Bench(paging=True)
+        session = bench.parked(stops_from=4)
+        bench.scheduler.tend(0.0)
+        bench.scheduler.tend(1000.0)
+        assert session.stage is not None, "silence does not take it"
+        getattr(bench.scheduler, leave)("a")
+        bench.scheduler.check_integrity()
+        assert session.stage is None
+
+
+def test_one_that_said_while_it_ran_that_it_waits_has_stopped_all_the_same() -> None:
+    bench = Bench(paging=True)
+    session = bench.open("a")
+    request = bench.ask(session, 10, stops=[(2, 0)])
+    bench.scheduler.wait("a")
+    bench.step()
+    assert request.stopped == Stop(2, 0) and session.stage is None
+
+
+def test_why_says_where_it_stopped() -> None:
+    bench = Bench()
+    bench.parked()
+    why = bench.scheduler.why("a")
+    assert (why.state, why.figures["block"]) == ("parked", 2) and "before block 2" in why.reason
+
+
+# --- in a step with others ------------------------------------------------------------------------------------------
+
+
+def test_rows_of_one_token_mix_whatever_their_blocks_are() -> None:
+    bench = Bench()
+    session = bench.parked(prompt=1)
+    for name in "bc":
+        bench.ask(bench.open(name), 3, max_tokens=9)
+    bench.step()
+    bench.ask(session, resume_block=2)
+    batch = bench.compose()
+    assert {(row.session.id, row.first_block) for row in batch.rows} == {("a", 2), ("b", 0), ("c", 0)}
+    assert blocks_of(batch.rows) == range(BLOCKS)
+
+
+@pytest.mark.parametrize(("token_s", "apart"), [(1.0, True), (0.0, False)])
+def test_chunks_have_a_step_apart_where_that_takes_less_time(token_s: float, apart: bool) -> None:
+    bench = Bench(max_tokens=32)
+    measured(bench.scheduler._queues["m"].composer.times, rising(1.0, token_s))
+    session = bench.parked(prompt=10)
+    bench.ask(bench.open("b"), 10)
+    bench.ask(session, resume_block=2)
+    if not apart:
+        assert {row[0] for row in bench.step()} == {"a", "b"}
+        return
+    assert bench.step() == [("b", 0, 10, 0, BLOCKS, True)]
+    assert bench.step() == [("a", 0, 10, 2, BLOCKS, True)]
+
+
+def test_who_was_passed_over_is_first_in_the_next_step() -> None:
+    """Three kinds of rows that share no step, in calls without end, of which the first is always first in line."""
+    bench = Bench(pages=512)
+    measured(bench.scheduler._queues["m"].composer.times, rising(0.1, 1.0))
+    kinds = {"whole": [], "two": [(2, 0)], "four": [(4, 0)]}
+    running = dict.fromkeys(kinds, "")
+    order = []
+    for number in range(12):
+        for kind, stops in kinds.items():
+            if not running[kind]:
+                running[kind] = f"{kind}-{number}"
+                bench.ask(
+                    bench.open(running[kind], klass="interactive" if kind == "whole" else "batch"), 8, stops=stops
+                )
+        ((name, *_),) = bench.step()
+        order.append(name.partition("-")[0])
+        running[order[-1]] = ""
+    assert all(set(order[i : i + 3]) == kinds.keys() for i in range(10)), order
+
+
+def test_steps_through_a_part_of_the_blocks_say_nothing_of_how_long_a_step_takes() -> None:
+    bench = Bench()
+    times = bench.scheduler._queues["m"].composer.times
+    measured(times, rising(0.1, 0.001))
+    before = times.predict(1, 9)
+    bench.ask(bench.open("a"), 10, stops=[(1, 0)])
+    for _ in range(8):
+        batch = bench.compose()
+        bench.scheduler._queues["m"].composer.ran(batch.rows, 1e-6)
+    assert times.predict(1, 9) == before
