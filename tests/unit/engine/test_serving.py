@@ -94,7 +94,7 @@ def test_a_family_that_fails_the_check_is_refused_and_all_is_given_back(device: 
 
 @pytest.mark.parametrize("taken", ["nothing", "pages"])
 def test_whatever_fails_all_is_given_back(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         assert (taken == "pages") == (device.budget.used > weights.nbytes)
         raise RuntimeError("nobody foresaw this")
 
