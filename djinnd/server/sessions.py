@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -344,10 +345,8 @@ class SessionTable:
                 self.close(session)
 
     def _close_expired(self) -> None:
-        """Now and then, those that were not used for their time to live."""
-        limit = self.limits.session_ttl
-        if not limit:
-            return
+        """Now and then, those that were not used for their time to live: 0 is none, and may be another one later."""
+        limit = self.limits.session_ttl or math.inf
         oldest = time.monotonic() - limit
         for session in self:
             if session.call is None and session.used < oldest:

@@ -309,6 +309,21 @@ def test_time_to_live_counts_from_the_last_use(table):
     asyncio.run(play())
 
 
+def test_time_to_live_that_is_given_later_holds(table, monkeypatch):
+    monkeypatch.setattr("djinnd.server.sessions._SWEEP", 0.001)
+
+    async def play():
+        sessions, closed = table(session_ttl=0)
+        sessions.restore([kept("old", used=0)], {}, {})
+        sessions.limits = Limits(session_ttl=100)
+        while not closed:
+            await asyncio.sleep(0.001)
+        assert [session.id for session in closed] == ["old"]
+        sessions.leave()
+
+    asyncio.run(play())
+
+
 class Noting(Journal):
     """Of sessions by their ids."""
 
