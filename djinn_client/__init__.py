@@ -68,6 +68,7 @@ from djinn_client.errors import (
     VersionMismatch,
 )
 from djinn_client.hits import Hit
+from djinn_client.interventions import Intervention, InterventionContext
 from djinn_client.kv import KV, KvWindow, kv_window
 from djinn_client.kv_layout import KvLayout
 from djinn_client.options import GenerateOptions, PlacingOptions
@@ -124,6 +125,8 @@ __all__ = [
     "Generated",
     "Hit",
     "HitInfo",
+    "Intervention",
+    "InterventionContext",
     "InvalidRequest",
     "JournalUnavailable",
     "KvLayout",

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from djinn_client import breaking, whitebox
+from djinn_client import breaking, interventions, whitebox
 from djinn_client.breaking import Breakpoint
 from djinn_client.breakpoints import BreakpointInfo, When
 from djinn_client.cache import Cache
@@ -20,6 +20,7 @@ from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
 from djinn_client.hits import Hit
+from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AsyncEdit: TypeAlias = "Edit[Coroutine[Any, Any, None]]"
 AsyncBreakpoint: TypeAlias = "Breakpoint[Coroutine[Any, Any, None]]"
+AsyncIntervention: TypeAlias = "Intervention[Coroutine[Any, Any, None]]"
 
 
 async def run(steps: Steps[T]) -> T:
@@ -193,6 +195,13 @@ class AsyncSession:
     async def breakpoints(self) -> list[BreakpointInfo]:
         """See Session.breakpoints."""
         return await run(breaking.breakpoints(self._steps))
+
+    async def intervene(
+        self, point: str, function: Function, *, local: bool = False, when: When = "always"
+    ) -> AsyncIntervention:
+        """See Session.intervene. The function is a plain one, and the loop waits for it."""
+        steps = interventions.add(self._steps, point, function, local, when)
+        return Intervention(self._steps, await run(steps), run)
 
     async def run(
         self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from djinn_client import breaking, whitebox
+from djinn_client import breaking, interventions, whitebox
 from djinn_client.breaking import Breakpoint
 from djinn_client.breakpoints import BreakpointInfo, When
 from djinn_client.cache import Cache
@@ -18,6 +18,7 @@ from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
 from djinn_client.hand_over import import_of_file, import_of_kv, save
 from djinn_client.hits import Hit
+from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
@@ -192,6 +193,25 @@ class Session:
 
     def breakpoints(self) -> list[BreakpointInfo]:
         return run(breaking.breakpoints(self._steps))
+
+    def intervene(
+        self, point: str, function: Function, *, local: bool = False, when: When = "always"
+    ) -> Intervention[None]:
+        """`function(activation, context)` is called with what comes to this point, between two blocks, in each call of
+        the session until the intervention is removed: [1, positions, width], as `Hit.activation` is. What it writes to
+        it, or returns in its place, is what the call goes on with, by itself: `run`, `generate` and `resume` give what
+        they would without stopping. See InterventionContext for what it is told beside.
+
+        `local=True`: it runs in this process, in the thread that waits for the call, on which nothing else can be
+        asked meanwhile (SessionBusy). What it raises, its call raises, and leaves the session where it has stopped. The
+        daemon runs no code of its clients: without `local`, this is NotPermitted.
+
+        Several at one point are called in the order in which they were made. `when`: see `breakpoint`; "prefill" costs
+        nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for one, and are refused.
+
+        Raises what `breakpoint` raises; its calls, InvalidRequest for a replacement of another shape or dtype, and for
+        NaN and infinities."""
+        return Intervention(self._steps, run(interventions.add(self._steps, point, function, local, when)), run)
 
     def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
         """`generate` that stops at breakpoints: a Hit, or a Generated where nothing has stopped it.

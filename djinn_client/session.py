@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from djinn_client.hits import Hit
+    from djinn_client.interventions import Interventions
 
 R = TypeVar("R", bound=Reply)
 Entry = OpenSession | AttachSession | ForkSession | ImportSession  # what gives a connection its session
@@ -77,6 +78,7 @@ class SessionSteps:
         self._points: PointMap | None = None  # of its model, where it has been asked for
         self.at: HitInfo | None = None  # where its last call has stopped, as this connection knows
         self.hit: Hit | None = None  # and what was there, where that has been mapped
+        self.interventions: Interventions | None = None
         self._ended = ""  # "closed" or "detached"
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
         self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
@@ -104,6 +106,7 @@ class SessionSteps:
             self._expect_held()
             fork = SessionSteps(self._address)
             yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
+            fork.interventions = self.interventions and self.interventions.copy()
             return fork
 
     def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
@@ -116,6 +119,7 @@ class SessionSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
 
     def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
+        self._expect_no_interventions("forward")
         request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
         return logits_array(*(yield from self.call(request, Logits)))
 
@@ -169,7 +173,11 @@ class SessionSteps:
             connection = yield from self._connected()
             if not isinstance(request, Generate | Forward):
                 return (yield from connection.call(request, expected))
-            return (yield from self._run(connection, request, expected))
+            if self.interventions and isinstance(request, Generate):
+                answer = yield from self.interventions.run(self, connection, request)
+                assert isinstance(answer.message, expected)
+                return Answer(answer.message, answer.fds)
+            return (yield from self.run_over(connection, request, expected))
 
     def stopped_at(self, at: HitInfo | None) -> None:
         self.at, self.hit = at, None
@@ -205,6 +213,7 @@ class SessionSteps:
         with self._turn:
             self._expect_no_stream(stream)
             if stream.connection is None:
+                self._expect_no_interventions("stream")
                 self._stream = weakref.ref(stream)
                 stream.connection = yield from self._connected()
                 self.stopped_at(None)
@@ -215,8 +224,8 @@ class SessionSteps:
                 self.stopped_at(delivery.message.hit)
             return delivery
 
-    def _run(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """A call that leaves a hit behind, or comes to one. One that fails has done neither."""
+    def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+        """A call that leaves a hit behind, or comes to one; one that fails has done neither. For who has the turn."""
         at, hit = self.at, self.hit
         self.stopped_at(None)
         try:
@@ -275,6 +284,13 @@ class SessionSteps:
         """Raises InvalidRequest where the session was closed or detached."""
         if self._ended:
             raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
+
+    def _expect_no_interventions(self, call: str) -> None:
+        """Raises InvalidRequest."""
+        if self.interventions:
+            raise InvalidRequest(
+                f"{call} stops for no intervention, and this session has some: take generate or run, or remove them"
+            )
 
     def _expect_idle(self, stream: StreamSteps | None = None) -> None:
         """Raises SessionBusy while a call runs or another stream is open."""

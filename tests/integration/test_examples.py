@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import djinn_client as djinn
-from tests.support.daemon import Daemon, clean_environ
+from tests.support.daemon import Daemon, clean_environ, lacks_tiers, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 
@@ -43,6 +43,19 @@ def test_logit_lens(daemon: Daemon) -> None:
     ]
     assert rows["blocks.7.hook_resid_post"] == rows["the model itself"] != rows["hook_embed"]
     assert "' source'" in rows["the model itself"] and "' source'" not in rows["hook_embed"]
+
+
+def test_agent(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        wait_for(lambda: not any(map(lacks_tiers, client.models())))  # else its pages have nowhere to go
+    told = told_by("agent.py", daemon)
+    before, meanwhile = re.findall(r"search\w*: (\d+) pages on the device, (\d+) on the host", told)
+    assert int(before[0]) > 1 and sum(map(int, meanwhile)) > 0
+    assert re.search(r"^why: \w", told, re.MULTILINE) and "found: textwrap.shorten" in told
+    tokens, computed = (int(part) for part in re.findall(r"of (\d+) tokens (\d+) were computed", told)[0])
+    assert computed < 100 < tokens
+    tried = {text: float(part) for part, text in re.findall(r"(-[\d.]+) a token: (.*)", told)}
+    assert len(tried) == 2 and f"its answer: {max(tried, key=lambda text: tried[text])}" in told
 
 
 def test_activation_patching(daemon: Daemon) -> None:

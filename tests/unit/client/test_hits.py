@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import numpy as np
@@ -13,95 +12,40 @@ import torch
 import djinn_client as djinn
 from djinn_client import tensors
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
-from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest, ProtocolError
-from djinn_client.points import PointMap
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
     BreakpointAdded,
     Breakpoints,
-    CloseSession,
     Done,
-    EditAdded,
     EndBreakpoints,
     Failure,
     ForkSession,
     Generate,
-    Generated,
     ListBreakpoints,
     ListModels,
-    ModelInfo,
     Models,
     Piece,
     ResumeSession,
     SessionOpened,
-    Timings,
     Truncate,
-    Usage,
 )
-from djinn_client.shm import new_window
 from djinn_client.values import MAX_VALUES
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, Script, ScriptedDaemon, session_info
-
-WIDTH, FIRST = 3, 4
-MODEL = ModelInfo(name="djinn-tiny", path="/t", points=PointMap(blocks=4, width=WIDTH, vocab=9, layers="model.layers"))
-AT = HitInfo(breakpoint=2, point="model.layers.1", block=2, first=FIRST, end=FIRST + 3, prompt_end=FIRST + 3)
-
-
-def expect_close(line: Line) -> None:
-    line.send(Done(id=line.expect(CloseSession).id))
-    line.expect_hang_up()
-
-
-def generated(request: Generate, **fields: Any) -> Generated:
-    usage = Usage(prompt_tokens=3, generated_tokens=1, session_tokens=7, computed_tokens=3)
-    given: dict[str, Any] = {"text": "x", "token_ids": [9], "finish_reason": "length", "usage": usage}
-    return Generated(id=request.id, timings=Timings(queued=0.0, first_token=0.0, total=0.0), **given | fields)
-
-
-def stop(
-    line: Line, dtype: str = "float32", at: HitInfo = AT, width: int = WIDTH, *, captures: bool = False
-) -> Generate:
-    """Answers a Generate with a hit; each row has the number of its position. `captures`: or with what it asked for."""
-    request = line.expect(Generate)
-    positions = at.end - at.first
-    numbers = torch.arange(at.first, at.end, dtype=getattr(torch, dtype))[:, None].expand(positions, width).contiguous()
-    data = numbers.view(torch.uint8).numpy().tobytes()
-    offset = 8 * 16
-    fd = new_window("hit", offset + len(data))
-    os.pwrite(fd, data, offset)
-    captured = Captured(
-        dtype=dtype,  # type: ignore[arg-type]
-        first=at.first,
-        positions=positions,
-        room=positions,
-        nbytes=offset + len(data),
-        points=[CapturedPoint(at.point, width, offset)],
-    )
-    ended: dict[str, Any] = {} if captures else {"finish_reason": "breakpoint", "hit": at}
-    line.send_with(generated(request, captured=captured, **ended), [fd])
-    os.close(fd)
-    return request
-
-
-def finish(line: Line) -> Generate:
-    request = line.expect(Generate)
-    line.send(generated(request))
-    return request
-
-
-def take_edits(line: Line, count: int = 1) -> list[AddEdit]:
-    edits = [line.expect(AddEdit)]
-    line.send(EditAdded(id=edits[0].id, edit=1))
-    return edits + (take_edits(line, count - 1) if count > 1 else [])
-
-
-def rows(request: AddEdit) -> Any:
-    dtype = getattr(torch, request.dtype)
-    return torch.frombuffer(bytearray(request.values), dtype=dtype).view(request.rows, -1).float().tolist()
-
+from tests.support.scripted_hits import (
+    AT,
+    FIRST,
+    MODEL,
+    WIDTH,
+    expect_close,
+    finish,
+    generated,
+    rows,
+    stop,
+    take_edits,
+)
 
 # --- breakpoints ----------------------------------------------------------------------------------------------------
 
