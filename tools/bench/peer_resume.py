@@ -4,19 +4,22 @@
 
 prints JSON. KV that is copied by hand lies in pinned memory, as torch allocates it, a tensor for the keys and one for
 the values of each block, and comes back by one call each.
+
+With `--blocks 1,10`, of a session that has stopped behind so many blocks: their KV is kept, and what the last one gave.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tools.bench.prompts import prompt
@@ -30,6 +33,16 @@ class Resuming(msgspec.Struct):
     recompute: list[float]
     manual: list[float]
     same_token: bool  # both ways, each time
+
+
+class ResumingInside(msgspec.Struct):
+    """The same of a prompt that has stopped inside the model."""
+
+    blocks: int  # behind which
+    nbytes: int  # of their KV and of what the last one gave
+    recompute: list[float]
+    manual: list[float]
+    same_token: bool
 
 
 class _Peer:
@@ -66,6 +79,36 @@ class _Peer:
             len({token for _, token in computed + copied}) == 1,
         )
 
+    @torch.inference_mode()
+    def resume_inside(self, tokens: int, blocks: int, rounds: int) -> ResumingInside:
+        ids = torch.tensor([prompt(tokens, self._model.config.vocab_size, tokens)], device=self._device)
+        layers, given = self._layers(), list[Tensor]()
+        cache: Any = DynamicCache()
+        handle = layers[blocks - 1].register_forward_hook(lambda _module, _args, output: given.append(output))
+        self._next(ids, cache)
+        handle.remove()
+        kept = [self._kept(part) for layer in cache.layers[:blocks] for part in (layer.keys, layer.values)]
+        kept.append(self._kept(given[0]))
+
+        def manual() -> int:
+            *_kv, hidden = [tensor.to(self._device, non_blocking=True, copy=True) for tensor in kept]
+            with _replaced(layers[:blocks], hidden):
+                return self._next(ids, DynamicCache())
+
+        computed = self._timed(lambda: self._next(ids, DynamicCache()), rounds)
+        copied = self._timed(manual, rounds)
+        return ResumingInside(
+            blocks,
+            sum(tensor.nbytes for tensor in kept),
+            [seconds for seconds, _ in computed],
+            [seconds for seconds, _ in copied],
+            len({token for _, token in computed + copied}) == 1,
+        )
+
+    def _layers(self) -> nn.ModuleList:
+        count = self._model.config.num_hidden_layers
+        return next(one for one in self._model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+
     def _next(self, ids: Tensor, cache: Any) -> int:
         logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return int(logits[0, -1].argmax().item())
@@ -86,9 +129,28 @@ class _Peer:
         return found[1:]
 
 
+@contextmanager
+def _replaced(layers: Iterable[nn.Module], hidden: Tensor) -> Iterator[None]:
+    """They compute nothing meanwhile, and give this."""
+    for layer in layers:
+        layer.forward = lambda *_args, **_kwargs: hidden
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
 def measure(checkpoint: Path, device: str, dtype: str, tokens: Sequence[int], rounds: int) -> list[Resuming]:
     peer = _Peer(checkpoint, device, dtype)
     return [peer.resume(length, rounds) for length in tokens]
+
+
+def measure_inside(
+    checkpoint: Path, device: str, dtype: str, tokens: int, blocks: Sequence[int], rounds: int
+) -> list[ResumingInside]:
+    peer = _Peer(checkpoint, device, dtype)
+    return [peer.resume_inside(tokens, depth, rounds) for depth in blocks]
 
 
 @click.command()
@@ -97,9 +159,15 @@ def measure(checkpoint: Path, device: str, dtype: str, tokens: Sequence[int], ro
 @click.option("--dtype", required=True)
 @click.option("--tokens", required=True)
 @click.option("--rounds", type=int, required=True)
-def main(checkpoint: Path, device: str, dtype: str, tokens: str, rounds: int) -> None:
-    lengths = [int(length) for length in tokens.split(",")]
-    click.echo(msgspec.json.encode(measure(checkpoint, device, dtype, lengths, rounds)))
+@click.option("--blocks", default="")
+def main(checkpoint: Path, device: str, dtype: str, tokens: str, rounds: int, blocks: str) -> None:
+    lengths, depths = ([int(number) for number in numbers.split(",") if number] for numbers in (tokens, blocks))
+    found: list[Any]
+    if depths:
+        found = measure_inside(checkpoint, device, dtype, max(lengths), depths, rounds)
+    else:
+        found = measure(checkpoint, device, dtype, lengths, rounds)
+    click.echo(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ manual      transformers, and its KV is copied by hand to pinned memory and back
 djinnd      the session's client said IO_WAIT, and says COMPUTE and calls
 expected    the same, and the client had said how long it would wait
 
-The seeds' experiment stops inside the model, by layers; here sessions stop between tokens.
+Here sessions stop between tokens; resume_inside.py has those that stop inside the model, by layers, as the seeds'
+experiment does.
 """
 
 from __future__ import annotations
