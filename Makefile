@@ -22,7 +22,7 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@$(RUN) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	@echo "==> lint"

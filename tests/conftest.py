@@ -28,8 +28,11 @@ settings.load_profile("djinnd")
 
 MODEL = "djinn-tiny"
 TESTS = Path(__file__).parent
+# Files that take minutes are begun first: at the end a worker would wait for the other one's.
+LONG = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test_kernels.py")
 
 
+@pytest.hookimpl(trylast=True)  # the order that is random otherwise is known then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the tests, a file is never torn apart: what it has set up serves all of it. Daemons of two
     workers do not meet: each has a folder of its own, and leaves alone what another has in /dev/shm.
@@ -38,6 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
+    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() not in LONG)
 
 
 @pytest.fixture(scope="session")
