@@ -67,8 +67,8 @@ def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, 
 
 
 def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> int:
-    """Positions that the call computes at the most. It begins where positions are due, or else with
-    the prompt, or with the last token; the last token that it generates is computed by the next call."""
+    """Positions that the call computes at the most. It begins where positions are due, or else with the prompt, or with
+    the last token; the last token that it generates is computed by the next call."""
     length = len(session.tokens)
     first = min(session.due_from, length if prompt_tokens else now(length))
     last = min(length + prompt_tokens + max(request.max_tokens - 1, 0), model.max_context)

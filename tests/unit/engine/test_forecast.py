@@ -11,7 +11,7 @@ from djinnd.weights.plan import BlockSize, Place, Plan
 RATES = Rates(bus=55.37e9, memory=3.73e12, products=709e12)
 BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
 PLAIN, PACKED = BlockSize(634_408_960, None), BlockSize(634_408_960, 478_317_056)
-STREAMED = {28 * number // 10 + 2 for number in range(11)}  # spread over the blocks, the last among the last
+STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks, the last among the last
 
 
 def forecast(size: BlockSize, places: list[Place]) -> Forecast:
