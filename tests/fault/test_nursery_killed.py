@@ -19,7 +19,7 @@ BEFORE, AFTER = 8, 12  # tokens
 
 @pytest.fixture
 def fragile(start_daemon: DaemonStarter) -> Daemon:
-    running = start_daemon(errors=["engine_lost"])
+    running = start_daemon(errors=["engine_lost"], cold=True)
     with running.client() as client:
         client.load(MODEL)
     return running
@@ -79,7 +79,7 @@ def test_a_killed_daemon_takes_it_along(fragile: Daemon, start_daemon: DaemonSta
     nursery = parent_of(fragile.device().pid)
     fragile.kill()
     assert not is_alive(nursery)
-    successor = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")})
+    successor = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")}, cold=True)
     assert parent_of(parent_of(fragile.device().pid)) == successor.pid
     djinn.load(MODEL, address=fragile.address)  # what was left is adopted
     djinn.unload(MODEL, address=fragile.address)

@@ -59,8 +59,9 @@ def wait_until_asleep(client: djinn.Client, name: str) -> None:
     """And has given its memory back."""
 
     def is_asleep() -> bool:
-        with_memory = sum(model.state == "ready" for model in client.models())
-        return info(client, name).state == "asleep" and bool(client.status().devices[0].used_bytes) == bool(with_memory)
+        status = client.status()  # one moment: the memory is given back a moment after the model has fallen asleep
+        states = {model.name: model.state for model in status.models}
+        return states[name] == "asleep" and bool(status.devices[0].used_bytes) == ("ready" in states.values())
 
     wait_for(is_asleep)
 

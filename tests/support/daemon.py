@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,17 +19,23 @@ from typing import Any, Self
 import yaml
 
 from djinn_client import Client, DeviceInfo, ModelInfo
+from tests.support.hatchery import ROOT, Hatchery
 
-ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
 THREADS = "1"  # of torch, in daemon and tests: more of them wait for each other where cores are few and shared
 
-# The daemon ends when the test process does, however that ends.
+# The daemon ends when the test process does, however that ends. The first argument names the descriptors of a nursery,
+# which it takes over as from a predecessor; see djinnd/server/succession.py.
 _TIED = """
-import ctypes, os, signal, sys
+import ctypes, fcntl, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-os.execvp(sys.argv[1], sys.argv[1:])
+if given := [fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, 5) for fd in sys.argv[1].split()]:
+    for number, fd in enumerate(given, 3):
+        os.dup2(fd, number)
+    names = "djinnd-nursery:djinnd-nursery-process"
+    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="2", LISTEN_FDNAMES=names)
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -36,8 +43,9 @@ class Daemon:
     """`djinnd` in a folder of its own.
 
     `config` goes into its configuration file, `flags` and `environ` beside it; `wrapper` is a command that ends by
-    executing what follows it, and `pass_fds` are descriptors for that. The context starts the daemon. Leaving it stops
-    the daemon and asserts that it has left nothing behind and has logged no error but the events in `errors`.
+    executing what follows it, and `pass_fds` are descriptors for that. `cold`: it starts its nursery itself, as every
+    daemon with a wrapper does; others are given one that has its libraries. The context starts the daemon. Leaving it
+    stops the daemon and asserts that it has left nothing behind and has logged no error but the events in `errors`.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Daemon:
         wrapper: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
         errors: Sequence[str] = (),
+        cold: bool = False,
     ) -> None:
         self.folder = folder
         self.address = str(folder / "djinnd.sock")
@@ -59,9 +68,11 @@ class Daemon:
         self.process: subprocess.Popen[bytes]
         self._errors = set(errors)
         self._pass_fds = pass_fds
+        self._cold = cold or bool(wrapper)
+        self._nurseries: list[int] = []  # that it was given; they are not its children
         self._descendants: set[int] = set()  # that were seen
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
-        self._command = [sys.executable, "-c", _TIED, *wrapper, *command]
+        self._command = [*wrapper, *command]
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
         self._settings = {
             "device": "cpu",
@@ -79,16 +90,19 @@ class Daemon:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(self.folder / "notify"))
         with self.log_path.open("ab") as log:
+            given = [] if self._cold else self._nursery(log.fileno())
             self.process = subprocess.Popen(
-                self._command,
+                [sys.executable, "-c", _TIED, " ".join(map(str, given)), *self._command],
                 env=self._environ,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                pass_fds=self._pass_fds,
+                pass_fds=[*self._pass_fds, *given],
             )
+        for fd in given:
+            os.close(fd)
         self._listener = threading.Thread(target=self._listen, name="notifications")
         self._listener.start()
         return self
@@ -104,13 +118,19 @@ class Daemon:
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
+    def _nursery(self, log: int) -> list[int]:
+        """The descriptors of one that is as old as the daemon, and no older: no test has had it before."""
+        made = _hatchery().nursery(log)
+        self._nurseries.append(made.pid)
+        return [made.socket, made.pidfd]
+
     def configure(self, config: Mapping[str, Any]) -> None:
         """What is in its configuration file from now on, as in the constructor."""
         (self.folder / "djinnd.yaml").write_text(yaml.safe_dump(self._settings | dict(config), sort_keys=False))
 
     def wait_until_ready(self) -> None:
         self.wait_until_told(lambda told: told.get("READY") == "1")
-        self._descendants.update(descendants_of(self.pid))
+        self._look_for_descendants()
 
     def wait_until_told(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
         """The first of `notifications` that is wanted; those of before count."""
@@ -148,16 +168,21 @@ class Daemon:
 
     def kill(self) -> None:
         """SIGKILL; returns when its engine is gone too."""
-        self._descendants.update(descendants_of(self.pid))
+        self._look_for_descendants()
         self.signal(signal.SIGKILL)
         self.wait()
         wait_for(lambda: not any(map(is_alive, self._descendants)))
+
+    def _look_for_descendants(self) -> None:
+        for pid in (self.pid, *self._nurseries):
+            self._descendants.update(descendants_of(pid))
+        self._descendants.update(self._nurseries)
 
     def _end(self) -> int | None:
         """The exit status after SIGTERM; None where a test has ended it. Nothing survives this."""
         if self.process.poll() is not None:
             return None
-        self._descendants.update(descendants_of(self.pid))
+        self._look_for_descendants()
         self.signal(signal.SIGTERM)
         try:
             return self.wait()
@@ -203,6 +228,11 @@ class Daemon:
     def left_behind(self) -> list[str]:
         files = [name for name in (self.address, f"{self.address}.lock") if os.path.lexists(name)]
         return files + self.shared_memory() + [f"process {pid}" for pid in sorted(self._descendants) if is_alive(pid)]
+
+
+@cache
+def _hatchery() -> Hatchery:
+    return Hatchery(clean_environ())
 
 
 def clean_environ() -> dict[str, str]:
