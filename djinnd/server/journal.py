@@ -42,6 +42,7 @@ from djinnd.server.journal_file import (
     Reclassified,
     Withdrawn,
 )
+from djinnd.server.stopping import leave_signals_to_the_loop
 
 log = logging.getLogger("djinnd.server")
 
@@ -231,6 +232,7 @@ class Journal:
 
     def _write(self, file: JournalFile) -> None:
         """What cannot be written stays in order, before what comes later."""
+        leave_signals_to_the_loop()
         unwritten: list[Change] = []
         failed = False
         while True:

@@ -12,14 +12,22 @@ import asyncio
 import logging
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
 
 log = logging.getLogger("djinnd.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HEARD = (*SIGNALS, signal.SIGHUP)
 
 Restart = Literal["warm", "cold"]  # warm: the blocks of models stay in the arena
+
+
+def leave_signals_to_the_loop() -> None:
+    """For each other thread of this process, when it begins: a signal that the loop's thread blocks goes to any that
+    does not, also to one that has been joined and has not quite ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
 
 
 class Stopping:
@@ -46,14 +54,15 @@ class Stopping:
         """On leaving for a successor, signals are blocked: one that comes in between waits for the successor's turn,
         which a process keeps when it executes another program."""
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_the_loop))
         handlers = dict.fromkeys(SIGNALS, self.ask) | {signal.SIGHUP: self.reload.set}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
         try:
             yield
         finally:
             if self.restart is not None:
-                signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+                signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
             for number in handlers:
                 loop.remove_signal_handler(number)

@@ -4,12 +4,14 @@ has the bytes that an engine before it wrote."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +180,21 @@ def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
         assert daemon.process.wait(30) == 0, daemon.log
     assert starts(daemon) == 2
     assert daemon.left_behind() == []
+
+
+def test_no_other_thread_takes_a_signal(serve):
+    """One that has been joined may not quite have ended when the signal comes, and would end the process."""
+    daemon = serve()
+    with daemon.client() as client:
+        client.load("djinn-tiny")  # has had work done aside
+    tasks = {
+        int(task.name): (task / "status").read_text() for task in Path(f"/proc/{daemon.process.pid}/task").iterdir()
+    }
+    names = {pid: re.search(r"^Name:\s*(.*)$", status, re.M)[1] for pid, status in tasks.items()}
+    blocked = {pid: int(re.search(r"^SigBlk:\s*(\w+)$", status, re.M)[1], 16) for pid, status in tasks.items()}
+    assert len(tasks) > 2, names
+    wanted = sum(1 << number - 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    assert [names[pid] for pid, mask in blocked.items() if mask & wanted != wanted] == [names[daemon.process.pid]]
 
 
 @only_root
