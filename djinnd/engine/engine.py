@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -15,23 +14,22 @@ from typing import Any
 
 import torch
 
-from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, OutOfMemory, SessionLost, SessionNotFound
+from djinn_client.errors import Cancelled, DjinnError, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
-from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.courses import Courses
 from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.export import Passages
 from djinnd.engine.figures import Figures
-from djinnd.engine.loading import LoadQueue, LoadResult
+from djinnd.engine.loading import LoadQueue
 from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.models import Models
 from djinnd.engine.pauses import Pauses
-from djinnd.engine.serving import make_runner
 from djinnd.engine.stop_captures import StopCaptures
 from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
@@ -55,7 +53,6 @@ class Engine:
     def __init__(self, channel: Channel, device: Device, max_batch_tokens: int, max_rows: int) -> None:
         self._channel = channel
         self._device = device
-        self._limits = (max_batch_tokens, max_rows)
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
         self._loads = LoadQueue(channel, device, max_batch_tokens)
         self._runners: dict[str, ModelRunner] = {}
@@ -69,19 +66,30 @@ class Engine:
         self._under_way: dict[int, Session] = {}  # by request
         self._waiting: set[int] = set()  # requests that have had no row yet
         self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._under_way)
+        self._models = Models(
+            device,
+            self._scheduler,
+            self._loads,
+            self._tiers,
+            self._deliveries,
+            self._figures,
+            self._runners,
+            channel,
+            (max_batch_tokens, max_rows),
+        )
         self._unwaited_s = 0.0  # of steps that nobody has waited for
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._alive_at = 0.0
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Load: self._load,
+            messages.Load: self._models.load,
             messages.Plan: self._loads.submit,
             messages.DescribeImage: self._loads.submit,
-            messages.SetBudget: self._set_budget,
+            messages.SetBudget: self._models.set_budget,
             messages.Trace: self._tracer.start,
             messages.ArenaReady: self._loads.arena,
             messages.ArenaRefused: self._loads.arena,
-            messages.Unload: self._unload,
+            messages.Unload: self._models.unload,
             messages.Open: self._open,
             messages.Fork: self._fork,
             messages.Close: self._close,
@@ -101,7 +109,7 @@ class Engine:
             messages.SetTenants: self._set_tenants,
             messages.SetPolicy: self._set_policy,
             messages.Explain: self._explain,
-            messages.PublicPrefix: self._mark_public,
+            messages.PublicPrefix: self._models.mark_public,
             messages.Inquire: lambda m: channel.send(self._figures.report(m)),
             messages.Shutdown: self._shutdown,
         }
@@ -118,10 +126,9 @@ class Engine:
                 quiet = not received and (quiet or not busy)
                 for message in received:
                     self._handlers[type(message)](message)
-                self._adopt_loaded()
-                self._sweep_held()
+                self._models.turn()
                 moving = self._tiers.turn()
-                busy = self._step() or (quiet and self._prepare())
+                busy = self._step() or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy:
                     self._tiers.wait()
@@ -175,11 +182,6 @@ class Engine:
         self._unwaited.clear()
         return seconds
 
-    def _prepare(self) -> bool:
-        """In an idle moment: does for one model what its later steps would have to do. Whoever speaks meanwhile waits
-        for it: not between the calls of somebody who makes one after another."""
-        return any(runner.prepare() for runner in self._runners.values())
-
     def _note_started(self, batch: Batch) -> list[messages.Started]:
         if not self._waiting:
             return []
@@ -215,7 +217,7 @@ class Engine:
         """Ends requests that are to stop where what is there cannot be captured."""
         refused = self._stop_captures.capture(batch)
         if refused:
-            self._spare_idle()
+            self._models.spare_idle()
             refused = self._stop_captures.capture(batch)
         for request, error in refused:
             self._fail(request, error)
@@ -294,7 +296,7 @@ class Engine:
         try:
             self._make_room(session, request)
         except OutOfMemory:
-            self._spare_idle()
+            self._models.spare_idle()
             try:
                 self._make_room(session, request)
             except OutOfMemory:
@@ -315,18 +317,6 @@ class Engine:
                 runner.open_window(request)
             except OSError as error:
                 raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
-
-    def _spare_idle(self) -> None:
-        """What idle sessions have on the device beside pages goes: edits come back with the next run, and what has
-        stopped inside of the model is run anew."""
-        for session in self._scheduler.sessions():
-            if session.request is None:
-                self._runners[session.model].use_edits(session.id, ())
-                self._drop_stage(session)
-
-    def _drop_stage(self, session: Session) -> None:
-        self._scheduler.drop_stage(session.id)
-        self._runners[session.model].held.drop(session.id)
 
     def _compute_kv(self, number: int, session: Session) -> None:
         """Submits a request that computes what KV the session lacks, and gives no token."""
@@ -372,11 +362,6 @@ class Engine:
             self._scheduler.drop_stage(session.id)
         return request.stopped.block
 
-    def _sweep_held(self) -> None:
-        for runner in self._runners.values():
-            if runner.held:
-                runner.held.sweep()
-
     def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
         """What it captures has nowhere to go."""
         if request.id in self._under_way:
@@ -420,97 +405,6 @@ class Engine:
             self._channel.refuse(message.request, error)
             return
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
-
-    # --- models -----------------------------------------------------------------------------------------------------
-
-    def _load(self, message: messages.Load) -> None:
-        self._spare_idle()  # the model may need all there is
-        self._loads.submit(message)
-
-    def _adopt_loaded(self) -> None:
-        while (result := self._loads.take()) is not None:
-            load, refusal = result.load, None
-            try:
-                self._adopt(result)
-            except DjinnError as error:
-                log.warning("model_refused model=%s error=%s", load.model, error.message)
-                refusal = error.with_traceback(None)
-            if refusal is not None:
-                del result
-                self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
-                gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
-                self._channel.refuse(load.request, refusal)
-
-    def _adopt(self, result: LoadResult) -> None:
-        if result.error is not None:
-            raise result.error
-        assert result.weights is not None and result.shape is not None
-        load = result.load
-
-        def beat() -> None:
-            self._channel.send(messages.Loading(load.model, "preparing"))
-
-        try:
-            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits, beat)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"preparing {load.model}: {error}") from error
-        except DjinnError:
-            raise
-        except Exception as error:
-            log.exception("preparing_failed model=%s", load.model)
-            raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
-        self._release_host(runner)
-        self._runners[load.model] = runner
-        paging = self._tiers.add(runner)
-        self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
-        self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
-
-    def _release_host(self, runner: ModelRunner) -> None:
-        """Gives back the model's copy on the host, where that is wished and nothing needs it."""
-        if runner.load.placing.keep_host:
-            return
-        if runner.places.streamed:
-            runner.weights.notes.append("the copy on the host stays: blocks stream from it")
-            return
-        runner.weights.release_host(self._device)
-        self._channel.send(messages.HostReleased(runner.name))
-
-    def _set_budget(self, message: messages.SetBudget) -> None:
-        began = time.monotonic()
-        try:
-            if self._loads.is_busy:
-                raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
-            for session in self._scheduler.sessions():
-                self._drop_stage(session)
-            change_budget(
-                self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
-            )
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
-            return
-        budget, models = self._device.budget, [self._figures.info(runner) for runner in self._runners.values()]
-        log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
-        self._channel.send(
-            messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)
-        )
-
-    def _unload(self, message: messages.Unload) -> None:
-        def unload() -> None:
-            self._deliveries.abandon(self._runners[message.model])
-            self._tiers.remove(message.model)
-            self._scheduler.remove_model(message.model)
-            self._runners.pop(message.model).release()
-            gc.collect()  # modules lie in cycles, and hold the model's shared memory and page files until then
-            self._channel.send(messages.Unloaded(message.request))
-
-        if message.keep_pages:
-            self._tiers.retire(message.model, unload)
-        else:
-            unload()
-
-    def _mark_public(self, message: messages.PublicPrefix) -> None:
-        kv = self._runners[message.model].kv
-        kv.public.mark(message.tokens, kv.page_size)
 
     # --- the engine itself ------------------------------------------------------------------------------------------
 

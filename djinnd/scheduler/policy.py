@@ -99,7 +99,10 @@ class Room:
 
     def _longest(self, decoders: int) -> float:
         """Seconds that a step may take for the sake of so many rows that decode. 0: these are to be measured."""
-        return 0.0 if self._times.wants(decoders) else self._slowed(self._times.predict(decoders))
+        if self._times.wants(decoders):
+            self._times.ask(decoders)
+            return 0.0
+        return self._slowed(self._times.predict(decoders))
 
     def _reading(self) -> float:
         """The same for the sake of the prompts that are read, where nobody decodes."""

@@ -58,12 +58,13 @@ class StepTimes:
 
     def wants(self, rows: int) -> bool:
         """Whether such a step should have so many rows and nothing else, so that it is known what they take: where
-        others always join them, it is never seen. Does not insist, where nothing comes of it."""
+        others always join them, it is never seen. Not for ever: see `ask`."""
         bucket = _bucket(rows)
-        if self._rows.measured(bucket) >= _SURE or self._asked[bucket] >= _PATIENCE:
-            return False
-        self._asked[bucket] += 1
-        return True
+        return self._rows.measured(bucket) < _SURE and self._asked[bucket] < _PATIENCE
+
+    def ask(self, rows: int) -> None:
+        """A step is kept to so many rows: where nothing comes of that often enough, it is not wanted any more."""
+        self._asked[_bucket(rows)] += 1
 
 
 class Curve:

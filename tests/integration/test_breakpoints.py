@@ -15,7 +15,7 @@ import djinn_client as djinn
 from tests.conftest import DaemonStarter
 from tests.support import ops, reference
 from tests.support.daemon import Daemon, holdings, wait_for
-from tests.support.edited import BLOCKS, WIDTH, assert_close, go_on, loaded, prompt_of, vector
+from tests.support.edited import BLOCKS, WIDTH, assert_close, go_on, prompt_of, vector
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Change, Hooked
 
@@ -31,18 +31,6 @@ def roomy_daemon() -> Iterator[Daemon]:
     models = {"streamed": {"path": str(reduced_model(STREAMED)), "resident": 1}}
     with DaemonStarter() as start:
         yield start({"models": models})
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
-    with loaded(roomy_daemon, request.param) as folder:
-        yield folder
-
-
-@pytest.fixture
-def llama(roomy_daemon: Daemon) -> Iterator[Path]:
-    with loaded(roomy_daemon, "llama-3.1") as folder:
-        yield folder
 
 
 def expect_hit(told: djinn.Hit | djinn.Generated | None) -> djinn.Hit:
@@ -173,6 +161,7 @@ def check_edited(folder: Path, model: str, address: str) -> None:
         assert tokens == hooked.greedy(prompts[name], NEW, [change]), name
 
 
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_hits_untouched_and_edited(family: Path, roomy_daemon: Daemon) -> None:
     check_untouched(family, str(family), roomy_daemon.address)
     check_edited(family, str(family), roomy_daemon.address)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,8 @@ import numpy as np
 import pytest
 
 import djinn_client as djinn
-from tests.conftest import DaemonStarter
 from tests.support import reference
 from tests.support.daemon import Daemon
-from tests.support.models import reduced_model
 
 NEW_TOKENS = 64
 FIRST_PART = 20  # tokens, of the sessions that make two calls
@@ -31,6 +28,7 @@ THROUGH_A_DAEMON = (
     *("llama-2", "llama-3.1", "mistral", "qwen2", "qwen3", "gpt2", "gpt-j", "mixtral"),
     *("gemma-3", "qwen3-moe", "gpt-oss"),  # RoPE, and layouts, that differ between blocks; sinks
 )
+EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
 
 
 @dataclass(frozen=True)
@@ -108,22 +106,7 @@ async def all_at_once(address: str, model: str, sessions: list[Plan]) -> list[li
     return [task.result() for task in running]
 
 
-@pytest.fixture(scope="module")
-def roomy_daemon() -> Iterator[Daemon]:
-    with DaemonStarter() as start:
-        yield start()
-
-
-@pytest.fixture(params=THROUGH_A_DAEMON)
-def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
-    """The folder of the family's reduced model, which the daemon has loaded."""
-    folder = reduced_model(request.param)
-    with roomy_daemon.client() as client:
-        client.load(str(folder))
-        yield folder
-        client.unload(str(folder))
-
-
+@EACH_FAMILY
 def test_greedy_tokens(family: Path, roomy_daemon: Daemon) -> None:
     sessions = plans()
     answers = asyncio.run(all_at_once(roomy_daemon.address, str(family), sessions))
@@ -135,6 +118,7 @@ def test_greedy_tokens(family: Path, roomy_daemon: Daemon) -> None:
         assert answer == expected, f"prompt of {len(plan.prompt)} tokens"
 
 
+@EACH_FAMILY
 def test_logits_of_forward(family: Path, roomy_daemon: Daemon) -> None:
     """A prompt in parts, of which one ends a page and one goes over the next."""
     draw = random.Random(3)

@@ -23,7 +23,6 @@ from tests.support.edited import (
     assert_close,
     cases,
     go_on,
-    loaded,
     prompt_of,
     vector,
 )
@@ -33,6 +32,7 @@ from tests.support.torch_hooks import Hooked
 # Attention beside the MLP, experts, norms behind both and capped logits, an MLP of two products. All families:
 # tests/unit/model/test_probe.py.
 THROUGH_A_DAEMON = ("gpt-j", "mixtral", "gemma-2", "opt")
+EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
 STREAMED = ("llama-3.1", "mixtral")
 ENDLESS = 1700  # tokens: nearly the whole context, which takes seconds
@@ -47,21 +47,10 @@ def roomy_daemon() -> Iterator[Daemon]:
         yield start({"models": models | {"half": half}})
 
 
-@pytest.fixture(params=THROUGH_A_DAEMON)
-def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
-    with loaded(roomy_daemon, request.param) as folder:
-        yield folder
-
-
-@pytest.fixture
-def llama(roomy_daemon: Daemon) -> Iterator[Path]:
-    with loaded(roomy_daemon, "llama-3.1") as folder:
-        yield folder
-
-
 # --- captures -------------------------------------------------------------------------------------------------------
 
 
+@EACH_FAMILY
 def test_captures_are_what_hooks_see(family: Path, roomy_daemon: Daemon) -> None:
     """At every point, of a prompt that is longer than a page, and of what is generated."""
     names = djinn.points(str(family), address=roomy_daemon.address)
@@ -198,6 +187,7 @@ def check_cases(folder: Path, model: str, address: str) -> None:
             assert_close(cache[point][0], seen, f"{name} at {point}")
 
 
+@EACH_FAMILY
 def test_edited_sessions_say_what_hooks_make_of_them(family: Path, roomy_daemon: Daemon) -> None:
     check_cases(family, str(family), roomy_daemon.address)
 

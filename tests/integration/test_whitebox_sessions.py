@@ -4,7 +4,6 @@ hooks in transformers make of the same edits."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,13 @@ import torch
 
 import djinn_client as djinn
 from djinn_client.protocol import Tier
-from tests.conftest import DaemonStarter
 from tests.support import ops, reference
 from tests.support.daemon import Daemon
-from tests.support.edited import BLOCKS, NEW, VOCABULARY, WIDTH, assert_close, go_on, loaded, prompt_of, vector
+from tests.support.edited import BLOCKS, NEW, VOCABULARY, WIDTH, assert_close, go_on, prompt_of, vector
 from tests.support.torch_hooks import Change, Hooked
 
 V = vector(21)
 WHERE = "blocks.2.hook_resid_post"
-
-
-@pytest.fixture(scope="module")
-def roomy_daemon() -> Iterator[Daemon]:
-    with DaemonStarter() as start:
-        yield start()
-
-
-@pytest.fixture
-def llama(roomy_daemon: Daemon) -> Iterator[Path]:
-    with loaded(roomy_daemon, "llama-3.1") as folder:
-        yield folder
 
 
 def test_from_now_on_and_until_it_is_removed(llama: Path, roomy_daemon: Daemon) -> None:

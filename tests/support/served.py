@@ -114,6 +114,15 @@ class Served:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
+    def start_again(self, *, kill: bool) -> None:
+        """After SIGKILL, or a clean stop."""
+        if kill:
+            self.signal(signal.SIGKILL)
+            self.process.wait(PATIENCE)
+        else:
+            assert self.stop() == 0
+        self.__enter__()
+
     @property
     def log(self) -> str:
         return self.log_path.read_text()
@@ -130,6 +139,12 @@ class Served:
 
     def arena(self) -> list[str]:
         return [path.name for path in Path("/dev/shm").glob(f"djinnd-{self.process.pid}-*")]
+
+    def memfds(self) -> int:
+        """Windows that it holds."""
+        folder = f"/proc/{self.process.pid}/fd"
+        names = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
+        return sum(name.startswith("/memfd:") for name in names)
 
     def left_behind(self) -> list[str]:
         files = [name for name in (self.address, f"{self.address}.lock") if os.path.lexists(name)]

@@ -1,11 +1,14 @@
-"""A session on a connection of its own, and what is asked of its edits.
+"""A session on a connection of its own, and what is asked of its edits, breakpoints and captures.
 
 Of a scripted engine, an edit shifts the token by its number, so that what a test expects follows from one rule: the
-token at position p is chosen at position p - 1. See engine.py.
+token at position p is chosen at position p - 1; and what is captured says at which position it was. See engine.py.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import shutil
 import tempfile
 from array import array
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from djinn_client.breakpoints import BreakpointInfo
+from djinn_client.edits import Captured
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
@@ -33,6 +37,7 @@ from djinn_client.protocol import (
     ListEdits,
     ListSessions,
     OpenSession,
+    Piece,
     SessionInfo,
     SessionOpened,
     Sessions,
@@ -73,11 +78,32 @@ class Steered(Wire):
         self.session = opened.session.id
 
     def generate(self, count: int, prompt: Sequence[int] = (), **fields: Any) -> list[int]:
-        reply = self.ask(
-            Generate(id=2, session=self.session, token_ids=list(prompt), max_tokens=count, ignore_eos=True, **fields)
-        )
+        reply = self.call(token_ids=list(prompt), max_tokens=count, ignore_eos=True, **fields)
         assert isinstance(reply, Generated), reply
         return reply.token_ids
+
+    def call(self, **fields: Any) -> Any:
+        """The final reply to a Generate."""
+        reply = self.ask(Generate(id=2, session=self.session, **fields))
+        while isinstance(reply, Piece):
+            reply = self.reply()
+        return reply
+
+    def take(self, captured: Captured) -> dict[str, list[int]]:
+        """By name, what each position has in all columns, of the descriptor that came with it."""
+        fd = self.take_fd()
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
+        seen = {}
+        with mmap.mmap(fd, captured.nbytes) as window, memoryview(window).cast("f") as values:
+            for point in captured.points:
+                begin = point.offset // 4
+                rows = [begin + row * point.width for row in range(captured.positions)]
+                parts = [values[start : start + point.width].tolist() for start in rows]
+                assert all(part == [part[0]] * point.width for part in parts)
+                seen[point.name] = [int(part[0]) for part in parts]
+        os.close(fd)
+        return seen
 
     def add(self, **fields: Any) -> Any:
         """Its number; or the refusal."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from djinnd import messages
@@ -59,6 +61,16 @@ class Tiered(EngineThread):
         reply = self.until(messages.Failed)
         assert reply.request == asked.request
         return reply
+
+
+@contextmanager
+def tiered(disk: Path | None = None) -> Iterator[Tiered]:
+    """With its tiers, and a session "s". In the end nothing is found amiss."""
+    with Tiered(max_batch_tokens=256) as engine:
+        engine.load_with_tiers(disk)
+        engine.open("s")
+        yield engine
+        engine.report()
 
 
 def expected(prompt: list[int] = PROMPT) -> list[int]:

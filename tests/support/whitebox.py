@@ -46,6 +46,7 @@ def an_edit(
 
 class WhiteBoxEngine(EngineThread):
     points: PointMap  # of the model that was loaded last
+    family = "llama-2"  # whose reduced model that is, unless a test says otherwise
     tenant = 0  # of the sessions that are opened
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:

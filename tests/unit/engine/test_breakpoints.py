@@ -36,22 +36,6 @@ LONG = 150  # tokens of a prompt: three chunks
 BOTH = pytest.mark.parametrize("shared", ["llama-2", "qwen3-moe"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["llama-2"])
-def shared(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine() as engine:
-        engine.loaded(reduced_model(request.param))
-        engine.family = request.param  # type: ignore[attr-defined]
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Without sessions, and for a tenant who has none of its pages."""
-    shared.tenant += 1
-    yield shared
-    shared.check_idle()
-
-
 @pytest.fixture
 def alone() -> Iterator[Engine]:
     """Of its own, with room for 512 tokens and a few more."""
@@ -61,11 +45,11 @@ def alone() -> Iterator[Engine]:
 
 
 def greedy(engine: Engine, tokens: list[int], count: int) -> list[int]:
-    return reference.greedy(reduced_model(getattr(engine, "family", "llama-2")), tokens, count)
+    return reference.greedy(reduced_model(engine.family), tokens, count)
 
 
 def hooked(engine: Engine) -> Hooked:
-    return Hooked(reduced_model(getattr(engine, "family", "llama-2")))
+    return Hooked(reduced_model(engine.family))
 
 
 def runner_of(engine: Engine) -> ModelRunner:
@@ -599,7 +583,7 @@ def test_streamed_weights(family: str, placing: Placing, boundaries: Sequence[in
     """In prompts and in decode, beside another session; the ring stays in order."""
     with Engine() as engine:
         engine.loaded(reduced_model(family), placing=placing)
-        engine.family = family  # type: ignore[attr-defined]
+        engine.family = family
         residency = runner_of(engine).weights.residency
         for block in boundaries:
             engine.open(f"s{block}")

@@ -9,16 +9,13 @@ import pytest
 
 from djinnd import messages
 from tests.support import reference
-from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
+from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Tiered]:
-    with Tiered(max_batch_tokens=256) as engine:
-        engine.load_with_tiers(tmp_path)
-        engine.open("s")
+    with tiered(tmp_path) as engine:
         yield engine
-        engine.report()
 
 
 @pytest.fixture

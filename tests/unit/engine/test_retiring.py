@@ -10,16 +10,13 @@ import pytest
 
 from djinnd import messages
 from djinnd.kvcache.paging import Transfer
-from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
+from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
 @pytest.fixture
 def engine() -> Iterator[Tiered]:
-    with Tiered(max_batch_tokens=256) as engine:
-        engine.load_with_tiers()
-        engine.open("s")
+    with tiered() as engine:
         yield engine
-        engine.report()
 
 
 def retire(engine: Tiered) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,22 +38,6 @@ from tests.support.whitebox import (
 from tests.support.whitebox import WhiteBoxEngine as Engine
 
 FOLDER = reduced_model("llama-2")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    """With llama-2 as "m"."""
-    with Engine() as engine:
-        engine.loaded(FOLDER)
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Without sessions, and for a tenant who has none of its pages."""
-    shared.tenant += 1
-    yield shared
-    shared.check_idle()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import signal
 
 import pytest
 
@@ -22,63 +20,25 @@ from djinn_client.protocol import (
     Generated,
     ListBreakpoints,
     PauseSession,
-    Piece,
 )
 from tests.support.engine import BLOCKS, Script
 from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.served import wait_for
-from tests.support.steered import STORY, Steered, serving_story, told
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """A daemon for tests that leave it as it was."""
-    with serving_story(on_token={"66": "die", "77": "fail"}) as served:
-        yield served
-
-
-@pytest.fixture
-def tenant(shared):
-    with Steered(shared.address) as tenant:
-        yield tenant
-        assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)
-        with shared.client() as client:
-            wait_for(lambda: client.status().state == "ready")
-            assert client.status(check=True).integrity == []
-        wait_for(lambda: memfds(shared) == 0)
-
-
-def memfds(daemon):
-    folder = f"/proc/{daemon.process.pid}/fd"
-    names = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
-    return sum(name.startswith("/memfd:") for name in names)
+from tests.support.steered import STORY, Steered, told
 
 
 def call(tenant, count=8, prompt=None, **fields):
     """The final reply; of a hit after a look at what came with it: each position's row has its number."""
     tokens = None if prompt is None else list(prompt)
-    fields = {"ignore_eos": True} | fields
-    reply = tenant.ask(Generate(id=2, session=tenant.session, token_ids=tokens, max_tokens=count, **fields))
-    while isinstance(reply, Piece):
-        reply = tenant.reply()
+    reply = tenant.call(**{"token_ids": tokens, "max_tokens": count, "ignore_eos": True} | fields)
     if isinstance(reply, Generated):
         assert (reply.finish_reason == "breakpoint") == (reply.hit is not None) == (reply.captured is not None)
     if isinstance(reply, Generated) and reply.hit is not None:
-        seen = rows(tenant, reply.captured)
+        (seen,) = tenant.take(reply.captured).values()
         assert len(seen) == reply.hit.end - reply.hit.first == reply.captured.positions
         assert reply.captured.first == reply.hit.first and reply.usage.session_tokens == reply.hit.end
         assert [point.name for point in reply.captured.points] == [reply.hit.point]
     return reply
-
-
-def rows(tenant, captured):
-    fd = tenant.take_fd()
-    (point,) = captured.points
-    with mmap.mmap(fd, captured.nbytes) as window, memoryview(window).cast("f") as values:
-        begin = point.offset // 4
-        seen = [values[begin + row * point.width] for row in range(captured.positions)]
-    os.close(fd)
-    return seen
 
 
 def where(reply):
@@ -231,7 +191,7 @@ def test_captures_of_a_call_that_could_stop(tenant):
     reply = tenant.ask(
         Generate(id=2, session=tenant.session, token_ids=[5, 6], max_tokens=3, capture=["blocks.1"], ignore_eos=True)
     )
-    assert reply.hit is None and len(rows(tenant, reply.captured)) == 4, "it could not"
+    assert reply.hit is None and len(tenant.take(reply.captured)["blocks.1"]) == 4, "it could not"
 
 
 def test_a_hit_of_an_earlier_call_also_on_a_fork(tenant):
@@ -273,12 +233,12 @@ def test_a_stop_string_that_came_before(tenant, tiny):
     assert tenant.info().state == "idle"
 
 
-def test_a_call_that_fails_leaves_the_session_at_its_hit(tenant, shared):
+def test_a_call_that_fails_leaves_the_session_at_its_hit(tenant, storyteller):
     tenant.stop_at(when="prefill")
     hit = call(tenant, 4, [5, 6, 7]).hit
     for token, code in ((77, "out_of_memory"), (66, "engine_lost")):
         assert call(tenant, 4, [token]).code == code
-        with shared.client() as client:
+        with storyteller.client() as client:
             wait_for(lambda: client.status().models[0].state == "ready")
         assert (tenant.info().state, tenant.info().hit) == ("stopped", hit)
     assert call(tenant, 2, resume=True).token_ids == told(0, 0, start=3), "the next engine runs it anew"
@@ -347,12 +307,12 @@ def test_activations_of_a_prompt_that_would_not_fit(serve):
 
 
 @only_root
-def test_another_user_s_breakpoints_are_as_nobody_s(shared, tenant):
-    open_to_all(shared.folder, shared.address)
+def test_another_user_s_breakpoints_are_as_nobody_s(storyteller, tenant):
+    open_to_all(storyteller.folder, storyteller.address)
     tenant.stop_at(when="prefill")
     hit = call(tenant, 2, [5, 6]).hit
     with as_user():
-        stranger = Steered(shared.address)
+        stranger = Steered(storyteller.address)
     with stranger:
         for session in (tenant.session, "0123456789abcdef"):
             for request in (
@@ -382,12 +342,7 @@ def test_breakpoints_and_hits_survive_daemons_that_stop_and_that_are_killed(serv
     with Steered(daemon.address, gone_on) as fork:
         call(fork, 1, [9])
     for kill in (True, False):
-        if kill:
-            os.kill(daemon.process.pid, signal.SIGKILL)
-            daemon.process.wait()
-        else:
-            assert daemon.stop() == 0
-        daemon.__enter__()
+        daemon.start_again(kill=kill)
         with Steered(daemon.address, name) as again:
             assert again.breakpoints() == before and again.info().hit == hit
             assert again.info().state == "stopped"
@@ -398,8 +353,6 @@ def test_breakpoints_and_hits_survive_daemons_that_stop_and_that_are_killed(serv
         assert where(reply) == (1, 4, 6, 7) and reply.hit.prompt_end == 3
         assert again.stop_at() == 4, "numbers are not given twice"
         again.cut(6)
-    os.kill(daemon.process.pid, signal.SIGKILL)
-    daemon.process.wait()
-    daemon.__enter__()
+    daemon.start_again(kill=True)
     with Steered(daemon.address, name) as again:
         assert again.info().hit is None and len(again.breakpoints()) == 3

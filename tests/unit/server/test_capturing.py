@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,13 +7,13 @@ import pytest
 from djinn_client.edits import CapturedPoint
 from djinn_client.errors import InvalidRequest
 from djinn_client.points import Point, PointMap
-from djinn_client.protocol import Cancel, CloseSession, Failure, Generate, Generated, ModelInfo, Piece
+from djinn_client.protocol import Cancel, Failure, Generate, Generated, ModelInfo
 from djinnd.core.edits import FOREVER
 from djinnd.messages import Capture
 from djinnd.server.capturing import MAX_CAPTURE_BYTES, capturing_of
 from tests.support.engine import WIDTH, Script
 from tests.support.served import wait_for
-from tests.support.steered import STORY, Steered, serving_story, told
+from tests.support.steered import STORY, Steered, told
 
 POINTS = PointMap(blocks=4, width=1 << 10, vocab=1 << 16, attention="self_attn", norm="model.norm")
 MODEL = ModelInfo(name="m", path="/m", vocab=1 << 16, max_context=1 << 20, points=POINTS, dtype="bfloat16")
@@ -86,53 +83,7 @@ def test_an_unknown_point():
 
 def ask(tenant, count, prompt=(), names=("blocks.3",), **fields):
     """The final reply."""
-    capture = list(names)
-    reply = tenant.ask(
-        Generate(id=2, session=tenant.session, token_ids=list(prompt), max_tokens=count, capture=capture, **fields)
-    )
-    while isinstance(reply, Piece):
-        reply = tenant.reply()
-    return reply
-
-
-def take(tenant, captured):
-    """By name, what each position has in all columns."""
-    fd = tenant.take_fd()
-    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
-    seen = {}
-    with mmap.mmap(fd, captured.nbytes) as window, memoryview(window).cast("f") as values:
-        for point in captured.points:
-            begin = point.offset // 4
-            rows = [begin + row * point.width for row in range(captured.positions)]
-            parts = [values[start : start + point.width].tolist() for start in rows]
-            assert all(part == [part[0]] * point.width for part in parts)
-            seen[point.name] = [int(part[0]) for part in parts]
-    os.close(fd)
-    return seen
-
-
-def memfds(daemon):
-    folder = f"/proc/{daemon.process.pid}/fd"
-    names = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
-    return sum(name.startswith("/memfd:") for name in names)
-
-
-@pytest.fixture(scope="module")
-def daemon():
-    with serving_story(on_token={"66": "die", "77": "fail"}) as served:
-        yield served
-
-
-@pytest.fixture
-def tenant(daemon):
-    with Steered(daemon.address) as tenant:
-        yield tenant
-        tenant.ask(CloseSession(id=99, session=tenant.session))
-        with daemon.client() as client:
-            wait_for(lambda: client.status().state == "ready")
-            assert client.status(check=True).integrity == []
-        assert memfds(daemon) == 0
+    return tenant.call(token_ids=list(prompt), max_tokens=count, capture=list(names), **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -142,29 +93,29 @@ def test_what_a_call_computes_is_captured(tenant, stream):
     assert (reply.captured.first, reply.captured.positions, reply.captured.dtype) == (0, 6, "float32")
     assert [point.name for point in reply.captured.points] == [f"blocks.{n}" for n in range(8)] + names[1:]
     assert {point.width for point in reply.captured.points if point.name != "logits"} == {WIDTH}
-    seen = take(tenant, reply.captured)
+    seen = tenant.take(reply.captured)
     assert all(rows == [0, 1, 2, 3, 4, 5] for rows in seen.values())
     reply = ask(tenant, 2, stream=stream)
-    assert take(tenant, reply.captured) == {"blocks.3": [6, 7]}, "from the last position on, which is run again"
+    assert tenant.take(reply.captured) == {"blocks.3": [6, 7]}, "from the last position on, which is run again"
     reply = ask(tenant, 1, [9], stream=stream)
-    assert take(tenant, reply.captured) == {"blocks.3": [9]}
+    assert tenant.take(reply.captured) == {"blocks.3": [9]}
 
 
 def test_a_prompt_only(tenant):
     reply = ask(tenant, 0, [5, 6, 7])
     assert (reply.token_ids, reply.finish_reason, reply.usage.session_tokens) == ([], "length", 3)
-    assert take(tenant, reply.captured) == {"blocks.3": [0, 1, 2]}
-    assert take(tenant, ask(tenant, 0).captured) == {"blocks.3": [2]}
-    assert take(tenant, ask(tenant, 0, [8] * 253).captured) == {"blocks.3": list(range(3, 256))}
+    assert tenant.take(reply.captured) == {"blocks.3": [0, 1, 2]}
+    assert tenant.take(ask(tenant, 0).captured) == {"blocks.3": [2]}
+    assert tenant.take(ask(tenant, 0, [8] * 253).captured) == {"blocks.3": list(range(3, 256))}
 
 
 def test_positions_that_edits_have_changed_are_computed_again_and_seen_edited(tenant):
     tenant.generate(5, [5, 6, 7])
     tenant.add(positions=[2, 4])
-    assert take(tenant, ask(tenant, 1, [9]).captured) == {"blocks.3": [3, 3, 5, 5, 6, 7, 8]}
-    assert take(tenant, ask(tenant, 1, [9]).captured) == {"blocks.3": [10]}, "once"
+    assert tenant.take(ask(tenant, 1, [9]).captured) == {"blocks.3": [3, 3, 5, 5, 6, 7, 8]}
+    assert tenant.take(ask(tenant, 1, [9]).captured) == {"blocks.3": [10]}, "once"
     tenant.add()
-    assert take(tenant, ask(tenant, 2).captured) == {"blocks.3": [13, 14]}
+    assert tenant.take(ask(tenant, 2).captured) == {"blocks.3": [13, 14]}
 
 
 def test_a_stop_string_ends_what_is_captured_where_it_ends_the_call(tenant, tiny):
@@ -172,7 +123,7 @@ def test_a_stop_string_ends_what_is_captured_where_it_ends_the_call(tenant, tiny
     reply = ask(tenant, 200, [5, 6, 7], stop=[tiny.decode(told(0, 0, 0, 0, start=3))])
     length = reply.usage.session_tokens
     assert reply.finish_reason == "stop" and length < 100
-    assert take(tenant, reply.captured) == {"blocks.3": list(range(length - 1))}
+    assert tenant.take(reply.captured) == {"blocks.3": list(range(length - 1))}
 
 
 @pytest.mark.parametrize(
@@ -191,12 +142,12 @@ def test_what_cannot_be_captured(tenant, fields, words):
     assert tenant.generate(1, [5]) == told(0, start=1)
 
 
-def test_a_call_that_fails_and_one_whose_engine_dies_bring_nothing(tenant, daemon):
+def test_a_call_that_fails_and_one_whose_engine_dies_bring_nothing(tenant, storyteller):
     assert ask(tenant, 3, [77]).code == "out_of_memory"
     assert ask(tenant, 3, [66]).code == "engine_lost"
-    with daemon.client() as client:
+    with storyteller.client() as client:
         wait_for(lambda: client.status().models[0].state == "ready")
-    assert take(tenant, ask(tenant, 1, [5]).captured) == {"blocks.3": [0]}
+    assert tenant.take(ask(tenant, 1, [5]).captured) == {"blocks.3": [0]}
 
 
 def test_who_cancels_and_who_goes_gets_no_window_and_leaves_none(serve):
@@ -216,4 +167,4 @@ def test_who_cancels_and_who_goes_gets_no_window_and_leaves_none(serve):
         wait_for(lambda: client.status().connections == connections - 1)
         wait_for(lambda: tenant.info().state == "idle")
         assert client.status(check=True).integrity == []
-        assert memfds(daemon) == 0
+        assert daemon.memfds() == 0

@@ -23,23 +23,9 @@ from tests.support.engine import WIDTH, Script
 from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.served import wait_for
 from tests.support.serving import TINY
-from tests.support.steered import STORY, VECTOR, Steered, serving_story, told
+from tests.support.steered import STORY, VECTOR, Steered, told
 
 MODEL = "djinn-tiny"
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """A daemon for tests that leave it as it was."""
-    with serving_story() as served:
-        yield served
-
-
-@pytest.fixture
-def tenant(shared):
-    with Steered(shared.address) as tenant:
-        yield tenant
-        assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)
 
 
 def test_from_now_on_and_until_it_is_ended(tenant):
@@ -124,9 +110,7 @@ def test_the_same_patched_again_and_again_is_one_edit(serve):
         assert tenant.add(op="replace").code == "quota_exceeded"
         tenant.cut(2)
         assert tenant.generate(2) == told(5, 6, start=2), "the engine has one of them, too"
-    os.kill(daemon.process.pid, signal.SIGKILL)
-    daemon.process.wait()
-    daemon.__enter__()
+    daemon.start_again(kill=True)
     with Steered(daemon.address, tenant.session) as again:
         assert again.spans() == {1: [(2, None)], 5: [(1, 3)]}
 
@@ -191,12 +175,12 @@ def test_nothing_is_changed_while_a_call_runs_and_all_is_told(serve):
 
 
 @only_root
-def test_another_user_s_edits_are_as_nobody_s(shared, tenant):
+def test_another_user_s_edits_are_as_nobody_s(storyteller, tenant):
     """Nor are they told from those of a session that does not exist."""
-    open_to_all(shared.folder, shared.address)
+    open_to_all(storyteller.folder, storyteller.address)
     tenant.add()
     with as_user():
-        stranger = Steered(shared.address)
+        stranger = Steered(storyteller.address)
     with stranger:
         for session in (tenant.session, "0123456789abcdef"):
             for request in (
@@ -265,12 +249,7 @@ def test_edits_survive_daemons_that_stop_and_that_are_killed(serve):
         assert tenant.spans() == {1: [(7, 10)], 2: [(1, 2), (9, 10)], 4: [(10, None)]}
         name = tenant.session
     for kill in (True, False):
-        if kill:
-            os.kill(daemon.process.pid, signal.SIGKILL)
-            daemon.process.wait()
-        else:
-            assert daemon.stop() == 0
-        daemon.__enter__()
+        daemon.start_again(kill=kill)
         for session in (name, fork):
             with Steered(daemon.address, session) as again:
                 assert again.edits() == before

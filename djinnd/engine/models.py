@@ -1,0 +1,172 @@
+"""The engine's models: how they come and go, what they give back when others need it, and the budget that they share.
+
+Load ─► read beside the steps (loading.py) ─► adopted: workspace, KV pool, check, tiers ─► Loaded ··· Unload ─► Unloaded
+                                                 └─► what it took is given back ─► Failed
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import torch
+
+from djinn_client.errors import DjinnError, InvalidRequest, OutOfMemory
+from djinnd import messages
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.engine.budgeting import change_budget
+from djinnd.engine.channel import Channel
+from djinnd.engine.deliveries import Deliveries
+from djinnd.engine.figures import Figures
+from djinnd.engine.loading import LoadQueue, LoadResult
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.serving import make_runner
+from djinnd.engine.tiers import Tiers
+from djinnd.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("djinnd.engine")
+
+
+class Models:
+    """Belongs to the engine's thread. `runners`, by model, is changed here and nowhere else; `limits`: tokens and rows
+    of a step."""
+
+    def __init__(
+        self,
+        device: Device,
+        scheduler: Scheduler,
+        loads: LoadQueue,
+        tiers: Tiers,
+        deliveries: Deliveries,
+        figures: Figures,
+        runners: dict[str, ModelRunner],
+        channel: Channel,
+        limits: tuple[int, int],
+    ) -> None:
+        self._device = device
+        self._scheduler = scheduler
+        self._loads = loads
+        self._tiers = tiers
+        self._deliveries = deliveries
+        self._figures = figures
+        self._runners = runners
+        self._channel = channel
+        self._limits = limits
+
+    # --- coming -----------------------------------------------------------------------------------------------------
+
+    def load(self, message: messages.Load) -> None:
+        self.spare_idle()  # the model may need all there is
+        self._loads.submit(message)
+
+    def turn(self) -> None:
+        """Adopts what has been loaded, and lets go of held rows that nobody waits for any more."""
+        while (result := self._loads.take()) is not None:
+            load, refusal = result.load, None
+            try:
+                self._adopt(result)
+            except DjinnError as error:
+                log.warning("model_refused model=%s error=%s", load.model, error.message)
+                refusal = error.with_traceback(None)
+            if refusal is not None:
+                del result
+                self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
+                gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
+                self._channel.refuse(load.request, refusal)
+        for runner in self._runners.values():
+            if runner.held:
+                runner.held.sweep()
+
+    def _adopt(self, result: LoadResult) -> None:
+        if result.error is not None:
+            raise result.error
+        assert result.weights is not None and result.shape is not None
+        load = result.load
+
+        def beat() -> None:
+            self._channel.send(messages.Loading(load.model, "preparing"))
+
+        try:
+            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits, beat)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"preparing {load.model}: {error}") from error
+        except DjinnError:
+            raise
+        except Exception as error:
+            log.exception("preparing_failed model=%s", load.model)
+            raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
+        self._release_host(runner)
+        self._runners[load.model] = runner
+        paging = self._tiers.add(runner)
+        self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
+        self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
+
+    def _release_host(self, runner: ModelRunner) -> None:
+        """Gives back the model's copy on the host, where that is wished and nothing needs it."""
+        if runner.load.placing.keep_host:
+            return
+        if runner.places.streamed:
+            runner.weights.notes.append("the copy on the host stays: blocks stream from it")
+            return
+        runner.weights.release_host(self._device)
+        self._channel.send(messages.HostReleased(runner.name))
+
+    # --- while they are there ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> bool:
+        """In an idle moment: does for one model what its later steps would have to do. Whoever speaks meanwhile waits
+        for it: not between the calls of somebody who makes one after another. → whether there was anything."""
+        return any(runner.prepare() for runner in self._runners.values())
+
+    def spare_idle(self) -> None:
+        """What idle sessions have on the device beside pages goes: edits come back with the next run, and what has
+        stopped inside of the model is run anew."""
+        for session in self._scheduler.sessions():
+            if session.request is None:
+                self._runners[session.model].use_edits(session.id, ())
+                self._drop_stage(session)
+
+    def _drop_stage(self, session: Session) -> None:
+        self._scheduler.drop_stage(session.id)
+        self._runners[session.model].held.drop(session.id)
+
+    def set_budget(self, message: messages.SetBudget) -> None:
+        began = time.monotonic()
+        try:
+            if self._loads.is_busy:
+                raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
+            for session in self._scheduler.sessions():
+                self._drop_stage(session)
+            change_budget(
+                self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
+            )
+        except DjinnError as error:
+            self._channel.refuse(message.request, error)
+            return
+        budget, models = self._device.budget, [self._figures.info(runner) for runner in self._runners.values()]
+        log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
+        self._channel.send(
+            messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)
+        )
+
+    def mark_public(self, message: messages.PublicPrefix) -> None:
+        kv = self._runners[message.model].kv
+        kv.public.mark(message.tokens, kv.page_size)
+
+    # --- going ------------------------------------------------------------------------------------------------------
+
+    def unload(self, message: messages.Unload) -> None:
+        def release() -> None:
+            self._deliveries.abandon(self._runners[message.model])
+            self._tiers.remove(message.model)
+            self._scheduler.remove_model(message.model)
+            self._runners.pop(message.model).release()
+            gc.collect()  # modules lie in cycles, and hold the model's shared memory and page files until then
+            self._channel.send(messages.Unloaded(message.request))
+
+        if message.keep_pages:
+            self._tiers.retire(message.model, release)
+        else:
+            release()
