@@ -62,6 +62,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     pages_used: int = 0
     host_pages: int = 0  # that the host tier has room for
     host_pages_used: int = 0
+    host_pages_pinned: int = 0  # so far: some seconds pass from the tier's coming until all are
     disk_pages: int = 0
     disk_pages_used: int = 0
     sessions: int = 0

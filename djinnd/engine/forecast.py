@@ -17,7 +17,7 @@ from djinnd.weights.plan import BlockSize, Place, Plan
 # What our steps reach of the rates that the device measures of itself, on an H200 with a 13B model: docs/log.md.
 _READING_ONE = 1.08  # of the memory's: a product with one row only reads, where the measured copy also writes
 _READING_MORE = 1.0
-_READING_PACKED_ONE = 1.03
+_READING_PACKED_ONE = 0.97
 _READING_PACKED = 0.76
 _MULTIPLYING = 0.89  # of a large product's: a chunk of prefill
 _FETCHING = 0.92  # of the bus's: experts on demand, which a kernel reads

@@ -52,6 +52,7 @@ class HostPages:
         self.piece_slots = max(PIECE // size, 1)
         self._pieces = [piece.reshape(-1) for piece in self._slots.split(self.piece_slots)]
         self._is_pinned = [False] * len(self._pieces)
+        self.pinned = 0  # slots
         self._wanted: list[int] = []  # the last is the first to be pinned
         self._closed = threading.Event()
         self.failure: OutOfMemory | None = None  # why no more is pinned
@@ -76,6 +77,7 @@ class HostPages:
                 self.failure = error
                 return
             self._is_pinned[index] = True
+            self.pinned += self._pieces[index].numel() // self._slots.shape[1]
             self._closed.wait(_PAUSE if is_wanted else max(_PAUSE, time.monotonic() - pinning))
 
     @property

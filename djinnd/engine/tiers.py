@@ -241,9 +241,10 @@ class Tiers:
 
     def fill(self, info: ModelInfo) -> None:
         """The figures of a model's tiers."""
-        paging = self._models[info.name].paging
-        if paging.host is not None:
+        paging, pages = self._models[info.name].paging, self._models[info.name].transfers.host
+        if paging.host is not None and pages is not None:
             info.host_pages, info.host_pages_used = paging.host.capacity, paging.host.used
+            info.host_pages_pinned = pages.pinned
         if paging.disk is not None:
             info.disk_pages, info.disk_pages_used = paging.disk.capacity, paging.disk.used
         info.notes += self._notes(info.name)
@@ -257,9 +258,11 @@ class Tiers:
     def _notes(self, name: str) -> list[str]:
         """What people are to know of the model's tiers."""
         host = self._models[name].transfers.host
-        if host is None or host.failure is None:
+        if host is None or host.pinned == host.capacity:
             return []
-        return [f"pages on the host are not all pinned, copies of those are slow: {host.failure.message}"]
+        if host.failure is not None:
+            return [f"pages on the host are not all pinned, copies of those are slow: {host.failure.message}"]
+        return [f"pages on the host: {host.pinned:,} of {host.capacity:,} are pinned; until all are, steps are slower"]
 
 
 def _state(session: Session, *, arrives: bool) -> str:

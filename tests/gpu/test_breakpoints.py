@@ -97,5 +97,5 @@ def test_what_is_there_and_what_is_put_there(engine: WhiteBoxEngine) -> None:
         edit = an_edit("replace", [point], [Extent(0, 200)], -found)
         engine.edit(f"s{block}", edit)
         tokens, _ = engine.outcome(engine.run(f"s{block}", [], NEW, resume_block=block))
-        assert tokens == Hooked(folder, engine.points).greedy(prompt(200), NEW, [edit])
+        assert tokens == Hooked(folder).greedy(prompt(200), NEW, [edit])
     engine.check_idle()

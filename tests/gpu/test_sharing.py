@@ -47,6 +47,7 @@ def test_every_block_arrives_as_it_was() -> None:
             form, source = store.forms[index], store.travelling(index)
             assert form is not None
             packed = torch.zeros(form.nbytes, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()  # the copy's stream does not wait for this one
             device.copy(packed[: len(source)], source).wait()
             plain = torch.empty(form.numel, dtype=torch.bfloat16, device="cuda")
             form.unpack(packed, plain)

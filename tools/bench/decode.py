@@ -30,14 +30,17 @@ from tools.private_daemon import PrivateDaemon
 FIRST_TOKEN_RUNS = 7
 
 
-def first_token_s(address: str, model: str, context: int, vocab: int, pause_s: float = 0.0) -> list[float]:
-    """Of fresh sessions, one after another; the first warms up and does not count. `pause_s`: before each."""
+def first_token_s(
+    address: str, model: str, context: int, vocab: int, pause_s: float = 0.0, seed: int = 0
+) -> list[float]:
+    """Of fresh sessions, one after another; the first warms up and does not count. `pause_s`: before each. `seed`: of
+    the first one's prompt, the next one's is one more; what has been read before would not be computed."""
     times = []
     for run in range(FIRST_TOKEN_RUNS + 1):
         time.sleep(pause_s)
         with djinn.Session(model, address=address) as session:
             began = time.perf_counter()
-            session.generate(prompt(context, vocab, run), max_tokens=1, ignore_eos=True)
+            session.generate(prompt(context, vocab, seed + run), max_tokens=1, ignore_eos=True)
             times.append(time.perf_counter() - began)
     return times[1:]
 

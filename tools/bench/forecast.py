@@ -21,7 +21,7 @@ from rich.table import Table
 
 import djinn_client as djinn
 from tools.bench.bus import measured_apart
-from tools.bench.decode import decode_s, first_token_s
+from tools.bench.decode import FIRST_TOKEN_RUNS, decode_s, first_token_s
 from tools.bench.paged_model import MODEL, QUIET_S, daemon_of
 from tools.bench.report import keep, report
 from tools.bench.stream.experiment import size
@@ -91,7 +91,7 @@ def measure(address: str, place: dict[str, Any], tokens: int) -> dict[str, Any]:
 def _first_token(address: str, tokens: int, info: djinn.ModelInfo) -> float:
     first_token_s(address, MODEL, tokens, info.vocab)
     time.sleep(QUIET_S)  # in which what these steps have asked for is captured
-    return statistics.median(first_token_s(address, MODEL, tokens, info.vocab, PAUSE_S))
+    return statistics.median(first_token_s(address, MODEL, tokens, info.vocab, PAUSE_S, seed=FIRST_TOKEN_RUNS + 1))
 
 
 def _context(info: djinn.ModelInfo, sessions: int, most: int, tokens: int) -> int:
@@ -149,7 +149,8 @@ def main(
     bus = measured_apart(device)
     found: dict[str, dict[str, Any]] = {}
     most = str(max(place["memory_bytes"] for place in places))
-    with daemon_of(checkpoint.resolve(), bus.device, most, {}, None) as address:
+    # Without a host tier: steps are slower while its memory is pinned, in the first seconds after a load.
+    with daemon_of(checkpoint.resolve(), bus.device, most, {"host_kv": 0, "disk_kv": 0}, None) as address:
         for place in places:
             found[_name(place)] = measure(address, place, tokens)
             click.echo(f"forecast: {_name(place)}: {found[_name(place)]}", err=True)

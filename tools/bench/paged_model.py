@@ -106,18 +106,23 @@ class PagedModel:
         self._client.close()
 
 
+def _has(info: djinn.ModelInfo, tiers: Sequence[Tier]) -> bool:
+    """These tiers, as fast as they will be."""
+    return all(getattr(info, f"{tier}_pages") for tier in tiers) and info.host_pages_pinned == info.host_pages
+
+
 @contextmanager
 def loaded(address: str, tokens: int, kv_bytes: int = 0, tiers: Sequence[Tier] = ()) -> Iterator[PagedModel]:
     """The model with a pool of so many bytes (0: as the daemon sees fit), and with these lower tiers, as they are
-    configured, and no others. Unloaded afterwards."""
+    configured, and no others; when the host's pages are pinned. Unloaded afterwards."""
     host, disk = (None if tier in tiers else 0 for tier in ("host", "disk"))
     info = djinn.load(MODEL, kv_bytes=kv_bytes, host_kv_bytes=host, disk_kv_bytes=disk, address=address)
     model = PagedModel(address, info, tokens)
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while any(not getattr(model.now(), f"{tier}_pages") for tier in tiers):
+        while not _has(model.now(), tiers):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{' and '.join(tiers)} had no room for pages after {PATIENCE_S:.0f} s")
+                raise TimeoutError(f"no pages of {' and '.join(tiers)}, or not all pinned, after {PATIENCE_S:.0f} s")
             time.sleep(0.05)
         if djinn.status(address=address).devices[0].name != "cpu":
             model.quiet_s = QUIET_S

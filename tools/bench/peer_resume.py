@@ -5,7 +5,8 @@
 prints JSON. KV that is copied by hand lies in pinned memory, as torch allocates it, a tensor for the keys and one for
 the values of each block, and comes back by one call each.
 
-With `--blocks 1,10`, of a session that has stopped behind so many blocks: their KV is kept, and what the last one gave.
+With `--blocks 1,10`, of a session that has stopped behind so many blocks: their KV is kept, and what the last one gave;
+and nnsight, in whose trace all blocks are run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tools.bench.peer_nnsight import Traced
 from tools.bench.prompts import prompt
 
 
@@ -43,10 +45,13 @@ class ResumingInside(msgspec.Struct):
     recompute: list[float]
     manual: list[float]
     same_token: bool
+    nnsight: list[float] = []
+    nnsight_note: str = ""  # why there is none
 
 
-class _Peer:
+class Peer:
     def __init__(self, checkpoint: Path, device: str, dtype: str) -> None:
+        self._checkpoint = checkpoint
         self._device = device
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
         self._model = self._model.to(device)
@@ -54,7 +59,7 @@ class _Peer:
     @torch.inference_mode()
     def resume(self, tokens: int, rounds: int) -> Resuming:
         """The first round of each kind warms up and does not count."""
-        ids = torch.tensor([prompt(tokens, self._model.config.vocab_size, tokens)], device=self._device)
+        ids = self._prompt(tokens)
         cache: Any = DynamicCache()
         token = self._next(ids, cache)
         kept = [(self._kept(layer.keys), self._kept(layer.values)) for layer in cache.layers]
@@ -81,7 +86,7 @@ class _Peer:
 
     @torch.inference_mode()
     def resume_inside(self, tokens: int, blocks: int, rounds: int) -> ResumingInside:
-        ids = torch.tensor([prompt(tokens, self._model.config.vocab_size, tokens)], device=self._device)
+        ids = self._prompt(tokens)
         layers, given = self._layers(), list[Tensor]()
         cache: Any = DynamicCache()
         handle = layers[blocks - 1].register_forward_hook(lambda _module, _args, output: given.append(output))
@@ -104,6 +109,25 @@ class _Peer:
             [seconds for seconds, _ in copied],
             len({token for _, token in computed + copied}) == 1,
         )
+
+    @torch.inference_mode()
+    def trace(self, tokens: int, found: Sequence[ResumingInside], rounds: int) -> None:
+        """Adds to each what nnsight takes with an edit there, which changes nothing. In a process that has nothing else
+        to do after it: see Traced."""
+        try:
+            traced = Traced(self._model, self._checkpoint)
+        except ModuleNotFoundError as error:
+            for one in found:
+                one.nnsight_note = f"{error.name} is not installed"
+            return
+        ids = self._prompt(tokens)
+        for one in found:
+            timed = self._timed(lambda: traced.next_token(ids, one.blocks, 1.0), rounds)  # noqa: B023 - called at once
+            one.nnsight = [seconds for seconds, _ in timed]
+            one.same_token &= {token for _, token in timed} == {self._next(ids, DynamicCache())}
+
+    def _prompt(self, tokens: int) -> Tensor:
+        return torch.tensor([prompt(tokens, self._model.config.vocab_size, tokens)], device=self._device)
 
     def _layers(self) -> nn.ModuleList:
         count = self._model.config.num_hidden_layers
@@ -142,14 +166,11 @@ def _replaced(layers: Iterable[nn.Module], hidden: Tensor) -> Iterator[None]:
 
 
 def measure(checkpoint: Path, device: str, dtype: str, tokens: Sequence[int], rounds: int) -> list[Resuming]:
-    peer = _Peer(checkpoint, device, dtype)
+    peer = Peer(checkpoint, device, dtype)
     return [peer.resume(length, rounds) for length in tokens]
 
 
-def measure_inside(
-    checkpoint: Path, device: str, dtype: str, tokens: int, blocks: Sequence[int], rounds: int
-) -> list[ResumingInside]:
-    peer = _Peer(checkpoint, device, dtype)
+def measure_inside(peer: Peer, tokens: int, blocks: Sequence[int], rounds: int) -> list[ResumingInside]:
     return [peer.resume_inside(tokens, depth, rounds) for depth in blocks]
 
 
@@ -164,7 +185,9 @@ def main(checkpoint: Path, device: str, dtype: str, tokens: str, rounds: int, bl
     lengths, depths = ([int(number) for number in numbers.split(",") if number] for numbers in (tokens, blocks))
     found: list[Any]
     if depths:
-        found = measure_inside(checkpoint, device, dtype, max(lengths), depths, rounds)
+        peer = Peer(checkpoint, device, dtype)
+        found = measure_inside(peer, max(lengths), depths, rounds)
+        peer.trace(max(lengths), found, rounds)
     else:
         found = measure(checkpoint, device, dtype, lengths, rounds)
     click.echo(msgspec.json.encode(found))

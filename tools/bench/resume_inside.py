@@ -9,6 +9,7 @@ recompute   a session that nobody has seen, with a prompt as long, all of whose 
 manual      transformers, and the KV of those blocks and what the last one gave are copied by hand to pinned memory and
             back; the blocks behind are run
 hooks       transformers runs the model over all of the prompt, as who changes something in a hook does
+nnsight     its trace with an edit there, which runs all of it, too
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tools.bench.report import keep, report
 
 LAYERS = (1, 10, 20, 30, 40)  # of 40: where the seeds' experiment stops
 BARS = {0.5: 0.55, 1.0: 0.1}  # of a recompute, by the share of blocks that had run
+PEERS = {"manual": "manual", "hooks": "recompute", "nnsight": "nnsight"}  # and what they have found is called
 TRACE_S = 0.5  # beside what going on takes
 
 
@@ -151,12 +153,14 @@ def run_behind(found: dict[str, Any], stop: dict[str, Any]) -> str:
 
 def table(name: str, found: dict[str, Any]) -> Table:
     title = f"{name} on {found['device']}, {found['tokens']:,} tokens: ms until the next token"
-    shown = Table("behind", "blocks run", "djinnd", "of it, daemon", "of a recompute", "manual", "hooks", title=title)
+    shown = Table("behind", "blocks run", "djinnd", "of it, daemon", "of a recompute", *PEERS, title=title)
     shown.caption = f"recompute {middle(found['recompute']) * 1e3:.1f} ms; bus {found['bus'] / 1e9:.1f} GB/s"
+    if note := found["stops"][0]["nnsight_note"]:
+        shown.caption += f"; nnsight skipped: {note}"
     for stop in found["stops"]:
         times = [middle(stop["djinnd"]), middle(stop["djinnd"], "daemon")]
-        theirs = [statistics.median(stop[way]) for way in ("manual", "recompute")]
-        ours, peers = ([f"{seconds * 1e3:.1f}" for seconds in part] for part in (times, theirs))
+        ours = (f"{seconds * 1e3:.1f}" for seconds in times)
+        peers = (f"{statistics.median(stop[way]) * 1e3:.1f}" if stop[way] else "" for way in PEERS.values())
         shown.add_row(f"{stop['blocks']}", run_behind(found, stop), *ours, share(found, stop), *peers)
     return shown
 
@@ -164,7 +168,8 @@ def table(name: str, found: dict[str, Any]) -> Table:
 def summary(found: dict[str, Any]) -> str:
     stops = (
         f"behind {stop['blocks']} {middle(stop['djinnd']) * 1e3:.1f} ms, {share(found, stop)}, "
-        f"blocks run {run_behind(found, stop)}, manual {statistics.median(stop['manual']) * 1e3:.1f} ms"
+        f"blocks run {run_behind(found, stop)}, "
+        + ", ".join(f"{way} {statistics.median(stop[of]) * 1e3:.1f} ms" for way, of in PEERS.items() if stop[of])
         for stop in found["stops"]
     )
     return (

@@ -15,16 +15,13 @@ from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
 from tests.support.engine_thread import FOREVER
-from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected
+from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Tiered]:
-    with Tiered(max_batch_tokens=256) as engine:
-        engine.load_with_tiers(tmp_path)
-        engine.open("s")
+    with tiered(tmp_path) as engine:
         yield engine
-        engine.report()
 
 
 # --- tiers ------------------------------------------------------------------------------------------------------------
@@ -35,6 +32,17 @@ def test_a_model_has_the_tiers_that_were_asked_for(engine: Tiered) -> None:
     assert info.host_pages * info.page_bytes <= TIER < (info.host_pages + 2) * info.page_bytes
     assert info.disk_pages * info.page_bytes == TIER
     assert (info.host_pages_used, info.disk_pages_used) == (0, 0)
+
+
+def test_it_is_said_how_much_of_the_host_s_memory_is_pinned(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = engine.engine._tiers._models["m"].transfers.host
+    assert pages is not None
+    pages._thread.join()
+    (info,) = engine.report().models
+    assert info.host_pages_pinned == info.host_pages and not any("pinned" in note for note in info.notes)
+    monkeypatch.setattr(pages, "pinned", info.host_pages - 1)
+    (info,) = engine.report().models
+    assert any(f"{info.host_pages - 1:,} of {info.host_pages:,} are pinned" in note for note in info.notes)
 
 
 def test_pages_that_come_for_a_model_that_has_gone_are_given_back() -> None:

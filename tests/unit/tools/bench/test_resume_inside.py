@@ -8,7 +8,7 @@ import click
 import pytest
 
 from djinn_client.protocol import Span
-from tools.bench.resume_inside import block_counts, depths, only_behind, summary
+from tools.bench.resume_inside import block_counts, depths, only_behind, summary, table
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,37 @@ def test_the_blocks_behind_and_no_others(counts: list[int], depth: int, right: b
     assert only_behind(counts, depth) is right
 
 
-def test_the_summary_has_shares_bars_and_blocks() -> None:
+def found() -> dict[str, Any]:
     def stop(blocks: int, seconds: float, ran: list[int]) -> dict[str, Any]:
         times = [{"seconds": seconds, "daemon": seconds / 2}] * 3
-        return {"blocks": blocks, "djinnd": times, "ran": ran, "manual": [0.02], "recompute": [0.1]}
+        peers = {"manual": [0.02], "recompute": [0.09], "nnsight": [0.11], "nnsight_note": ""}
+        return {"blocks": blocks, "djinnd": times, "ran": ran, **peers}
 
-    found = {
+    return {
+        "device": "CPU",
+        "bus": 1e10,
         "tokens": 2048,
         "blocks": 4,
         "recompute": [{"seconds": 0.1, "daemon": 0.1}],
         "stops": [stop(1, 0.08, [0, 1, 1, 1]), stop(2, 0.05, [0, 0, 1, 1]), stop(4, 0.03, [1, 1, 1, 1])],
     }
-    assert summary(found) == (
+
+
+def test_the_summary_has_shares_bars_and_blocks() -> None:
+    assert summary(found()) == (
         "2,048 tokens, 4 blocks, until the next token: recompute 100.0 ms; "
-        "behind 1 80.0 ms, 0.80, blocks run 0.75, manual 20.0 ms; "
-        "behind 2 50.0 ms, 0.50 (of 0.55), blocks run 0.50, manual 20.0 ms; "
-        "behind 4 30.0 ms, 0.30 (of 0.10), blocks run not those behind alone: [1, 1, 1, 1], manual 20.0 ms"
+        "behind 1 80.0 ms, 0.80, blocks run 0.75, manual 20.0 ms, hooks 90.0 ms, nnsight 110.0 ms; "
+        "behind 2 50.0 ms, 0.50 (of 0.55), blocks run 0.50, manual 20.0 ms, hooks 90.0 ms, nnsight 110.0 ms; "
+        "behind 4 30.0 ms, 0.30 (of 0.10), blocks run not those behind alone: [1, 1, 1, 1], manual 20.0 ms, "
+        "hooks 90.0 ms, nnsight 110.0 ms"
     )
+
+
+def test_without_nnsight_its_column_is_empty_and_the_reason_stands_below() -> None:
+    skipped = found()
+    for stop in skipped["stops"]:
+        stop.update(nnsight=[], nnsight_note="nnsight is not installed")
+    shown = table("m", skipped)
+    assert list(shown.columns[-1].cells) == ["", "", ""] and list(shown.columns[-2].cells) == ["90.0"] * 3
+    assert str(shown.caption).endswith("nnsight skipped: nnsight is not installed")
+    assert "nnsight" not in summary(skipped)
