@@ -218,7 +218,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with torch.cuda.stream(self.compute_stream):
+        with super().computing(), torch.cuda.stream(self.compute_stream):
             yield
 
     def synchronize(self) -> None:

@@ -70,6 +70,7 @@ class Device(ABC):
     budget: MemoryBudget
     reserved = 0  # bytes of the budget that are the device's own: its context and libraries
     trace: Trace | None = None  # where the step that is being run is recorded
+    computed = 0  # how often something was sent to the compute stream
 
     @property
     def name(self) -> str:
@@ -164,6 +165,7 @@ class Device(ABC):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """The thread's work goes to the compute stream."""
+        self.computed += 1
         yield
 
     @abstractmethod

@@ -7,7 +7,7 @@ It is an object of the arena, which outlives the engine: the table, as in kvcach
 
 While the driver pins, whatever else the process asks of it waits: 21 GB in pieces of 1 GiB kept a first token for two
 seconds. So pieces are small, and a thread pins one after another, those first that somebody wants to copy to or from,
-the others half of the time.
+the others half of the time while steps are run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
-_PAUSE = 0.001  # seconds after a piece that somebody waits for; after the others, as long as they took
+_PAUSE = 0.001  # seconds after a piece; beside steps as long as it took, where nobody waits for one
 _LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
 
 
@@ -69,7 +69,7 @@ class HostPages:
                 return
             if self._is_pinned[index]:
                 continue
-            pinning = time.monotonic()
+            pinning, computed = time.monotonic(), self._device.computed
             try:
                 self._device.pin([self._pieces[index]])
             except OutOfMemory as error:
@@ -78,7 +78,8 @@ class HostPages:
                 return
             self._is_pinned[index] = True
             self.pinned += self._pieces[index].numel() // self._slots.shape[1]
-            self._closed.wait(_PAUSE if is_wanted else max(_PAUSE, time.monotonic() - pinning))
+            spares = not is_wanted and self._device.computed > computed
+            self._closed.wait(max(_PAUSE, time.monotonic() - pinning) if spares else _PAUSE)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +144,33 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
     pinned(pages)
     assert order == [pages.slot(slot).data_ptr() for slot in (0, 4, 2, 6)]
     assert all(pages.is_ready(slot) for slot in range(8))
+    pages.release()
+
+
+@pytest.mark.parametrize("steps_run", [True, False])
+def test_only_beside_steps_it_rests_for_as_long_as_it_pins(
+    device: Device, monkeypatch: pytest.MonkeyPatch, steps_run: bool
+) -> None:
+    rests: list[float] = []
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            rests.append(timeout or 0.0)
+            return self.is_set()
+
+    def pin(pieces: Sequence[Tensor]) -> None:
+        time.sleep(0.01)
+        if steps_run:
+            with device.computing():
+                pass
+
+    monkeypatch.setattr(host_pages, "threading", SimpleNamespace(Event=Closed, Thread=threading.Thread))
+    monkeypatch.setattr(host_pages, "PIECE", SLOT)
+    monkeypatch.setattr(device, "pin", pin)
+    monkeypatch.setattr(device, "unpin", lambda pieces: None)
+    pages = pinned(HostPages(shared(3), PAGE, device))
+    assert len(rests) == 3
+    assert all(rest >= 0.01 for rest in rests) if steps_run else rests == [0.001] * 3
     pages.release()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from types import SimpleNamespace
@@ -84,7 +85,8 @@ def test_sessions_of_server_and_engine_are_compared():
 
 
 def own_memfds():
-    """Of this process, which other tests share: what they have dropped may not have been collected yet."""
+    """Of this process, which other tests share: what they have dropped is collected now, and not during an audit."""
+    gc.collect()
     folder = "/proc/self/fd"
     return {
         int(fd) for fd in os.listdir(folder) if os.path.islink(at := f"{folder}/{fd}") and "memfd:" in os.readlink(at)
