@@ -199,7 +199,7 @@ class AsyncSession:
     async def intervene(
         self, point: str, function: Function, *, local: bool = False, when: When = "always"
     ) -> AsyncIntervention:
-        """See Session.intervene. The function is a plain one, and the loop waits for it."""
+        """See Session.intervene. The function is a plain one; a local one the loop waits for."""
         steps = interventions.add(self._steps, point, function, local, when)
         return Intervention(self._steps, await run(steps), run)
 

@@ -97,13 +97,13 @@ def resume(
     hit = session.hit if session.at is not None else None
     if from_ is not None and from_ is not hit:
         # All rows: edits may have changed any of them since.
-        edits = replacing(session, from_, replacement, range(len(from_.positions)))
+        edits = replacing(session.info.id, from_, replacement, range(len(from_.positions)))
         yield from session.truncate(from_.info.end)
         for edit in edits:
             yield from session.call(edit, EditAdded)
         request.hit = from_.info
     elif hit is not None:
-        for edit in replacing(session, hit, replacement, hit.changes(replacement)):
+        for edit in replacing(session.info.id, hit, replacement, hit.changes(replacement)):
             yield from session.call(edit, EditAdded)
             hit.wrote(edit.positions or ())
     elif replacement is not None:
@@ -124,7 +124,7 @@ def _call(session: SessionSteps, request: Generate) -> Steps[Hit | Generated]:
     return session.hit
 
 
-def replacing(session: SessionSteps, checkpoint: Checkpoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
+def replacing(session: str, checkpoint: Checkpoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
     """As many edits as requests can carry. Raises InvalidRequest as Checkpoint.values, with nothing sent yet."""
     most = max(1, MAX_VALUES // checkpoint.row_bytes)
     edits = []
@@ -132,7 +132,7 @@ def replacing(session: SessionSteps, checkpoint: Checkpoint, replacement: Any, r
         values = checkpoint.values(replacement, part)
         edit = build(
             AddEdit,
-            session=session.info.id,
+            session=session,
             points=[checkpoint.point],
             op="replace",
             positions=[checkpoint.positions[row] for row in part],

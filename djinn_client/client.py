@@ -203,13 +203,18 @@ class Session:
         they would without stopping. See InterventionContext for what it is told beside.
 
         `local=True`: it runs in this process, in the thread that waits for the call, on which nothing else can be
-        asked meanwhile (SessionBusy). What it raises, its call raises, and leaves the session where it has stopped. The
-        daemon runs no code of its clients: without `local`, this is NotPermitted.
+        asked meanwhile (SessionBusy). What it raises, its call raises, and leaves the session where it has stopped.
+
+        Without: it is pickled (cloudpickle) and runs in the daemon, in a process of this user's own that has no files,
+        no network, and limits of time and memory; NotPermitted unless the daemon's configuration names the user. What
+        it raises, or is ended for, its call raises as FunctionFailed. A point has functions of one kind only. See
+        docs/whitebox.md.
 
         Several at one point are called in the order in which they were made. `when`: see `breakpoint`; "prefill" costs
         nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for one, and are refused.
 
-        Raises what `breakpoint` raises; its calls, InvalidRequest for a replacement of another shape or dtype, and for
+        Raises what `breakpoint` raises, and InvalidRequest for what cannot be pickled or takes more than a call can
+        carry (15 MiB); its calls, InvalidRequest for a replacement of another shape or dtype, and for
         NaN and infinities."""
         return Intervention(self._steps, run(interventions.add(self._steps, point, function, local, when)), run)
 

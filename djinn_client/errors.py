@@ -13,9 +13,11 @@ DjinnError
 │   └── FileDamaged         a saved session's file is cut short or changed
 ├── NotFound
 │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
+│   ├── FunctionNotFound    the intervention process has it no more: intervene again
 │   └── ModelNotFound
 ├── NotPermitted            the caller may not do this
 │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
+├── FunctionFailed          a function of the client's, in the intervention process: the message has its account
 ├── SessionBusy             one call at a time on a session
 ├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
 ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
@@ -96,12 +98,20 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class FunctionNotFound(NotFound):
+    code = "function_not_found"
+
+
 class NotPermitted(DjinnError):
     code = "not_permitted"
 
 
 class QuotaExceeded(NotPermitted):
     code = "quota_exceeded"
+
+
+class FunctionFailed(DjinnError):
+    code = "function_failed"
 
 
 class SessionBusy(DjinnError):

@@ -1,28 +1,35 @@
-"""Functions of this process at points between two blocks: a debugger's callback.
+"""Functions at points between two blocks: here, as a debugger's callback, or in the daemon's intervention process.
 
 A session that has some has breakpoints there. Each of its calls is made in parts (parts.py): where one has stopped, the
-functions see what has come there, what they change is sent as edits, and the next part goes on.
+functions see what has come there, what they change becomes edits, and the next part goes on.
 
     call ──► part ──► a hit ──► functions ──► edits ──► part ──► … ──► its end: one Generated
                ▲                                 │
                └─────────────────────────────────┘
+
+Those in the daemon see the window that the hit came with, and their edits are made there. What a function here writes
+is in this process's copy of that window, so a point has functions of one kind only. The daemon keeps none: after its
+restart, or the end of the intervention process, and for a fork, they are sent when they are next needed.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from djinn_client import breaking
 from djinn_client.breakpoints import HitInfo, When
 from djinn_client.connection import Answer, Connection
-from djinn_client.errors import InvalidRequest, NotPermitted, Retry
+from djinn_client.errors import DjinnError, FunctionNotFound, InvalidRequest, Retry
 from djinn_client.exchange import close_all
+from djinn_client.functions import PYTHON, code_of
 from djinn_client.hits import Hit
+from djinn_client.options import build
 from djinn_client.parts import Parts, expect_parts_possible
-from djinn_client.protocol import EditAdded, Generate, Generated
+from djinn_client.protocol import AddFunction, Done, EditAdded, Generate, Generated, RunFunctions
 from djinn_client.steps import Steps
 
 if TYPE_CHECKING:
@@ -74,6 +81,7 @@ class _Entry:
     block: int
     when: When
     function: Function
+    code: bytes | None  # None: it is called here
 
     def is_at(self, hit: HitInfo) -> bool:
         there = {"always": True, "prefill": hit.first < hit.prompt_end, "decode": hit.end > hit.prompt_end}
@@ -99,6 +107,16 @@ class Interventions:
     def remove(self, id: int) -> None:
         self._entries = tuple(entry for entry in self._entries if entry.id != id)
 
+    def expect_kind(self, block: int, local: bool) -> None:
+        """Raises InvalidRequest where the functions before that block are of the other one."""
+        if any(entry.block == block and (entry.code is None) != local for entry in self._entries):
+            there, here = ("local=True", "one without") if not local else ("no local=True", "one with it")
+            raise InvalidRequest(
+                f"the session has a function at this point that was made with {there}, and {here} would not see what "
+                "that has changed: all of a point run in one place",
+                field="local",
+            )
+
     def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
         """The whole call. It ends at a hit where there is no intervention, and where one has failed."""
         if any(entry.when != "prefill" for entry in self._entries):
@@ -115,30 +133,33 @@ class Interventions:
             here = [] if at is None else [entry for entry in self._entries if entry.is_at(at)]
             if not here:
                 return Answer(parts.whole(), answer.fds)
-            hit = Hit(answer.message, answer.fds)
-            for entry in here:
-                _call(entry, hit)
-            for edit in breaking.replacing(session, hit, None, hit.changes(None)):
-                yield from connection.call(edit, EditAdded)
+            if here[0].code is None:
+                yield from _run_here(session, connection, here, Hit(answer.message, answer.fds))
+            else:
+                yield from _run_there(session, connection, here, answer)
 
 
 def add(session: SessionSteps, point: str, function: Function, local: bool, when: When) -> Steps[int]:
-    """The intervention's id."""
-    if not local:
-        raise NotPermitted(
-            "this version of the daemon runs no code of its clients: intervene(point, function, local=True) calls the "
-            "function in this process, where the session's calls stop for it"
-        )
+    """The intervention's id. Where it cannot be, its breakpoint goes."""
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise InvalidRequest(f"{function!r} is no plain function(activation, context)", field="function")
+    code = None if local else code_of(function)
     id = yield from breaking.add(session, point, None, when, 1, None)
-    points = yield from session.points()
-    if points is None:
-        yield from breaking.remove(session, id)
-        raise Retry(f"{session.info.model} has just been unloaded: once more, and it is loaded again")
-    if session.interventions is None:
-        session.interventions = Interventions()
-    session.interventions.add(_Entry(id, point, points.resolve(point)[point].block, when, function))
+    others = session.interventions or Interventions()
+    try:
+        points = yield from session.points()
+        if points is None:
+            raise Retry(f"{session.info.model} has just been unloaded: once more, and it is loaded again")
+        entry = _Entry(id, point, points.resolve(point)[point].block, when, function, code)
+        others.expect_kind(entry.block, local)
+        if code is not None:
+            yield from session.call(_sending(session, entry), Done)
+    except DjinnError:
+        with suppress(DjinnError):  # what happened first is what the caller must see
+            yield from breaking.remove(session, id)
+        raise
+    others.add(entry)
+    session.interventions = others
     return id
 
 
@@ -148,8 +169,37 @@ def remove(session: SessionSteps, id: int) -> Steps[None]:
         session.interventions.remove(id)
 
 
-def _call(entry: _Entry, hit: Hit) -> None:
+def apply(function: Function, point: str, hit: Hit) -> None:
+    """Calls it with what has come to the hit. `point`: as the intervention names it. Raises what it raises."""
     when: Literal["prefill", "decode"] = "prefill" if hit.info.first < hit.info.prompt_end else "decode"
-    returned = entry.function(hit.activation, InterventionContext(entry.point, hit.layer, hit.positions, when))
+    returned = function(hit.activation, InterventionContext(point, hit.layer, hit.positions, when))
     if returned is not None:
         hit.activation = returned
+
+
+def _run_here(session: SessionSteps, connection: Connection, entries: Sequence[_Entry], hit: Hit) -> Steps[None]:
+    for entry in entries:
+        apply(entry.function, entry.point, hit)
+    for edit in breaking.replacing(session.info.id, hit, None, hit.changes(None)):
+        yield from connection.call(edit, EditAdded)
+
+
+def _run_there(
+    session: SessionSteps, connection: Connection, entries: Sequence[_Entry], stopped: Answer[Generated]
+) -> Steps[None]:
+    """Closes the descriptors that came with the hit."""
+    try:
+        ids, captured = [entry.id for entry in entries], stopped.message.captured
+        request = build(RunFunctions, session=session.info.id, breakpoints=ids, captured=captured)
+        try:
+            yield from connection.call(request, Done, fds=stopped.fds)
+        except FunctionNotFound:
+            for entry in entries:
+                yield from connection.call(_sending(session, entry), Done)
+            yield from connection.call(request, Done, fds=stopped.fds)
+    finally:
+        close_all(stopped.fds)
+
+
+def _sending(session: SessionSteps, entry: _Entry) -> AddFunction:
+    return build(AddFunction, session=session.info.id, breakpoint=entry.id, code=entry.code, python=PYTHON)

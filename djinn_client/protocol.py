@@ -106,6 +106,8 @@ ClientMessage = (
     | requests.AddBreakpoint
     | requests.EndBreakpoints
     | requests.ListBreakpoints
+    | requests.AddFunction
+    | requests.RunFunctions
     | requests.AddEdit
     | requests.EndEdits
     | requests.ListEdits

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from djinn_client.breakpoints import HitInfo, When
-from djinn_client.edits import Op
+from djinn_client.edits import Captured, Op
 from djinn_client.image import Dtype
 from djinn_client.infos import Tier
 from djinn_client.kv_layout import KvLayout
@@ -101,6 +101,25 @@ class ListBreakpoints(Request, tag="breakpoints"):
     """Answered by Breakpoints."""
 
     session: str
+
+
+class AddFunction(Request, tag="function"):
+    """Answered by Done. RunFunctions calls it, in the caller's intervention process, where the session has stopped at
+    this breakpoint; in the place of one that was there. It goes with the breakpoint, or with that process."""
+
+    session: str
+    breakpoint: int
+    code: bytes  # cloudpickle, of at most MAX_CODE bytes
+    python: str  # whose byte code is in it: functions.PYTHON
+
+
+class RunFunctions(Request, tag="run_functions"):
+    """Answered by Done, when the edits are made that these functions want. The session is at a hit, whose window comes
+    with this, in this form; they are called one after another, on the same activation."""
+
+    session: str
+    breakpoints: list[int]
+    captured: Captured
 
 
 class AddEdit(Request, tag="edit"):

@@ -1,6 +1,6 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags. Parsed once; frozen after that."""
 
-from djinnd.config.schema import Config, Limits, Log, Model, Quota, Scheduling
+from djinnd.config.schema import Config, Functions, Limits, Log, Model, Quota, Scheduling
 from djinnd.config.show import show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
@@ -8,6 +8,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Effective",
+    "Functions",
     "Key",
     "Limits",
     "Log",

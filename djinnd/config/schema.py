@@ -117,6 +117,20 @@ class Quota(Struct, frozen=True):
     tokens_per_s: LimitRate = None  # prompt and output
 
 
+class Functions(Struct, frozen=True):
+    """Of clients, that run in intervention processes: whose may, and what they may take. See docs/whitebox.md."""
+
+    users: tuple[User, ...] = ()  # neither these nor groups: nobody's
+    groups: tuple[Group, ...] = ()
+    seconds: Seconds = 2  # of one run
+    memory: Size = 1 << 30  # beyond what the process begins with; the activation counts, twice
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not self.seconds > 0:
+            raise ValueError("seconds must be more than 0: users and groups say whose functions run")
+
+
 class Scheduling(Struct, frozen=True):
     """See docs/scheduling.md."""
 
@@ -135,5 +149,6 @@ class Config(Struct, frozen=True):
     models: dict[str, Model] = {}
     scheduling: Scheduling = Scheduling()
     quotas: dict[str, Quota] = {}  # by name of the rule; read again at SIGHUP
+    functions: Functions = Functions()
     metrics: str = ""  # path of a socket that answers with Prometheus text; "": none
     admins: tuple[User, ...] = ()  # beside root and the daemon's own user

@@ -9,6 +9,7 @@ from djinn_client import protocol
 from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
 from djinnd.server import breakpoint_admission
 from djinnd.server.client import Answer, Call
+from djinnd.server.functions import Functions
 from djinnd.server.models import Models
 from djinnd.server.sessions import SessionTable
 
@@ -16,9 +17,10 @@ log = logging.getLogger("djinnd.server")
 
 
 class Breaking:
-    def __init__(self, sessions: SessionTable, models: Models) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, functions: Functions) -> None:
         self._sessions = sessions
         self._models = models
+        self._functions = functions
 
     async def add(self, call: Call, request: protocol.AddBreakpoint) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
@@ -36,6 +38,7 @@ class Breaking:
         numbers = breakpoint_admission.numbers_to_end(request, session.breakpoints)
         if numbers:
             session.end_breakpoints(numbers)
+            self._functions.breakpoints_ended(session, numbers)
         return Answer(Done(id=call.id))
 
     async def list_breakpoints(self, call: Call, request: protocol.ListBreakpoints) -> Answer:

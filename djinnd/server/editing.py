@@ -15,7 +15,7 @@ from djinnd.messages import AddEdit, EndEdits
 from djinnd.server import edit_admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
-from djinnd.server.sessions import SessionTable
+from djinnd.server.sessions import SessionRecord, SessionTable
 
 log = logging.getLogger("djinnd.server")
 
@@ -30,19 +30,24 @@ class Editing:
     async def add(self, call: Call, request: protocol.AddEdit) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            edit_admission.check_form(request)
-            info, _ = (await self._models.once_ready(session)).described
-            edit = edit_admission.edit_of(request, session.edits, len(session.tokens), session.fixed, info)
-            names = list(dict.fromkeys(request.points))
-            replaced = session.edits.replaced_by(edit)
-            edit_admission.check_room(edit, names, session.edits.without(replaced), self._sessions.limits)
-            session.add_edit(edit, names)
-            self._models.tell(session, AddEdit(session.id, edit))
-            if replaced:  # from its first position on, and so altogether
-                session.end_edits(replaced, edit.first)
-                self._models.tell(session, EndEdits(session.id, replaced, edit.first))
+            return Answer(EditAdded(id=call.id, edit=await self.admit(session, request)))
+
+    async def admit(self, session: SessionRecord, request: protocol.AddEdit) -> int:
+        """The edit's number. For who has the session in use; which session the request names is not looked at. Raises
+        InvalidRequest, QuotaExceeded, and what getting the model ready raises."""
+        edit_admission.check_form(request)
+        info, _ = (await self._models.once_ready(session)).described
+        edit = edit_admission.edit_of(request, session.edits, len(session.tokens), session.fixed, info)
+        names = list(dict.fromkeys(request.points))
+        replaced = session.edits.replaced_by(edit)
+        edit_admission.check_room(edit, names, session.edits.without(replaced), self._sessions.limits)
+        session.add_edit(edit, names)
+        self._models.tell(session, AddEdit(session.id, edit))
+        if replaced:  # from its first position on, and so altogether
+            session.end_edits(replaced, edit.first)
+            self._models.tell(session, EndEdits(session.id, replaced, edit.first))
         log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))
-        return Answer(EditAdded(id=call.id, edit=edit.number))
+        return edit.number
 
     async def end(self, call: Call, request: protocol.EndEdits) -> Answer:
         session = self._sessions.lookup(request.session, call.client)

@@ -21,6 +21,7 @@ from djinnd.server.daemon_requests import DaemonRequests
 from djinnd.server.editing import Editing
 from djinnd.server.explaining import Explaining
 from djinnd.server.export import Exporting
+from djinnd.server.functions import Functions
 from djinnd.server.journal import Journal
 from djinnd.server.model_requests import ModelRequests
 from djinnd.server.models import Models
@@ -43,6 +44,8 @@ _NEW_WORK = (
     protocol.Generate,
     protocol.AddEdit,
     protocol.AddBreakpoint,
+    protocol.AddFunction,
+    protocol.RunFunctions,
     protocol.Forward,
     protocol.ExportSession,
     protocol.ImportSession,
@@ -65,6 +68,7 @@ _CHANGES = (
     protocol.EndEdits,
     protocol.AddBreakpoint,
     protocol.EndBreakpoints,
+    protocol.RunFunctions,
     protocol.Forward,
     protocol.Truncate,
     protocol.SetPriority,
@@ -83,6 +87,7 @@ class Handlers:
         queue: Queue,
         status: Status,
         supervisor: Supervisor,
+        functions: Functions,
         journal: Journal,
         restart: Callable[[Restart], None],
     ) -> None:
@@ -96,7 +101,7 @@ class Handlers:
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart)
         editing = Editing(sessions, models)
-        breaking = Breaking(sessions, models)
+        breaking = Breaking(sessions, models, functions)
         exporting = Exporting(sessions, models, status)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
@@ -119,6 +124,8 @@ class Handlers:
             protocol.AddBreakpoint: breaking.add,
             protocol.EndBreakpoints: breaking.end,
             protocol.ListBreakpoints: breaking.list_breakpoints,
+            protocol.AddFunction: functions.add,
+            protocol.RunFunctions: functions.run,
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
             protocol.ListModels: of_models.list_models,

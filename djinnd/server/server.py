@@ -29,6 +29,7 @@ from djinnd.server.arena import Arena
 from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.engine_process import STOPPING
+from djinnd.server.functions import Functions
 from djinnd.server.handlers import Handlers
 from djinnd.server.journal import Journal
 from djinnd.server.listener import Listener
@@ -99,6 +100,7 @@ class Server:
         self._sharing = Sharing(
             Path(config.state_dir, "shared"), config.limits, self._models, self._sessions, self._router.engine_for
         )
+        self._functions = Functions(config.functions, self._sessions, self._models, groups_of)
         self._clients = Clients(
             config.limits,
             config.admins,
@@ -125,6 +127,7 @@ class Server:
             self._queue,
             self._status,
             self._supervisor,
+            self._functions,
             self._journal,
             self._restart,
         )
@@ -189,12 +192,14 @@ class Server:
             limits=config.limits,
             scheduling=config.scheduling,
             quotas=config.quotas,
+            functions=config.functions,
             admins=config.admins,
         )
         for part in (self._clients, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
         self._queue.places = held.limits.queue
         self._supervisor.set_scheduling(held.scheduling)
+        self._functions.follow(held.functions)
         self._clients.set_admins(held.admins)
         self._quotas.reload(held.quotas, time.monotonic())
         self._models.set_tenants([tenant.limits for tenant in self._quotas])
@@ -212,6 +217,7 @@ class Server:
         self._listener.close()
         await self._metrics.close()
         self._models.stop()
+        await self._functions.close()
         await self._stop_engine()
         if self._stopping.restart is None or not self._nursery.is_sound:
             await self._nursery.close()
@@ -264,6 +270,7 @@ class Server:
         engine = self._models.engine_of(session)
         if engine is not None:
             engine.send(Close(session.id))
+        self._functions.session_closed(session)
         self._models.session_closed(session)
         self._sharing.session_closed(session.model)
 

@@ -56,12 +56,13 @@ def test_the_example_file_shows_every_key_with_its_default(tmp_path):
     example.write_text(keys)
     empty.write_text("")
     written, plain = load(example, ENVIRON, {}).config, load(empty, ENVIRON, {}).config
-    for name in ("device", "memory", "log", "limits", "scheduling", "metrics", "admins"):
+    for name in ("device", "memory", "log", "limits", "scheduling", "functions", "metrics", "admins"):
         assert getattr(written, name) == getattr(plain, name)
     shown = yaml.safe_load(show(load(empty, ENVIRON, {})))
     assert set(yaml.safe_load(keys)) == set(shown)
     assert set(yaml.safe_load(keys)["limits"]) == set(shown["limits"])
-    assert set(yaml.safe_load(keys)["scheduling"]) == set(shown["scheduling"])
+    for section in ("scheduling", "functions"):
+        assert set(yaml.safe_load(keys)[section]) == set(shown[section])
     assert set(yaml.safe_load(keys)["models"]["llama"]) == set(Model.__struct_fields__)
     assert set(yaml.safe_load(keys)["quotas"]["everybody"]) == set(Quota.__struct_fields__)
     assert written.quotas == {"everybody": Quota()}

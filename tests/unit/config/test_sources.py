@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.placing import Placing
-from djinnd.config import Config, ConfigError, Quota, load
+from djinnd.config import Config, ConfigError, Functions, Quota, load
 from djinnd.config.sources import scalar_keys
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere", "HOME": "/home/me"}
@@ -101,6 +101,12 @@ def test_quotas_stay_in_the_order_of_the_file_also_those_that_say_nothing(config
     ]
 
 
+def test_functions_are_nobody_s_unless_it_says_whose(configured):
+    assert configured("").config.functions == Functions()
+    found = configured("functions: {users: [root, 7], groups: [0], seconds: 500ms, memory: 2GiB}").config.functions
+    assert found == Functions((0, 7), (0,), 0.5, 2 << 30)
+
+
 def test_variables_replace_single_values_and_flags_replace_variables(configured):
     effective = configured(
         "memory: 1GiB\nlimits: {sessions: 1, requests: 2}",
@@ -173,6 +179,9 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("quotas:\n  a: {highest_class: first}", 2, "'first' is not one of interactive, agent, batch"),
         ("quotas:\n  a: {tokens: 5}", 2, "unknown key quotas.a.tokens; did you mean tokens_per_s?"),
         ("quotas:\n  a: 5", 2, "quotas.a must have keys and values"),
+        ("functions:\n  users: [none-of-this-name]", 2, "no user 'none-of-this-name'"),
+        ("functions: {seconds: 0}", 1, "functions: seconds must be more than 0"),
+        ("functions: {allow: [root]}", 1, "unknown key functions.allow"),
         ("admins: [0, nobody-of-this-name]", 1, "no user 'nobody-of-this-name'"),
         ("- a\n- b", 1, "the file must have keys and values"),
         ("device: [cpu", 1, "expected ',' or ']'"),

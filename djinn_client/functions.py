@@ -1,0 +1,33 @@
+"""Functions as code that travels, to be called in the daemon's intervention process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from djinn_client.errors import InvalidRequest
+
+MAX_CODE = 15 << 20  # bytes in one request, whose frame may have 16 MiB
+PYTHON = str(sys.implementation.cache_tag)  # byte code is one version's
+
+
+def code_of(function: Callable[..., Any]) -> bytes:
+    """With all that it refers to; what can be imported there, too, by its name.
+
+    Raises InvalidRequest for what cannot be pickled, and for more than one call can carry."""
+    import cloudpickle
+
+    try:
+        code: bytes = cloudpickle.dumps(function)
+    except Exception as error:  # of whatever it refers to: each has its own
+        raise InvalidRequest(f"{function!r} cannot be sent to the daemon: {error}", field="function") from error
+    if len(code) > MAX_CODE:
+        raise InvalidRequest(
+            f"the function takes {len(code):,} bytes with what it refers to, and one call can carry {MAX_CODE:,}: let "
+            "it refer to fewer or smaller tensors, or intervene with local=True",
+            field="function",
+            bytes=len(code),
+            limit=MAX_CODE,
+        )
+    return code

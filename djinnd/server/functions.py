@@ -1,0 +1,176 @@
+"""Functions of clients, for whom the configuration allows it: which there are, and what becomes of what they change.
+
+They run in a process of the tenant's own. The server keeps no code: a function is there for as long as the process that
+has it; where it is not, the client is told, and sends it again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable
+
+from djinn_client import protocol
+from djinn_client.errors import FunctionNotFound, InvalidRequest, NotPermitted
+from djinn_client.functions import MAX_CODE, PYTHON
+from djinn_client.protocol import Done
+from djinn_client.shm import SEALS
+from djinnd import config
+from djinnd.interventions import Key, Run
+from djinnd.server.client import Answer, Call
+from djinnd.server.editing import Editing
+from djinnd.server.function_process import FunctionProcess
+from djinnd.server.models import Models
+from djinnd.server.sessions import SessionRecord, SessionTable
+
+_COMMAND = (sys.executable, "-m", "djinnd.functions")
+# What Python and the libraries need of the daemon's environment. A tenant can read all of what its process has.
+_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Functions:
+    """Owns the intervention processes, one a user at the most."""
+
+    def __init__(
+        self,
+        rules: config.Functions,
+        sessions: SessionTable,
+        models: Models,
+        groups_of: Callable[[int], Collection[int]],
+    ) -> None:
+        self._rules = rules
+        self._allowed: dict[int, bool] = {}  # by these rules; who is in which groups may be known far away
+        self._sessions = sessions
+        self._editing = Editing(sessions, models)
+        self._groups_of = groups_of
+        self._processes: dict[int, FunctionProcess] = {}  # by user; those that take functions
+        self._ending: set[FunctionProcess] = set()  # those that do not, and are not gone yet
+
+    async def add(self, call: Call, request: protocol.AddFunction) -> Answer:
+        session = self._permitted(call, request.session)
+        point = _point_of(request, session)
+        with session.in_use(call):
+            process = self._process_of(session.user)
+            function = (session.id, request.breakpoint)
+            process.functions.add(function)
+            try:
+                await process.load(function, point, request.code, self._rules.seconds)
+            except BaseException:
+                self._forget({function})
+                raise
+        return Answer(Done(id=call.id))
+
+    async def run(self, call: Call, request: protocol.RunFunctions) -> Answer:
+        """What they have changed is admitted as if the client had sent it."""
+        session = self._permitted(call, request.session)
+        with session.in_use(call):
+            hit = session.breakpoints.hit
+            if hit is None:
+                raise InvalidRequest("the session is at no hit, at which functions could run", field="session")
+            _expect_sealed(call.fds)
+            functions = [(session.id, number) for number in request.breakpoints]
+            process = self._process_that_has(functions, session)
+            run, room = Run(functions, hit, request.captured), self._sessions.limits.edit_bytes_per_session
+            for edit in await process.run(run, call.fds[0], self._rules.seconds, room):
+                await self._editing.admit(session, edit)
+        return Answer(Done(id=call.id))
+
+    def follow(self, rules: config.Functions) -> None:
+        """These hold for what comes, and the groups that users are in now."""
+        self._rules = rules
+        self._allowed.clear()
+
+    def breakpoints_ended(self, session: SessionRecord, numbers: Iterable[int]) -> None:
+        self._forget({(session.id, number) for number in numbers})
+
+    def session_closed(self, session: SessionRecord) -> None:
+        process = self._processes.get(session.user)
+        if process is not None:
+            self._forget({function for function in process.functions if function[0] == session.id})
+
+    async def close(self) -> None:
+        """Returns when no process is left."""
+        for process in [*self._processes.values(), *self._ending]:
+            await process.end()
+
+    # --- whose, and where -------------------------------------------------------------------------------------------
+
+    def _permitted(self, call: Call, session_id: str) -> SessionRecord:
+        """Raises NotPermitted, SessionNotFound."""
+        session = self._sessions.lookup(session_id, call.client)
+        if session.user != call.client.user:
+            raise NotPermitted(f"session {session.id} is another user's: only that user's functions run in it")
+        rules, user = self._rules, session.user
+        if user not in self._allowed:
+            groups = self._groups_of(user) if rules.groups else ()
+            self._allowed[user] = user in rules.users or not set(rules.groups).isdisjoint(groups)
+        if self._allowed[user]:
+            return session
+        raise NotPermitted(
+            f"the daemon runs functions only of users that its configuration allows it, and user {user} is not in "
+            "functions.users, nor in a group of functions.groups: have its administrator add you there, and reload; or "
+            "take intervene(point, function, local=True), which runs it in this process",
+            setting="functions.users",
+            user=user,
+        )
+
+    def _process_of(self, user: int) -> FunctionProcess:
+        process = self._processes.get(user)
+        if process is None:
+            environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _ONE_THREAD
+            process = FunctionProcess(_COMMAND, environ, user, self._rules.memory, self._ended)
+            self._processes[user] = process
+        return process
+
+    def _process_that_has(self, functions: list[Key], session: SessionRecord) -> FunctionProcess:
+        """Raises FunctionNotFound."""
+        process = self._processes.get(session.user)
+        if process is None or not functions or not process.functions.issuperset(functions):
+            raise FunctionNotFound(
+                f"session {session.id} has no functions at breakpoints {[number for _, number in functions]}, or has "
+                "none any more: their process has ended, or the daemon was restarted: intervene again",
+                session=session.id,
+            )
+        return process
+
+    def _forget(self, functions: set[Key]) -> None:
+        """A process that has none left ends."""
+        for process in list(self._processes.values()):
+            process.forget(functions)
+            if not process.functions:
+                process.kill()
+
+    def _ended(self, process: FunctionProcess) -> None:
+        del self._processes[process.user]
+        self._ending.add(process)
+        process.gone.add_done_callback(lambda _: self._ending.discard(process))
+
+
+def _point_of(request: protocol.AddFunction, session: SessionRecord) -> str:
+    """Of the breakpoint. Raises InvalidRequest."""
+    if len(request.code) > MAX_CODE:
+        told = f"the function takes {len(request.code):,} bytes, and the limit is {MAX_CODE:,}"
+        raise InvalidRequest(told, field="code", bytes=len(request.code), limit=MAX_CODE)
+    if request.python != PYTHON:
+        raise InvalidRequest(
+            f"the function was pickled by {request.python[:64]}, and the daemon runs {PYTHON}: byte code is one "
+            "version's: run the client in the same, or intervene with local=True",
+            field="python",
+        )
+    for breakpoint in session.breakpoints.breakpoints:
+        if breakpoint.number == request.breakpoint:
+            return breakpoint.point
+    raise InvalidRequest(f"the session has no breakpoint {request.breakpoint}", field="breakpoint")
+
+
+def _expect_sealed(fds: list[int]) -> None:
+    """The process is given memory, and no way to anything else. Raises InvalidRequest."""
+    try:
+        (fd,) = fds
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except (ValueError, OSError):
+        sealed = False
+    if not sealed:
+        raise InvalidRequest("with this request comes one descriptor: the window that the hit came with", field="fds")

@@ -1,0 +1,333 @@
+"""Whatever a function does in the intervention process, it costs its caller a typed error at the most.
+
+A bystander streams during every case. The session stands where it has stopped, and goes on without the function; at the
+end the daemon has in use what it had before the first case, and no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle  # noqa: F401  # a user who cannot read this Python's files imports nothing
+import pytest
+import torch
+
+import djinn_client as djinn
+from djinn_client.errors import DjinnError, FunctionFailed, InvalidRequest, NotPermitted
+from djinn_client.protocol import AddEdit
+from djinnd.interventions import Changed, encode
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.bystander import Bystander
+from tests.support.confined import confined, intervention_processes
+from tests.support.daemon import Daemon, holdings, is_alive, wait_for
+from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
+
+pytestmark = confined
+
+PROMPT = [5, 6, 7, 8]
+POINT = "blocks.1"
+WIDTH = 192  # of djinn-tiny
+FUNCTIONS = {"users": [os.geteuid(), NOBODY], "memory": "256MiB", "seconds": "60s"}
+
+Function = Callable[[Any, djinn.InterventionContext], Any]
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        daemon = start({"functions": FUNCTIONS})
+        open_to_all(daemon.folder, daemon.address)
+        with daemon.client() as client:
+            client.load(MODEL, kv_bytes=64 << 20)
+        with Bystander(daemon.address), djinn.Session(MODEL, address=daemon.address) as s:
+            s.breakpoint(POINT)
+            s.run(PROMPT)
+        before = holdings(daemon)
+        yield daemon
+        wait_for(lambda: not intervention_processes(daemon))
+        wait_for(lambda: holdings(daemon) == before)
+        assert before["findings"] == []
+
+
+@pytest.fixture(scope="module")
+def expected(target: Daemon) -> list[int]:
+    with djinn.Session(MODEL, address=target.address) as s:
+        return s.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids
+
+
+@pytest.fixture
+def session(target: Daemon) -> Iterator[djinn.Session]:
+    """While the daemon serves somebody else."""
+    with Bystander(target.address), djinn.Session(MODEL, address=target.address) as s:
+        yield s
+
+
+Fault = tuple[Function, type[DjinnError], str]
+
+
+def deaths() -> dict[str, Fault]:
+    """Of which the process dies. Each is pickled by value, as what a notebook defines."""
+
+    def fork(activation: Any, context: Any) -> None:
+        os.fork()
+
+    def connect(activation: Any, context: Any) -> None:
+        socket.socket(socket.AF_UNIX)
+
+    def read_another(activation: Any, context: Any) -> None:
+        """The server's memory: process_vm_readv, on x86-64 and on aarch64."""
+        number = {"x86_64": 310, "aarch64": 270}[os.uname().machine]
+        ctypes.CDLL(None).syscall(number, os.getppid(), None, 0, None, 0, 0)
+
+    def abort(activation: Any, context: Any) -> None:
+        os.abort()
+
+    def talk_nonsense(activation: Any, context: Any) -> None:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, bytes(64))
+            except OSError:
+                continue
+
+    kernel = "what functions may not do"
+    return {
+        "fork": (fork, FunctionFailed, kernel),
+        "socket": (connect, FunctionFailed, kernel),
+        "another's memory": (read_another, FunctionFailed, kernel),
+        "abort": (abort, FunctionFailed, "died by SIGABRT"),
+        "nonsense": (talk_nonsense, FunctionFailed, "means nothing"),
+    }
+
+
+def failures() -> dict[str, Fault]:
+    """After which the process goes on."""
+
+    def fail(activation: Any, context: Any) -> None:
+        activation.zero_()
+        raise ArithmeticError("of the caller's own")
+
+    def leave(activation: Any, context: Any) -> None:
+        raise SystemExit("and so?")
+
+    def open_files(activation: Any, context: Any) -> None:
+        tried: list[Callable[[], Any]] = [
+            lambda: os.open("/etc/passwd", os.O_RDONLY),
+            lambda: os.open("/proc/self/mem", os.O_RDWR | os.O_CREAT),
+            lambda: os.open(f"/proc/{os.getppid()}/environ", os.O_RDONLY),
+            lambda: os.open("/tmp/djinnd-function", os.O_RDWR | os.O_CREAT),
+            lambda: os.open("/dev/shm/djinnd-function", os.O_RDWR | os.O_CREAT),
+            lambda: os.listdir("/dev/shm"),
+            lambda: os.listdir("/"),
+            lambda: os.mkdir("/tmp/djinnd-function"),
+            lambda: os.unlink("/etc/hostname"),
+            lambda: os.chmod(os.getcwd(), 0o777),
+            lambda: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0)),
+            lambda: os.sched_setaffinity(os.getppid(), {0}),
+            lambda: mmap.mmap(-1, 1 << 40),
+        ]
+        refused = 0
+        for each in tried:
+            try:
+                each()
+            except (OSError, ValueError):
+                refused += 1
+        raise LookupError(f"{refused} of {len(tried)}")
+
+    def allocate(activation: Any, context: Any) -> None:
+        held = []
+        while True:
+            held.append(torch.ones(1 << 22))
+
+    def allocate_bytes(activation: Any, context: Any) -> None:
+        held = []
+        while True:
+            held.append(bytearray(1 << 16))
+
+    def of_another_shape(activation: Any, context: Any) -> Any:
+        return activation[:, :1]
+
+    def no_tensor(activation: Any, context: Any) -> Any:
+        return "no tensor"
+
+    def no_number(activation: Any, context: Any) -> None:
+        activation[0, 0, 0] = float("nan")
+
+    memory = r"out of memory; it may take 268,435,456 bytes \(functions.memory\)"
+    return {
+        "exception": (
+            fail,
+            FunctionFailed,
+            r"1 raised: ArithmeticError: of the caller's own \(in fail, line \d+",
+        ),
+        "exit": (leave, FunctionFailed, "SystemExit: and so"),
+        "files": (open_files, FunctionFailed, "LookupError: 13 of 13"),
+        "memory": (allocate, FunctionFailed, memory),
+        "memory in bytes": (allocate_bytes, FunctionFailed, memory),
+        "shape": (of_another_shape, InvalidRequest, r"the replacement is \[1, 1, 192\], and the activation"),
+        "type": (no_tensor, InvalidRequest, "the replacement is"),
+        "NaN": (no_number, InvalidRequest, "NaN"),
+    }
+
+
+def go_wrong(session: djinn.Session, fault: Fault, expected: list[int]) -> None:
+    function, error, words = fault
+    handle = session.intervene(POINT, function)
+    with pytest.raises(error, match=words):
+        session.generate(PROMPT, max_tokens=3, ignore_eos=True)
+    assert session.token_ids == PROMPT and session.edits() == []
+    handle.remove()
+    told = session.resume(max_tokens=3, ignore_eos=True)
+    assert isinstance(told, djinn.Generated) and told.token_ids == expected
+    session.truncate(0)
+
+
+def test_what_it_raises_or_makes_is_told(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+    """And the process lives, with the tenant's other functions."""
+    with djinn.Session(MODEL, address=target.address) as other:
+        other.intervene(POINT, lambda activation, context: None)
+        there = intervention_processes(target)
+        for fault in failures().values():
+            go_wrong(session, fault, expected)
+        assert intervention_processes(target) == there
+
+
+def test_what_ends_its_process_is_told(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+    for fault in deaths().values():
+        go_wrong(session, fault, expected)
+        assert not intervention_processes(target)
+
+
+def test_one_that_loops_for_ever(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+    """The time that a reload brings holds for the next run."""
+
+    def loop(activation: Any, context: Any) -> None:
+        while True:
+            pass
+
+    handle = session.intervene(POINT, loop)
+    target.reload({"functions": FUNCTIONS | {"seconds": "200ms"}})
+    with pytest.raises(FunctionFailed, match=r"ran for longer than 0.2 s \(functions.seconds\)"):
+        session.generate(PROMPT, max_tokens=3, ignore_eos=True)
+    target.reload({"functions": FUNCTIONS})
+    wait_for(lambda: not intervention_processes(target))
+    handle.remove()
+    told = session.resume(max_tokens=3, ignore_eos=True)
+    assert isinstance(told, djinn.Generated) and told.token_ids == expected
+
+
+def test_what_it_forges_is_its_own_session_s(session: djinn.Session, target: Daemon) -> None:
+    with djinn.Session(MODEL, address=target.address) as other:
+        wanted = AddEdit(id=0, session=other.id, points=["blocks.0"], op="scale", scale=0.0)
+        forged = encode(Changed(wanted))
+
+        def forge(activation: Any, context: Any) -> None:
+            for fd in range(3, 64):
+                try:
+                    os.write(fd, forged)
+                except OSError:
+                    continue
+
+        session.intervene(POINT, forge)
+        session.generate(PROMPT, max_tokens=1)
+        assert (len(session.edits()), other.edits()) == (1, [])
+
+
+def test_a_caller_who_waits_no_longer(target: Daemon, expected: list[int]) -> None:
+    """Ctrl-C, a timeout: the process is ended, and the session stands where it did."""
+
+    def loop(activation: Any, context: Any) -> None:
+        while True:
+            pass
+
+    async def play() -> None:
+        async with djinn.AsyncSession(MODEL, address=target.address) as s:
+            handle = await s.intervene(POINT, loop)
+            generating = asyncio.create_task(s.generate(PROMPT, max_tokens=3, ignore_eos=True))
+            await asyncio.to_thread(wait_for, lambda: runs(intervention_processes(target)))
+            generating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await generating
+            await asyncio.to_thread(wait_for, lambda: not intervention_processes(target))
+            await handle.remove()
+            told = await s.resume(max_tokens=3, ignore_eos=True)
+            assert isinstance(told, djinn.Generated) and told.token_ids == expected
+
+    with Bystander(target.address):
+        asyncio.run(play())
+
+
+def runs(processes: list[int]) -> bool:
+    """Whether it computes, and has nothing to read."""
+    (pid,) = processes
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "R"
+
+
+def test_the_daemon_is_killed_meanwhile(expected: list[int]) -> None:
+    """Its processes die with it. The next one has the sessions, and is sent their functions."""
+
+    def loop(activation: Any, context: Any) -> None:
+        while True:
+            pass
+
+    async def play(daemon: Daemon) -> list[int]:
+        s = djinn.AsyncSession(MODEL, address=daemon.address)
+        await s.open()
+        await s.intervene(POINT, loop)
+        generating = asyncio.create_task(s.generate(PROMPT, max_tokens=3))
+        await asyncio.to_thread(wait_for, lambda: runs(intervention_processes(daemon)))
+        processes = intervention_processes(daemon)
+        await asyncio.to_thread(daemon.kill)
+        with pytest.raises(djinn.ConnectionLost):
+            await generating
+        await s.detach()
+        return processes
+
+    with DaemonStarter() as start:
+        daemon = start({"functions": FUNCTIONS})
+        kept = djinn.Session(MODEL, address=daemon.address)
+        kept.intervene(POINT, lambda activation, context: None)
+        processes = asyncio.run(play(daemon))
+        wait_for(lambda: not any(map(is_alive, processes)))
+        settings = {"socket": daemon.address, "state_dir": str(daemon.folder / "state")}
+        successor = start(settings | {"functions": FUNCTIONS})
+        with pytest.raises(djinn.ConnectionLost):
+            assert kept.token_ids
+        assert kept.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids == expected
+        assert len(intervention_processes(successor)) == 1
+        kept.close()
+
+
+@only_root
+def test_it_runs_as_its_tenant(target: Daemon) -> None:
+    """Who is no administrator, and in whose sessions an administrator's functions do not run."""
+    with as_user():
+        s = djinn.Session(MODEL, address=target.address)
+        s.intervene(POINT, lambda activation, context: None)
+    (process,) = intervention_processes(target)
+    with open(f"/proc/{process}/status") as status:
+        fields = dict(line.split(":\t") for line in status.read().splitlines() if ":\t" in line)
+    assert fields["Uid"].split() == fields["Gid"].split() == [str(NOBODY)] * 4
+    assert (fields["Groups"].split(), fields["CapEff"], fields["CapPrm"]) == ([], "0" * 16, "0" * 16)
+    assert (fields["NoNewPrivs"], fields["Seccomp"], fields["Threads"]) == ("1", "2", "1")
+    attached = djinn.attach(s.id, address=target.address)
+    with pytest.raises(NotPermitted, match="another user's"):
+        attached.intervene(POINT, lambda activation, context: None)
+    attached.detach()
+    s.close()
+
+
+def test_nobody_s_run_by_default(daemon: Daemon) -> None:
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        with pytest.raises(NotPermitted, match=f"user {os.geteuid()} is not in functions.users"):
+            s.intervene(POINT, lambda activation, context: None)
+        assert s.breakpoints() == []
+        assert len(s.generate(PROMPT, max_tokens=2, ignore_eos=True).token_ids) == 2
+    assert intervention_processes(daemon) == []

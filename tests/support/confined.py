@@ -1,0 +1,25 @@
+"""Intervention processes: what tests of them need of the machine, and which a daemon has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from djinnd.functions import landlock, seccomp
+from tests.support.daemon import Daemon, descendants_of, is_alive
+
+_LACKING = landlock.missing() or seccomp.missing()
+
+confined = pytest.mark.skipif(bool(_LACKING), reason=f"this machine lacks {_LACKING}")
+
+
+def intervention_processes(daemon: Daemon) -> list[int]:
+    return [pid for pid in descendants_of(daemon.pid) if is_alive(pid) and "djinnd.functions" in _command(pid)]
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -1,0 +1,97 @@
+"""The filter's program, run by a machine of this file's own; and its tables, as the kernel's headers have them."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from djinnd.functions.seccomp import (
+    ALLOW,
+    ALLOWED,
+    DEADLY,
+    KILL,
+    MACHINES,
+    NO_SUCH_CALL,
+    program,
+)
+
+PID = 4711
+COLUMNS = {name: machine.column for name, machine in MACHINES.items()}
+TGKILL, FCNTL = {"x86_64": 234, "aarch64": 131}, {"x86_64": 72, "aarch64": 25}
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+def answer(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
+    """What the kernel would do: classic BPF over struct seccomp_data (Documentation/userspace-api/seccomp_filter)."""
+    six = [*arguments, *[0] * (6 - len(arguments))]
+    arch = MACHINES[machine].audit_arch if arch is None else arch
+    data = struct.pack("=IIQ6Q", number, arch, 0, *six)
+    instructions, at, loaded = program(MACHINES[machine], PID), 0, 0
+    while True:
+        code, if_true, if_false, operand = instructions[at]
+        at += 1
+        match code:
+            case 0x20:
+                (loaded,) = struct.unpack_from("=I", data, operand)
+            case 0x15:
+                at += if_true if loaded == operand else if_false
+            case 0x35:
+                at += if_true if loaded >= operand else if_false
+            case 0x06:
+                return operand
+            case _:
+                raise AssertionError(f"no such instruction: {code:#x}")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_of_the_tables_and_others(machine: str) -> None:
+    column = COLUMNS[machine]
+    known = {}
+    for table, wanted in ((ALLOWED, ALLOW), (DEADLY, KILL)):
+        for name, numbers in table.items():
+            if (number := numbers[column]) is not None:
+                assert answer(machine, number) == wanted, name
+                assert known.setdefault(number, name) == name
+    others = set(range(500)) - known.keys() - {TGKILL[machine], FCNTL[machine]}
+    assert {answer(machine, number) for number in others} == {NO_SUCH_CALL}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_signals_only_to_itself(machine: str) -> None:
+    assert answer(machine, TGKILL[machine], PID, PID, 6) == ALLOW
+    assert answer(machine, TGKILL[machine], PID + 1, PID, 6) == KILL
+    assert answer(machine, TGKILL[machine], 0) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_command_of_fcntl_that_signals(machine: str) -> None:
+    allowed = {command for command in range(1100) if answer(machine, FCNTL[machine], 3, command) == ALLOW}
+    assert allowed == {1, 2, 3, 1030, 1034}
+    assert answer(machine, FCNTL[machine], 3, 8) == NO_SUCH_CALL  # F_SETOWN
+
+
+def test_another_table_of_calls_is_deadly() -> None:
+    read = ALLOWED["read"][0]
+    assert answer("x86_64", read, arch=0x4000_0003) == KILL  # of 32 bits
+    assert answer("x86_64", 0x4000_0000 | read) == KILL
+    assert answer("aarch64", read, arch=MACHINES["x86_64"].audit_arch) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_numbers_are_the_kernel_s(machine: str) -> None:
+    if not HEADERS[machine].is_file():
+        pytest.skip(f"no {HEADERS[machine]}")
+    found = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", HEADERS[machine].read_text(), re.M)
+    numbers = {name: int(number) for name, number in found}
+    numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
+    numbers.setdefault("memfd_secret", 447)  # of 5.14: not in older headers
+    tables = ALLOWED | DEADLY
+    ours = {name: each[COLUMNS[machine]] for name, each in tables.items() if each[COLUMNS[machine]] is not None}
+    assert ours == {name: numbers[name] for name in ours}
+    assert (numbers["tgkill"], numbers["fcntl"]) == (TGKILL[machine], FCNTL[machine])
