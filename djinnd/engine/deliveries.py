@@ -2,7 +2,7 @@
 
 They are those that it has asked for, or those of the point where it stopped.
 
-    start    window made and pinned, in a thread, while the request runs
+    start    window made, and pinned where it is large, in a thread, while the request runs
     end      ─► copied, piece by piece, beside the steps ─► Finished, with the descriptor ─► unpinned, in the thread
 
 Captured rows stay the request's until they have been copied. A request that is cancelled or fails is answered at once,
@@ -29,7 +29,7 @@ from djinnd.device import Device
 from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Course, Courses
 from djinnd.engine.model_runner import ModelRunner
-from djinnd.engine.window import HOST_PAGE, Window
+from djinnd.engine.window import HOST_PAGE, STAGED_BYTES, StagedWindow, Window
 from djinnd.messages import Capture, Finished
 
 
@@ -175,7 +175,8 @@ class _Memory:
                 f"the host has no {self._nbytes:,} bytes for what is captured: {error}", needed=self._nbytes
             ) from error
         self.bytes = torch.frombuffer(map_writable(self.fd, self._nbytes), dtype=torch.uint8)
-        self.window = Window(self._device, self.bytes, HOST_PAGE, self._courses)
+        kind = StagedWindow if self._nbytes <= STAGED_BYTES else Window
+        self.window = kind(self._device, self.bytes, HOST_PAGE, self._courses)
         self.window.pin()
 
     def close(self) -> None:

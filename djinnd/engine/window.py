@@ -12,6 +12,7 @@ from djinnd.device import Device, Event, Lane
 from djinnd.engine.courses import Courses
 
 PIECE_BYTES = 32 << 20
+STAGED_BYTES = 512 << 10
 HOST_PAGE = 4096
 
 
@@ -73,3 +74,30 @@ class Window:
     def __exit__(self, *error: object) -> None:
         self.settle()
         self._courses.later(self.release)  # behind `pin`, where that is still under way
+
+
+class StagedWindow(Window):
+    """One that is too small to be pinned: copies from the device go by way of memory that is pinned already, and reach
+    the window when they have been settled. To pin a few pages, and to unpin them, takes the driver longer than that,
+    and whatever a step asks of it meanwhile waits."""
+
+    def __init__(self, device: Device, memory: Tensor, page_bytes: int, courses: Courses) -> None:
+        super().__init__(device, memory, page_bytes, courses)
+        self._staged: list[tuple[Tensor, Tensor]] = []  # target, and where its bytes come first
+
+    def pin(self) -> None:
+        """Has the pages come, so that the engine's thread need not wait for them."""
+        self._memory.zero_()
+
+    def queue(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        targets, sources = zip(*copies, strict=True)
+        sizes = [len(target) for target in targets]
+        staged = self._device.staging(sum(sizes)).split(sizes)
+        super().queue(zip(staged, sources, strict=True))
+        self._staged += zip(targets, staged, strict=True)
+
+    def settle(self) -> None:
+        super().settle()
+        for target, staged in self._staged:
+            target.copy_(staged)
+        self._staged.clear()

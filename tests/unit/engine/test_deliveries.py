@@ -94,11 +94,13 @@ def finished(request: Request, generated: int) -> messages.Finished:
     return messages.Finished(request.id, "length", request.prompt_end + generated, generated, 8)
 
 
+@pytest.mark.parametrize("staged", [0, 1 << 20], ids=["pinned", "staged"])
 @pytest.mark.parametrize("piece", [1, 32 << 20])
 @pytest.mark.parametrize(("generated", "positions"), [(4, 11), (1, 8), (0, 8)])
 def test_what_was_captured_comes_with_the_final_reply(
-    engine: Engine, piece: int, generated: int, positions: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, staged: int, piece: int, generated: int, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("djinnd.engine.deliveries.STAGED_BYTES", staged)
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", piece)
     request = engine.begin()
     engine.deliveries.ended(request, finished(request, generated))

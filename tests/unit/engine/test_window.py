@@ -9,7 +9,7 @@ import torch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Courses
-from djinnd.engine.window import HOST_PAGE, Window
+from djinnd.engine.window import HOST_PAGE, StagedWindow, Window
 
 
 @pytest.fixture
@@ -70,3 +70,16 @@ def test_what_was_queued_has_come_when_a_window_is_left_and_its_memory_is_unpinn
     assert torch.equal(memory, source)
     courses.close()
     assert device.pinned == []
+
+
+def test_a_small_one_is_not_pinned_and_has_what_was_copied_when_it_is_settled(
+    device: PinningDevice, courses: Courses
+) -> None:
+    memory, source = torch.full((2 * HOST_PAGE,), 7, dtype=torch.uint8), torch.arange(1, 101, dtype=torch.uint8)
+    with StagedWindow(device, memory, HOST_PAGE, courses) as window:
+        window.pin()
+        assert device.pinned == [] and not memory.any()
+        window.queue([(memory[50:80], source[:30]), (memory[HOST_PAGE : HOST_PAGE + 70], source[30:])])
+    assert memory[50:80].tolist() == list(range(1, 31))
+    assert memory[HOST_PAGE : HOST_PAGE + 70].tolist() == list(range(31, 101))
+    assert int(memory.count_nonzero()) == 100, "nothing else of the staging, which others have used"
