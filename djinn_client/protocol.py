@@ -186,20 +186,24 @@ _id_decoder = msgspec.msgpack.Decoder(_OnlyId)
 
 def encode(message: ClientMessage | ServerMessage, fds: int = 0) -> bytes:
     """One frame, header and payload."""
-    payload = _encoder.encode(message)
+    return framed(_encoder.encode(message), fds)
+
+
+def framed(payload: bytes, fds: int = 0) -> bytes:
     return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
 
 
 def decode_request(payload: bytes) -> ClientMessage:
     """Raises ProtocolError with msgspec's account of what is wrong and where."""
-    return _decode(_client_decoder, payload)
+    return decoded(_client_decoder, payload)
 
 
 def decode_reply(payload: bytes) -> ServerMessage:
-    return _decode(_server_decoder, payload)
+    return decoded(_server_decoder, payload)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    """Raises ProtocolError."""
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,20 +10,17 @@ more than what clients say.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinn_client.edits import Captured
-from djinn_client.errors import ProtocolError
-from djinn_client.protocol import HEADER, MAGIC, VERSION, AddEdit
+from djinn_client.protocol import AddEdit, decoded, framed
 
 Key = tuple[str, int]  # a function's: the session, and the number of its breakpoint
 
 MAX_FRAME = 16 << 20  # bytes, either way
-
-T = TypeVar("T")
 
 
 class Load(msgspec.Struct, tag="load"):
@@ -82,21 +79,13 @@ _from_process: msgspec.msgpack.Decoder[FromProcess] = msgspec.msgpack.Decoder(Fr
 
 
 def encode(message: ToProcess | FromProcess, fds: int = 0) -> bytes:
-    payload = _encode(message)
-    return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
+    return framed(_encode(message), fds)
 
 
 def decode_to_process(payload: bytes) -> ToProcess:
-    return _decode(_to_process, payload)
+    return decoded(_to_process, payload)
 
 
 def decode_from_process(payload: bytes) -> FromProcess:
     """Raises ProtocolError."""
-    return _decode(_from_process, payload)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message that this side does not understand: {error}") from error
+    return decoded(_from_process, payload)

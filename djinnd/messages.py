@@ -25,9 +25,6 @@ from djinn_client.image import Dtype, Image
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.points import Point
 from djinn_client.protocol import (
-    HEADER,
-    MAGIC,
-    VERSION,
     Class,
     FinishReason,
     Logprobs,
@@ -35,6 +32,7 @@ from djinn_client.protocol import (
     Sampling,
     Span,
     Tier,
+    framed,
 )
 from djinnd.core.edits import FOREVER, Edit
 from djinnd.core.stops import Stop
@@ -600,8 +598,7 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
-    payload = _encoder.encode(message)
-    return HEADER.pack(MAGIC, VERSION, fds, len(payload)) + payload
+    return framed(_encoder.encode(message), fds)
 
 
 def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:

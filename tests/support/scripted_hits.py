@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,25 @@ from djinn_client.protocol import (
     Usage,
 )
 from djinn_client.shm import new_window
-from tests.support.scripted_daemon import Line
+from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 WIDTH, FIRST = 3, 4
 MODEL = ModelInfo(name="djinn-tiny", path="/t", points=PointMap(blocks=4, width=WIDTH, vocab=9, layers="model.layers"))
 AT = HitInfo(breakpoint=2, point="model.layers.1", block=2, first=FIRST, end=FIRST + 3, prompt_end=FIRST + 3)
+
+
+def play(daemon: ScriptedDaemon, *acts: Callable[[Line], Any], told: list[Any] | None = None, beside: Any = ()) -> str:
+    """A session is opened, acted on and closed. What the acts give is `told`. → the daemon's address."""
+
+    def script(line: Line) -> None:
+        line.open_session()
+        for act in acts:
+            given = act(line)
+            if told is not None:
+                told.append(given)
+        expect_close(line)
+
+    return daemon.play(script, *beside)
 
 
 def expect_close(line: Line) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,24 +28,10 @@ from djinn_client.protocol import (
 )
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
-from tests.support.scripted_hits import MODEL, expect_close, finish, stop, take_edits
+from tests.support.scripted_hits import MODEL, expect_close, finish, play, stop, take_edits
 
 PROMPT = HitInfo(breakpoint=1, point="blocks.1", block=2, first=4, end=7, prompt_end=7)
 Context = djinn.InterventionContext
-
-
-def play(daemon: ScriptedDaemon, *acts: Callable[[Line], Any], told: list[Any] | None = None, beside: Any = ()) -> str:
-    """What the acts give is `told`."""
-
-    def script(line: Line) -> None:
-        line.open_session()
-        for act in acts:
-            given = act(line)
-            if told is not None:
-                told.append(given)
-        expect_close(line)
-
-    return daemon.play(script, *beside)
 
 
 def stop_there(line: Line, id: int = 1, points: bool = False) -> None:

@@ -28,7 +28,7 @@ from djinn_client.protocol import (
 )
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, Script, ScriptedDaemon, session_info
-from tests.support.scripted_hits import MODEL, WIDTH, expect_close, finish, rows, stop, take_edits
+from tests.support.scripted_hits import MODEL, WIDTH, expect_close, finish, play, rows, stop, take_edits
 
 PROMPT = HitInfo(breakpoint=1, point="blocks.1", block=2, first=4, end=7, prompt_end=7)
 TOKEN = HitInfo(breakpoint=1, point="blocks.1", block=2, first=7, end=8, prompt_end=7)
@@ -44,20 +44,6 @@ def add(line: Line, id: int = 1) -> AddBreakpoint:
 def tell_points(line: Line) -> None:
     """Asked for once."""
     line.send(Models(id=line.expect(ListModels).id, models=[MODEL]))
-
-
-def play(daemon: ScriptedDaemon, *acts: Callable[[Line], Any], told: list[Any] | None = None, beside: Any = ()) -> str:
-    """What the acts give is `told`."""
-
-    def script(line: Line) -> None:
-        line.open_session()
-        for act in acts:
-            given = act(line)
-            if told is not None:
-                told.append(given)
-        expect_close(line)
-
-    return daemon.play(script, *beside)
 
 
 def ignore(activation: Any, context: djinn.InterventionContext) -> None:
