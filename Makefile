@@ -5,7 +5,9 @@ PYTHON ?=  # which Python makes .venv; otherwise the first of these that is new 
 PYTHONS = $(PYTHON) python3.13 python3.12 python3.11 python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
-TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,torch==2.13.0)  # without a GPU, what the tests run on
+# What the tests run on. Said beside `dev`, which pins it, so that pip does not fetch the newest one first.
+TESTED := torch==2.13.0
+TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
 .PHONY: help demo test lint types layers check clean
 .DEFAULT_GOAL := help
@@ -45,12 +47,12 @@ clean:
 
 $(VENV)/demo.stamp: pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch and transformers into $(VENV): some minutes"
-	@$(RUN) -m pip install --disable-pip-version-check -e . '$(strip $(TORCH))'
+	@$(RUN) -m pip install --disable-pip-version-check -e . '$(TORCH)'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
-	@$(RUN) -m pip install --disable-pip-version-check -e '.[dev]'
+	@$(RUN) -m pip install --disable-pip-version-check -e '.[dev]' '$(TESTED)'
 	@touch $@ $(VENV)/demo.stamp
 
 $(RUN):
