@@ -250,7 +250,7 @@ def test_a_caller_who_waits_no_longer(target: Daemon, expected: list[int]) -> No
         async with djinn.AsyncSession(MODEL, address=target.address) as s:
             handle = await s.intervene(POINT, loop)
             generating = asyncio.create_task(s.generate(PROMPT, max_tokens=3, ignore_eos=True))
-            await asyncio.to_thread(wait_for, lambda: runs(intervention_processes(target)))
+            await loops(target, generating)
             generating.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await generating
@@ -263,11 +263,18 @@ def test_a_caller_who_waits_no_longer(target: Daemon, expected: list[int]) -> No
         asyncio.run(play())
 
 
-def runs(processes: list[int]) -> bool:
-    """Whether it computes, and has nothing to read."""
-    (pid,) = processes
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "R"
+async def loops(daemon: Daemon, generating: asyncio.Task[Any]) -> None:
+    """Returns when the function does: its process has taken more time than all else that it does here."""
+    (pid,) = intervention_processes(daemon)
+
+    def seconds() -> float:
+        with open(f"/proc/{pid}/stat") as stat:
+            user, system = stat.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    before = seconds()
+    await asyncio.to_thread(wait_for, lambda: seconds() > before + 0.5)
+    assert not generating.done()
 
 
 def test_the_daemon_is_killed_meanwhile(expected: list[int]) -> None:
@@ -282,7 +289,7 @@ def test_the_daemon_is_killed_meanwhile(expected: list[int]) -> None:
         await s.open()
         await s.intervene(POINT, loop)
         generating = asyncio.create_task(s.generate(PROMPT, max_tokens=3))
-        await asyncio.to_thread(wait_for, lambda: runs(intervention_processes(daemon)))
+        await loops(daemon, generating)
         processes = intervention_processes(daemon)
         await asyncio.to_thread(daemon.kill)
         with pytest.raises(djinn.ConnectionLost):
