@@ -25,6 +25,7 @@ from djinn_client.protocol import (
     AttachSession,
     BreakpointAdded,
     Breakpoints,
+    CloseSession,
     Done,
     EditAdded,
     Edits,
@@ -44,7 +45,7 @@ from djinn_client.protocol import (
     Truncate,
 )
 from tests.support.engine import WIDTH, Script
-from tests.support.served import Served, Wire
+from tests.support.served import Served, Wire, wait_for
 
 STORY = list(range(100, 197))
 VECTOR = array("f", range(1, WIDTH + 1)).tobytes()
@@ -144,3 +145,15 @@ class Steered(Wire):
         reply = self.ask(ListSessions(id=7))
         assert isinstance(reply, Sessions), reply
         return next(info for info in reply.sessions if info.id == self.session)
+
+
+@contextmanager
+def tenant_of(daemon: Served) -> Iterator[Steered]:
+    """With a session of its own. In the end nothing is left of it."""
+    with Steered(daemon.address) as tenant:
+        yield tenant
+        assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)
+        with daemon.client() as client:
+            wait_for(lambda: client.status().state == "ready")
+            assert client.status(check=True).integrity == []
+        wait_for(lambda: daemon.memfds() == 0)

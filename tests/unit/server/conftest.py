@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from djinn_client.protocol import CloseSession, Done
-from tests.support.served import Served, wait_for
+from tests.support.served import Served
 from tests.support.serving import calm, daemon, folder, opened, serve, tiny, wire
-from tests.support.steered import Steered, serving_story
+from tests.support.steered import Steered, serving_story, tenant_of
 
 __all__ = ["calm", "daemon", "folder", "opened", "serve", "tiny", "wire"]  # fixtures
 
@@ -21,11 +20,5 @@ def storyteller() -> Iterator[Served]:
 
 @pytest.fixture
 def tenant(storyteller: Served) -> Iterator[Steered]:
-    """A session of its own. In the end nothing is left of it."""
-    with Steered(storyteller.address) as tenant:
+    with tenant_of(storyteller) as tenant:
         yield tenant
-        assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)
-        with storyteller.client() as client:
-            wait_for(lambda: client.status().state == "ready")
-            assert client.status(check=True).integrity == []
-        wait_for(lambda: storyteller.memfds() == 0)

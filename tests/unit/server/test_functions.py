@@ -13,11 +13,11 @@ import pytest
 
 from djinn_client.edits import Captured
 from djinn_client.functions import MAX_CODE, PYTHON
-from djinn_client.protocol import AddFunction, CloseSession, Done, Failure, RunFunctions, encode
+from djinn_client.protocol import AddFunction, CloseSession, Failure, RunFunctions, encode
 from djinn_client.shm import new_window
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
-from tests.support.served import Served, wait_for
-from tests.support.steered import Steered, serving_story
+from tests.support.served import Served
+from tests.support.steered import Steered, serving_story, tenant_of
 
 CAPTURED = Captured(dtype="float32", first=0, positions=1, room=1, nbytes=64, points=[])
 
@@ -31,10 +31,8 @@ def allowing() -> Iterator[Served]:
 
 @pytest.fixture
 def allowed(allowing: Served) -> Iterator[Steered]:
-    with Steered(allowing.address) as tenant:
+    with tenant_of(allowing) as tenant:
         yield tenant
-        assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)
-        wait_for(lambda: allowing.memfds() == 0)
 
 
 def add(tenant: Steered, breakpoint: int = 1, code: bytes = b"", python: str = PYTHON, session: str = "") -> Failure:
