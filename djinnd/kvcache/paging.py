@@ -172,6 +172,24 @@ class Paging:
         for key in reversed(keys):
             self.host.find(key)
 
+    def takes_freely(self, keys: Sequence[Key], tenant: int) -> bool:
+        """Whether the host could save what it lacks of these pages, and lose no page that is not elsewhere, too."""
+        if self.host is None:
+            return False
+        lacking = sum([key not in self.host for key in keys])
+        if not lacking:
+            return True
+        kept = [slot for key in keys if (slot := self.host.peek(key)) is not None]
+        for slot in kept:  # would not give way to the others
+            self.host.pin(slot)
+        going = self.host.making_room(tenant, lacking)
+        for slot in kept:
+            self.host.unpin(slot)
+        return going is not None and all(tier.is_spare(slot) or self._is_on_disk(tier, slot) for tier, slot in going)
+
+    def _is_on_disk(self, tier: Tier, slot: int) -> bool:
+        return tier is self.host and self.disk is not None and self.disk.peek(tier.key(slot)) is not None
+
     # --- pages come back --------------------------------------------------------------------------------------------
 
     def find(
@@ -261,6 +279,14 @@ class Paging:
         self._end_first_gives_way(found.keys)
         return transfer
 
+    def is_back(self, keys: Sequence[Key]) -> None:
+        """A session has these pages on the device: the host can spare its own."""
+        if self.host is not None:
+            for key in keys:
+                slot = self.host.peek(key)
+                if slot is not None:
+                    self.host.spare(slot)
+
     def _can_fetch(self, key: Key) -> bool:
         """Not, too, where it was on the host only, and has given way to one before it."""
         assert self.host is not None
@@ -308,7 +334,7 @@ class Paging:
         if self.host is None or self.disk is None or self.host.used < WRITE_OUT_ABOVE * self.host.capacity:
             return 0
         oldest = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
-        near = [self.host.key(slot) for slot in oldest]
+        near = [self.host.key(slot) for slot in oldest if not self.host.is_spare(slot)]
         self._written_out.intersection_update(near)
         lacking = (key for key in near if key not in self._written_out and self._write_out(key) is not None)
         begun = list(islice(lacking, most))

@@ -120,6 +120,10 @@ class Tenancy:
         self._order[tenant][place] = None
         self._order[tenant].move_to_end(place)
 
+    def spared(self, tenant: int, place: Place) -> None:
+        """The page can be spared: now the tenant's least recently used."""
+        self._order[tenant].move_to_end(place, last=False)
+
     def lost(self, tenant: int, place: Place) -> None:
         """Nobody finds the page any more."""
         self._order[tenant].pop(place, None)

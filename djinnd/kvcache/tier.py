@@ -19,9 +19,11 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
 A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
 it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
 next process. `touched` rises with every use; complete slots by it are the order in which they give way, which the next
-process goes on with. `owner` is the tenant and one, or zero where the page is public, and so nobody's: a tenant's slots
-are counted, and may be limited, together with those in other models' tiers (tenancy.py). (A machine that loses power
-may keep an old record beside new bytes: that is for the checksum.)
+process goes on with. What a session uses on the device goes before them: so tiers hold more together than if all of one
+lay in the next, too (Wong and Wilkes, "My cache or yours? Making storage more exclusive", USENIX 2002). Of that the
+table says nothing, as the device's pages end with the process. `owner` is the tenant and one, or zero where the page is
+public, and so nobody's: a tenant's slots are counted, and may be limited, together with those in other models' tiers
+(tenancy.py). (A machine that loses power may keep an old record beside new bytes: that is for the checksum.)
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
 class Tier:
     """Of one model, in one thread, which is that of all tiers of its tenancy. No call looks through the slots, but for
-    `prepare` and `oldest`, which pass over those that are pinned: as many as are being read."""
+    `making_room` and `oldest`, which pass over those that are pinned: as many as are being read."""
 
     @staticmethod
     def table_bytes(slots: int) -> int:
@@ -75,6 +77,7 @@ class Tier:
         self._tenant: dict[int, int] = {}  # of all slots that are not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
+        self._spare: set[int] = set()  # of the complete ones; they stand first in their order
         self._adopt()
         self._free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
         self._clock = len(self._order) + 1
@@ -139,7 +142,7 @@ class Tier:
         of all, if no slot is free. None if there is no such."""
         assert key not in self._slot, "the page is in the tier or on its way there"
         assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-        going = self._making_room(tenant)
+        going = self.making_room(tenant)
         if going is None:
             return None
         for tier, gone in going:
@@ -154,17 +157,22 @@ class Tier:
         self.tenancy.taken(tenant, self.page_bytes)
         return slot
 
-    def _making_room(self, tenant: int) -> list[Place] | None:
-        """The pages that give way when `prepare` gives the tenant a slot; None: it gives none."""
-        going = self.tenancy.making_room(tenant, self.page_bytes)
-        if going is None or self._free or any(tier is self for tier, _ in going):
-            return going
-        oldest = self.oldest(1)
-        return [*going, (self, oldest[0])] if oldest else None
+    def making_room(self, tenant: int, count: int = 1) -> list[Place] | None:
+        """The pages that give way when the tenant is given so many slots more; None: they are not to be had."""
+        going = self.tenancy.making_room(tenant, count * self.page_bytes)
+        if going is None:
+            return None
+        own = {slot for tier, slot in going if tier is self}
+        missing = count - len(self._free) - len(own)
+        if missing > 0:
+            oldest = [slot for slot in self.oldest(missing + len(own)) if slot not in own][:missing]
+            going = [*going, *((self, slot) for slot in oldest)]
+            missing -= len(oldest)
+        return going if missing <= 0 else None
 
     def has_room(self, tenant: int = ANYBODY) -> bool:
         """Whether `prepare` has a slot to give."""
-        return self._making_room(tenant) is not None
+        return self.making_room(tenant) is not None
 
     def may_have(self, tenant: int) -> bool:
         """Whether it ever may, by the tenant's limit."""
@@ -186,6 +194,7 @@ class Tier:
         self._state[slot] = FREE
         del self._slot[self.key(slot)]
         self._filling.discard(slot)
+        self._spare.discard(slot)
         if slot in self._order:
             del self._order[slot]
             self.tenancy.lost(self._tenant[slot], (self, slot))
@@ -212,6 +221,16 @@ class Tier:
     def is_pinned(self, slot: int) -> bool:
         return slot in self._pins
 
+    def spare(self, slot: int) -> None:
+        """The page, which is complete, can be spared: it is the first to give way, until it is used again."""
+        assert slot in self._order, f"slot {slot} is not complete"
+        self._spare.add(slot)
+        self._order.move_to_end(slot, last=False)
+        self.tenancy.spared(self._tenant[slot], (self, slot))
+
+    def is_spare(self, slot: int | None) -> bool:
+        return slot in self._spare
+
     def checksum(self, slot: int) -> int:
         """Of a complete slot."""
         assert slot in self._order, f"slot {slot} is not complete"
@@ -222,10 +241,12 @@ class Tier:
         return bytes(self._key_of[slot])
 
     def oldest(self, count: int) -> list[int]:
-        """At most `count` slots that are complete and not pinned, least recently used first."""
+        """At most `count` slots that are complete and not pinned: those that can be spared, then the least recently
+        used ones."""
         return list(islice((slot for slot in self._order if slot not in self._pins), count))
 
     def _touch(self, slot: int) -> None:
+        self._spare.discard(slot)
         self._order.move_to_end(slot)
         self._touched[slot] = self._clock
         self._clock += 1
@@ -249,5 +270,7 @@ class Tier:
         assert self._tenant.keys() == held | dropped, "slots that are somebody's and slots that are not free differ"
         assert all(self._tenant[slot] == tenant for slot, tenant in owners.items()), "the table names another tenant"
         self.tenancy.check_integrity()
-        touched = [*self._touched[list(self._order)].tolist(), self._clock]
+        assert self._spare == set(islice(self._order, len(self._spare))), "what can be spared is not the first to go"
+        used = [slot for slot in self._order if slot not in self._spare]
+        touched = [*self._touched[used].tolist(), self._clock]
         assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"

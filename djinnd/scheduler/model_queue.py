@@ -21,7 +21,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging, Transfer
 from djinnd.scheduler.composer import Composer
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
-from djinnd.scheduler.policy import DEFAULT, Policy, eviction_order, has_gone_quiet
+from djinnd.scheduler.policy import DEFAULT, SCARCE, Policy, eviction_order, has_gone_quiet
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
@@ -161,7 +161,7 @@ class ModelQueue:
         return self.limit if most is None else min(self.limit, most * self.kv.page_size)
 
     def join(self, session: Session, now: float = 0.0) -> None:
-        session.waits, session.quiet_since = False, None
+        session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
         if session.paused:
             self.held[session.id] = session
             self.residence.leave(session)
@@ -196,8 +196,7 @@ class ModelQueue:
         self.composer.leave(session)
         if session.stage is None:
             self.rewind(session, session.computed)
-        if session.paused or session.waits:
-            self.residence.leave(session)
+        self._leave_device(session)
 
     def rewind(self, session: Session, computed: int) -> None:
         """See Residence.rewind."""
@@ -206,8 +205,7 @@ class ModelQueue:
     def revise(self, session: Session, first: int) -> None:
         """See Residence.revise; of a session without a request. One that was on its way out still is."""
         self.residence.revise(session, first)
-        if session.paused or session.waits:
-            self.residence.leave(session)
+        self._leave_device(session)
 
     # --- what clients say -------------------------------------------------------------------------------------------
 
@@ -215,7 +213,14 @@ class ModelQueue:
         """Its client waits for something else, once the request has ended that runs on it."""
         session.waits = True
         if session.request is None:
+            self._leave_device(session)
+
+    def _leave_device(self, session: Session) -> None:
+        """An idle session: if it is paused; if it waits, where it is no loss to others."""
+        if session.paused:
             self.residence.leave(session)
+        elif session.waits:
+            self.residence.leave_freely(session)
 
     def wake(self, session: Session) -> None:
         """Its client will ask for something in a moment."""
@@ -264,23 +269,36 @@ class ModelQueue:
             self.wake(session)
 
     def tend(self, now: float) -> None:
-        """Now and then: whose client has said nothing for long leaves, also before pages are short; whose client is
-        expected comes back. The parked stay until somebody needs their pages: a part of them could not come back."""
-        due = []
+        """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they
+        are scarce, who waits and has not found room on the host; whose client is expected comes back. The parked stay
+        until somebody needs their pages: a part of them could not come back."""
+        due, staying = [], []
         for session in self.sessions.values():
             if session.request is not None or session.paused or (session.stage is not None and not session.waits):
                 continue
             if session.waits:
                 if session.wakes_at and now >= session.wakes_at:
                     due.append(session)
+                elif session.id in self.kv.sessions and not self.residence.is_moving(session):
+                    staying.append(session)
             elif session.id in self.kv.sessions and not self.residence.is_moving(session):
                 if session.quiet_since is None:
                     session.quiet_since = now
                 elif has_gone_quiet(now - session.quiet_since, self.kv.pool.free / self.kv.pool.capacity):
-                    self.residence.leave(session)
+                    session.quiet_since = None if self.residence.leave_freely(session) else now
+        self._make_spare_room(staying)
         for session in sorted(due, key=lambda session: session.wakes_at):
             self.wake(session)
         self.residence.paging.write_out_oldest(WRITTEN_AT_ONCE)
+
+    def _make_spare_room(self, waiting: list[Session]) -> None:
+        """Before somebody comes back and has to wait for it."""
+        missing = SCARCE * self.kv.pool.capacity - self.kv.pool.free
+        for session in eviction_order(waiting, (), []):
+            held = self.kv.pages_held(session.id)
+            if missing <= 0 or not self.residence.leave_freely(session):
+                return
+            missing -= held
 
     def why(self, session: Session, now: float) -> Explanation:
         return explain(session, self.residence, self.composer.in_order(now), self.composer.served, now)

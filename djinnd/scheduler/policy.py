@@ -37,17 +37,17 @@ def has_gone_quiet(seconds: float, free: float) -> bool:
 
 def eviction_order(idle: Iterable[Session], held: Iterable[Session], order: list[Session]) -> Iterator[Session]:
     """Whose pages make room, first to last: the idle, those first whose client waits for something else, then the
-    lowest class, least recently touched first; then those whose client reads too slowly or who are paused, least
-    recently touched first; then of the serving `order` the last."""
+    lowest class, whose client is expected last, least recently touched first; then those whose client reads too slowly
+    or who are paused, least recently touched first; then of the serving `order` the last."""
     yield from sorted(idle, key=_worth)
     yield from sorted(held, key=_touched)
     yield from reversed(order)
 
 
-def _worth(session: Session) -> tuple[bool, bool, int, int]:
+def _worth(session: Session) -> tuple[bool, bool, int, float, int]:
     """KV that a client gave goes last: it cannot be computed."""
     rank = -CLASSES.index(session.klass)  # the lowest class is the last of them
-    return bool(session.foreign_tokens), not session.waits, rank, session.touched
+    return bool(session.foreign_tokens), not session.waits, rank, -session.wakes_at, session.touched
 
 
 def _touched(session: Session) -> int:

@@ -104,8 +104,10 @@ class Residence:
         for _ in range(2):
             try:
                 if self._brought(session):
+                    self._is_back(session, computed)
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
+                self._is_back(session, computed)
                 return True
             except OutOfPages as shortage:
                 lacking = shortage.needed
@@ -139,7 +141,9 @@ class Residence:
     def prefetch(self, session: Session, candidates: Iterable[Session]) -> bool:
         """Of an idle session that will run soon: brings back what is somewhere, at the cost of `candidates`. False: it
         is to be asked again when something has been copied; what it needs is on its way elsewhere, or room is made."""
+        computed = session.computed
         self._adopt(session)
+        self._is_back(session, computed)
         for _ in range(2):
             try:
                 return not self._brought(session) or self.is_arriving(session)
@@ -190,6 +194,11 @@ class Residence:
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt
             )
+
+    def _is_back(self, session: Session, computed: int) -> None:
+        """It holds the pages that it has been given since it had the KV of so many tokens, and goes on to."""
+        if session.computed > computed:
+            self.paging.is_back(self.keys(session)[computed // self.kv.page_size :])
 
     def _holds_kv_only(self, session: Session) -> bool:
         return session.stage is None and self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
@@ -249,6 +258,14 @@ class Residence:
             return None
         self._leaving[session.id] = departure
         return departure.transfer
+
+    def leave_freely(self, session: Session) -> bool:
+        """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as
+        they would without a host."""
+        if session.computed and not self.paging.takes_freely(self.keys(session), session.tenant):
+            return False
+        self.leave(session)
+        return True
 
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)
@@ -317,6 +334,7 @@ class Residence:
             self.rewind(session, session.computed)
             return
         self.kv.arrived(session.id, arrival.keys, transfer.tokens)
+        self.paging.is_back(arrival.keys)
         session.computed = transfer.tokens
         most = _most(session)
         if session.computed > most:

@@ -154,7 +154,7 @@ class PagingMachine(RuleBasedStateMachine):
     def go_on(self, shadow: Shadow, new: list[int]) -> None:
         """Computes all that has no KV, and more tokens. What is found on the device is not computed again."""
         tokens = [*shadow.tokens, *new][:MAX_CONTEXT]
-        kv, name, most = self.kv, shadow.name, max(len(tokens) - 1, 0)
+        kv, name, most, computed = self.kv, shadow.name, max(len(tokens) - 1, 0), shadow.computed
         if most // self.size > shadow.computed // self.size:
             shadow.computed = kv.adopt(name, shadow.tenant, tokens, shadow.computed, most, shadow.salt)
         try:
@@ -163,6 +163,8 @@ class PagingMachine(RuleBasedStateMachine):
             shadow.tokens = tokens[: max(shadow.computed, len(shadow.tokens))]
             return
         shadow.tokens = tokens
+        if shadow.computed > computed:
+            self.paging.is_back(self.keys(shadow)[computed // self.size :])
         for page in kv.take_stale():
             self.device[page] = [None] * self.size
         pages = kv.pages_of(name)
@@ -242,7 +244,39 @@ class PagingMachine(RuleBasedStateMachine):
             transfer = self.paging.save(shadow.name, keys, shadow.computed, sealed=sealed)
             assert self.paging.host
             assert transfer.failed or all(key in self.paging.host for key in keys), "a page has not been saved"
+            assert not any(self.paging.host.is_spare(self.paging.host.peek(key)) for key in keys), (
+                "it is used, and spare"
+            )
             self.note(transfer, leaves)
+
+    @rule(pick=PICKS)
+    def is_back(self, pick: int) -> None:
+        """What it has on the device: not all of it came from the host, nor has the host all of it."""
+        shadow = self.draw(pick, suits=lambda shadow: shadow.computed and not shadow.arrival)
+        if shadow is not None:
+            keys = self.keys(shadow)
+            self.paging.is_back(keys)
+            host = self.paging.host
+            assert host
+            assert all(host.is_spare(slot) for key in keys if (slot := host.peek(key)) is not None)
+
+    @rule(pick=PICKS, leaves=st.booleans())
+    def save_freely(self, pick: int, leaves: bool) -> None:
+        """It is known before what the host loses by it."""
+        shadow = self.draw(pick, suits=lambda shadow: shadow.computed and not shadow.arrival)
+        if shadow is None:
+            return
+        host, disk, keys = self.paging.host, self.paging.disk, self.keys(shadow)
+        assert host
+        before, had = host.keys(), host.oldest(host.capacity)
+        elsewhere = {host.key(slot) for slot in host.complete_slots if host.is_spare(slot)}
+        elsewhere |= disk.keys() if disk is not None else set()
+        free = self.paging.takes_freely(keys, shadow.tenant)
+        assert host.oldest(host.capacity) == had, "to ask is not a use"
+        transfer = self.paging.save(shadow.name, keys, shadow.computed)
+        lost = before - host.keys() - elsewhere
+        self.note(transfer, leaves)
+        assert free == (not transfer.failed and not lost), f"{free}, failed: {transfer.failed}, lost: {len(lost)}"
 
     @rule(pick=PICKS, less=st.integers(0, 2))
     def load(self, pick: int, less: int) -> None:
@@ -287,7 +321,10 @@ class PagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.slots["disk"] and self.paging.host.used)
     @rule(most=st.integers(1, 4))
     def write_out_oldest(self, most: int) -> None:
-        assert self.paging.write_out_oldest(most) <= most
+        host, begun = self.paging.host, set(self.paging._writing_out)
+        assert host and self.paging.write_out_oldest(most) <= most
+        new = self.paging._writing_out.keys() - begun
+        assert not any(host.is_spare(host.peek(key)) for key in new), "it is on the device, and is written out"
 
     @precondition(lambda self: self.slots["disk"])
     @rule(pick=PICKS)
@@ -434,6 +471,7 @@ class PagingMachine(RuleBasedStateMachine):
                 self.rewind(shadow, shadow.computed)
             else:
                 self.kv.arrived(shadow.name, keys, transfer.tokens)
+                self.paging.is_back(keys)
                 assert transfer.tokens > shadow.computed
                 shadow.computed = transfer.tokens
         elif leaves:
@@ -481,6 +519,7 @@ class PagingMachine(RuleBasedStateMachine):
             lambda: self.save(pick(), choice.random() < 0.3, choice.random() < 0.8),
             lambda: self.load(pick(), choice.choice([0, 0, 0, 1])),
             lambda: self.load(pick(), 0),
+            lambda: self.save_freely(pick(), choice.random() < 0.8),
             lambda: self.take(4),
             lambda: self.land(pick()) if self.taken else None,
             lambda: self.land(pick()) if self.taken else None,
@@ -490,6 +529,7 @@ class PagingMachine(RuleBasedStateMachine):
             lambda: self.open(choice.choice(OWNERS), pick()) if len(self.shadows) < 7 else None,
             lambda: self.fork(pick()) if len(self.shadows) < 7 else None,
             lambda: self.cut(pick(), choice.randrange(6)),
+            lambda: self.is_back(pick()),
             lambda: self.change_mind(pick()),
             lambda: self.close(pick()) if len(self.shadows) > 4 else None,
             lambda: self.write_out(pick()) if self.paging.disk else None,

@@ -41,6 +41,7 @@ class TierMachine(RuleBasedStateMachine):
         self.slots = slots
         self.filling: dict[int, bytes] = {}
         self.complete: list[tuple[int, bytes, int]] = []  # slot, key, checksum; least recently used first
+        self.spared: list[int] = []  # slots that go before the others, the last spared very first
         self.pins: Counter[int] = Counter()
         self.dropped: set[int] = set()  # found bad, and still pinned
         self.bytes_of: dict[int, tuple[bytes, int]] = {}  # what lies in a slot: of which page, with which checksum
@@ -72,7 +73,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @property
     def unpinned(self) -> list[int]:
-        return [slot for slot, _, _ in self.complete if not self.pins[slot]]
+        used = [slot for slot, _, _ in self.complete if slot not in self.spared]
+        return [slot for slot in self.spared + used if not self.pins[slot]]
 
     def used_by(self, tenant: int) -> int:
         held = [*self.filling, *(slot for slot, _, _ in self.complete), *self.dropped]
@@ -83,23 +85,36 @@ class TierMachine(RuleBasedStateMachine):
 
     def give_way(self, slots: list[int]) -> None:
         self.complete = [entry for entry in self.complete if entry[0] not in slots]
+        self.spared = [slot for slot in self.spared if slot not in slots]
+
+    def going(self, tenant: int, count: int = 1) -> list[int] | None:
+        """Which slots give way to so many of the tenant's, that are filled one after another."""
+        free, used, left = len(self.free), self.used_by(tenant), self.unpinned
+        gone: list[int] = []
+        for _ in range(count):
+            over = used + 1 - self.limits.get(tenant, used + 1)
+            own = [slot for slot in left if self.tenant[slot] == tenant]
+            needed = over if over > 0 else int(not free)
+            step = (own if over > 0 else left)[:needed]
+            if len(step) < needed:
+                return None
+            gone += step
+            left = [slot for slot in left if slot not in step]
+            free += len(step) - 1
+            used += 1 - len(set(step) & set(own))
+        return gone
 
     @rule(key=KEYS)
     def prepare(self, key: bytes) -> None:
         if key in self.tier:
             return
         tenant, free = tenant_of(key), self.free
-        over = self.used_by(tenant) + 1 - self.limits.get(tenant, self.slots)
-        if over > 0 and tenant in self.limits:  # its own least recently used, or nothing
-            own = self.unpinned_of(tenant)
-            going = own[:over] if len(own) >= over else None
-        else:
-            going = [] if free else self.unpinned[:1] or None
+        going = self.going(tenant)
         assert self.tier.has_room(tenant) == (going is not None)
         slot = self.tier.prepare(key, tenant)
         assert (slot is None) == (going is None)
         if slot is not None and going is not None:
-            assert slot in (going or free), "not the least recently used"
+            assert slot in (going or free), "not the first to give way"
             self.give_way(going)
             self.filling[slot] = key
             self.tenant[slot] = tenant
@@ -131,7 +146,7 @@ class TierMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted([*self.filling, *(slot for slot, _, _ in self.complete)])))
         self.tier.abandon(slot)
         self.filling.pop(slot, None)
-        self.complete = [entry for entry in self.complete if entry[0] != slot]
+        self.give_way([slot])
         if self.pins[slot]:
             self.dropped.add(slot)
 
@@ -140,6 +155,14 @@ class TierMachine(RuleBasedStateMachine):
         found = [entry for entry in self.complete if entry[1] == key]
         assert self.tier.find(key) == (found[0][0] if found else None)
         self.complete = [entry for entry in self.complete if entry[1] != key] + found
+        self.spared = [slot for slot in self.spared if (slot, key) not in [entry[:2] for entry in found]]
+
+    @precondition(lambda self: self.complete)
+    @rule(data=st.data())
+    def spare(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(slot for slot, _, _ in self.complete)))
+        self.tier.spare(slot)
+        self.spared = [slot, *(other for other in self.spared if other != slot)]
 
     @precondition(lambda self: self.complete)
     @rule(data=st.data())
@@ -159,8 +182,10 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def die(self) -> None:
-        """The next process has what was complete, in the same order of use, and every other slot to give."""
+        """The next process has what was complete, in the same order of use, and every other slot to give. Nothing is
+        on its device yet, so it can spare nothing."""
         self.filling.clear()
+        self.spared.clear()
         self.pins.clear()
         self.dropped.clear()
         self.table = self.table[:]  # who is dead writes no more
@@ -175,6 +200,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.used == self.slots - len(self.free)
         assert self.tier.oldest(self.slots) == self.unpinned
         assert self.tier.oldest(1) == self.unpinned[:1]
+        assert [slot for slot in range(self.slots) if self.tier.is_spare(slot)] == sorted(self.spared)
         for slot, key, checksum in self.complete:
             assert key in self.tier and (self.tier.key(slot), self.tier.checksum(slot)) == (key, checksum)
         for slot, key in self.filling.items():
@@ -185,6 +211,16 @@ class TierMachine(RuleBasedStateMachine):
         assert all(self.tier.tenancy.used_by(tenant) == self.used_by(tenant) for tenant in (ANYBODY, 0, 1))
         after = Tier(self.table[:], self.slots)
         assert after.oldest(self.slots) == [slot for slot, _, _ in self.complete]
+
+    @invariant()
+    def room_for_many_is_made_as_for_one_after_another(self) -> None:
+        for tenant in (ANYBODY, 0, 1):
+            for count in range(1, self.slots + 2):
+                going, found = self.going(tenant, count), self.tier.making_room(tenant, count)
+                assert (found is None) == (going is None)
+                if found is not None and going is not None:
+                    assert sorted(slot for _, slot in found) == sorted(going)
+                    assert all(tier is self.tier for tier, _ in found)
 
 
 TestTier = TierMachine.TestCase

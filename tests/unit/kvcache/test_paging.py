@@ -124,6 +124,42 @@ def test_without_a_host_tier_nothing_is_saved() -> None:
     assert transfer.is_over and transfer.failed and not desk.paging.is_busy
 
 
+def test_the_host_takes_freely_what_it_has_room_for_and_what_it_has() -> None:
+    desk = Desk(host=2)
+    tokens = desk.session("a", 12)
+    keys = desk.keys("a", tokens)
+    takes = [desk.paging.takes_freely(keys[:count], TENANT) for count in (2, 3)]
+    assert takes == [True, False]
+    desk.paging.save("a", keys, 12)
+    assert desk.paging.takes_freely(keys[:2], TENANT), "it is on its way there"
+    assert not Desk(host=0).paging.takes_freely(keys, TENANT)
+
+
+def test_not_where_a_page_would_give_way_that_is_nowhere_else() -> None:
+    desk, tokens = saved(8, host=2, disk=2)
+    first, second = desk.keys("a", tokens)
+    lacking = [b"of another page!"]
+    assert not desk.paging.takes_freely(lacking, TENANT)
+    desk.paging.write_out("a", [first])
+    desk.copy_all()
+    assert desk.paging.takes_freely(lacking, TENANT), "it is on disk"
+    assert desk.paging.host is not None
+    desk.paging.host.find(first)
+    assert not desk.paging.takes_freely(lacking, TENANT)
+    desk.paging.is_back([second, *lacking])
+    assert desk.paging.takes_freely(lacking, TENANT), "it is on the device"
+
+
+def test_what_the_host_has_of_a_session_does_not_give_way_to_the_rest_of_it() -> None:
+    desk, tokens = saved(8, host=2, disk=2)
+    first, _ = desk.keys("a", tokens)
+    desk.paging.write_out("a", [first])
+    desk.copy_all()
+    desk.paging.is_back([first])
+    assert desk.paging.takes_freely([b"of another page!"], TENANT)
+    assert not desk.paging.takes_freely([first, b"of another page!"], TENANT)
+
+
 # --- pages come back --------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +301,15 @@ def test_the_oldest_that_are_not_on_disk_are_written_out_once_the_host_is_nearly
         for count in written:
             assert desk.paging.write_out_oldest(3) == count
             desk.copy_all()
+
+
+def test_what_a_session_uses_on_the_device_is_not_written_out() -> None:
+    desk, tokens = saved(8, host=2, disk=2)
+    keys = desk.keys("a", tokens)
+    desk.paging.is_back(keys)
+    assert desk.paging.write_out_oldest(2) == 0
+    desk.save("b", desk.session("b", 8))  # is a use
+    assert desk.paging.write_out_oldest(2) == 1
 
 
 def test_a_page_that_two_moves_find_bad_is_forgotten_once() -> None:

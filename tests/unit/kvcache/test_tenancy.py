@@ -85,6 +85,31 @@ def test_where_the_tier_is_full_and_the_tenant_s_oldest_page_is_another_model_s_
     assert (has(full), has(other), tenancy.uses()) == ([3], [], {ALICE: PAGE})
 
 
+def test_of_a_tenant_s_pages_those_that_can_be_spared_go_first_in_whichever_model_they_are() -> None:
+    tenancy = Tenancy()
+    small, large = new_tier(tenancy), new_tier(tenancy, page_bytes=2 * PAGE)
+    fill(small, ALICE, 1, 2)
+    fill(large, ALICE, 3)
+    large.spare(0)
+    tenancy.limit(ALICE, 4 * PAGE)
+    assert small.making_room(ALICE, 2) == [(large, 0)]
+    fill(small, ALICE, 4, 5)
+    assert (has(small), has(large)) == ([1, 2, 4, 5], [])
+    small.check_integrity()
+
+
+def test_beside_those_that_a_limit_takes_the_oldest_of_the_others_make_room_for_the_rest() -> None:
+    tenancy = Tenancy()
+    tier = new_tier(tenancy, 3)
+    fill(tier, ALICE, 1)
+    fill(tier, BOB, 2, 3)
+    tenancy.limit(ALICE, 2 * PAGE)
+    assert tier.making_room(ALICE, 2) == [(tier, 0), (tier, 1)]  # one of its own, though it may have one more
+    assert tier.making_room(ALICE, 3) is None
+    fill(tier, ALICE, 4, 5)
+    assert has(tier) == [3, 4, 5]
+
+
 def test_a_lower_limit_takes_the_oldest_pages_at_once_and_those_that_are_read_later() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy)

@@ -88,6 +88,39 @@ def test_the_least_recently_used_page_gives_way() -> None:
     tier.check_integrity()
 
 
+def test_what_can_be_spared_gives_way_before_the_least_recently_used_until_it_is_used_again() -> None:
+    tier = new_tier(4)
+    one, two, three, four = fill(tier, 1, 2, 3, 4)
+    for slot in (three, four, two):
+        tier.spare(slot)
+    tier.find(key(3))
+    assert tier.oldest(4) == [two, four, one, three]
+    assert [tier.is_spare(slot) for slot in (one, two, three, four, None)] == [False, True, False, True, False]
+    assert fill(tier, 5, 6, 7) == [two, four, one]
+    assert not any(tier.is_spare(slot) for slot in range(4))
+    tier.check_integrity()
+
+
+def test_of_what_can_be_spared_the_next_process_knows_nothing() -> None:
+    table = new_table(3)
+    tier = Tier(table, 3)
+    one, two, three = fill(tier, 1, 2, 3)
+    tier.spare(three)
+    assert tier.oldest(3) == [three, one, two]
+    after = Tier(table, 3)
+    assert after.oldest(3) == [one, two, three] and not after.is_spare(three)
+
+
+def test_who_asks_for_room_hears_which_pages_would_give_way_to_so_many_and_they_stay() -> None:
+    tier = new_tier(4)
+    one, two, three = fill(tier, 1, 2, 3)
+    tier.pin(one)
+    tier.spare(three)
+    room = [tier.making_room(0, count) for count in (1, 2, 3, 4)]
+    assert room == [[], [(tier, three)], [(tier, three), (tier, two)], None]
+    assert tier.used == 3 and tier.oldest(3) == [three, two]
+
+
 def test_a_pinned_page_stays_and_keeps_its_place_in_the_order() -> None:
     tier = new_tier(2)
     one, two = fill(tier, 1, 2)
@@ -191,6 +224,8 @@ def test_what_no_caller_does() -> None:
         tier.pin(filling)
     with pytest.raises(AssertionError, match="is not complete"):
         tier.checksum(filling)
+    with pytest.raises(AssertionError, match="is not complete"):
+        tier.spare(filling)
     with pytest.raises(AssertionError, match="is not pinned"):
         tier.unpin(filling)
     tier.complete(filling, 0)
@@ -224,4 +259,12 @@ def test_the_audit_finds_a_slot_that_is_lost() -> None:
     tier = new_tier(2)
     tier._free.pop()
     with pytest.raises(AssertionError, match="a slot is lost"):
+        tier.check_integrity()
+
+
+def test_the_audit_finds_a_page_that_can_be_spared_behind_one_that_cannot() -> None:
+    tier = new_tier(2)
+    _, two = fill(tier, 1, 2)
+    tier._spare.add(two)
+    with pytest.raises(AssertionError, match="not the first to go"):
         tier.check_integrity()

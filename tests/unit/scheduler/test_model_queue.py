@@ -7,9 +7,10 @@ from djinnd.core.batch import Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.paging import Paging, Way
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.policy import QUIET_S
 
 PAGE = 4  # tokens
 
@@ -337,3 +338,107 @@ def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_requ
     assert not paging.is_busy
     queue.leave(session)
     assert paging.is_busy and queue.residence.is_leaving(session)
+
+
+# --- who waits leaves as the host finds room --------------------------------------------------------------------------
+
+
+def with_host(pages: int, host: int) -> ModelQueue:
+    kv = KvManager(pages + 1, PAGE, 5 << 19, 64)
+    paging = Paging(kv)
+    paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
+    return ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+
+
+def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
+    """Of tokens that nobody else has."""
+    session = add(queue, name, pages * PAGE, computed=pages * PAGE, active=False)
+    session.tokens[:] = [len(queue.sessions)] * len(session.tokens)
+    queue.wait(session)
+    return session
+
+
+def copy_all(queue: ModelQueue) -> None:
+    paging = queue.residence.paging
+    while (move := paging.take()) is not None:
+        queue.over(paging.landed(move))
+        if move.way is not Way.PROMOTE:
+            queue.over(paging.sealed(move, 0))
+    queue.check_integrity()
+
+
+def test_who_waits_stays_where_the_host_has_no_room_for_it_and_leaves_when_it_has_and_pages_are_scarce() -> None:
+    queue = with_host(pages=10, host=4)
+    first, second = waiting(queue, "first", 4), waiting(queue, "second", 4)
+    copy_all(queue)
+    assert (first.computed, second.computed) == (0, 16)
+    add(queue, "third", 6 * PAGE + 1, computed=6 * PAGE)
+    queue.tend(1.0)
+    assert not queue.residence.paging.is_busy, "no page is free, and there is no room either"
+    host = queue.residence.paging.host
+    assert host is not None
+    for slot in range(4):
+        host.spare(slot)
+    queue.tend(2.0)
+    copy_all(queue)
+    assert second.computed == 0 and queue.kv.pool.free == 4
+
+
+def test_while_pages_are_free_it_stays() -> None:
+    queue = with_host(pages=10, host=4)
+    waiting(queue, "first", 4)
+    second = waiting(queue, "second", 4)
+    copy_all(queue)
+    for slot in range(4):
+        queue.residence.paging.host.spare(slot)  # type: ignore[union-attr]
+    queue.tend(1.0)
+    assert second.computed == 16 and not queue.residence.paging.is_busy
+
+
+def test_no_more_leave_than_are_in_the_way() -> None:
+    """The first is gone at once: the host has its pages already."""
+    queue = with_host(pages=8, host=8)
+    first, second = waiting(queue, "first", 4), waiting(queue, "second", 4)
+    for session in (first, second):
+        queue.residence.stay(session)
+    copy_all(queue)
+    assert (queue.kv.pool.free, first.computed, second.computed) == (0, 16, 16)
+    queue.tend(1.0)
+    assert (first.computed, second.computed) == (0, 16)
+
+
+def test_who_is_quiet_and_finds_no_room_on_the_host_is_asked_again_later() -> None:
+    queue = with_host(pages=10, host=4)
+    waiting(queue, "first", 4)
+    copy_all(queue)
+    quiet = add(queue, "quiet", 4, computed=4, active=False)
+    for now in (0.0, QUIET_S):
+        queue.tend(now)
+        assert quiet.computed == 4 and quiet.quiet_since == now
+    for slot in range(4):
+        queue.residence.paging.host.spare(slot)  # type: ignore[union-attr]
+    queue.tend(QUIET_S + 1.0)
+    assert not queue.residence.is_moving(quiet)
+    queue.tend(2 * QUIET_S)
+    copy_all(queue)
+    assert quiet.computed == 0
+
+
+def test_a_pause_takes_the_pages_whatever_the_host_loses() -> None:
+    queue = with_host(pages=10, host=4)
+    waiting(queue, "first", 4)
+    copy_all(queue)
+    paused = add(queue, "paused", 4, computed=4, active=False)
+    queue.pause(paused)
+    copy_all(queue)
+    assert paused.computed == 0
+
+
+def test_who_has_called_is_not_expected_any_more() -> None:
+    queue = with_host(pages=4, host=4)
+    session = waiting(queue, "s", 1)
+    session.wakes_at = 5.0
+    session.tokens += [7]
+    session.request = Request(id=1, first=4, prompt_end=5, max_tokens=8)
+    queue.join(session)
+    assert (session.waits, session.wakes_at) == (False, 0.0)

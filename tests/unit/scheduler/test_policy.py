@@ -63,6 +63,17 @@ def test_the_idle_give_way_first_then_the_held_then_the_last_to_arrive() -> None
     assert names(evicted) == ["idle-early", "idle-late", "held-early", "held-late", "second", "first"]
 
 
+def test_of_the_idle_those_who_wait_go_first_and_of_these_whose_client_is_expected_last() -> None:
+    soon, late, talks, urgent = (session(name) for name in ("soon", "late", "talks", "urgent"))
+    for one, until in ((soon, 5.0), (late, 50.0), (urgent, 500.0)):
+        one.waits, one.wakes_at = True, until
+    urgent.klass = "interactive"
+    early, recent = session("early", touched=3), session("recent", touched=9)  # nobody knows when
+    early.waits = recent.waits = True
+    evicted = list(eviction_order([talks, urgent, recent, soon, early, late], (), []))
+    assert names(evicted) == ["late", "soon", "early", "recent", "urgent", "talks"]
+
+
 @pytest.mark.parametrize(
     ("remaining", "max_tokens", "max_rows", "expected"),
     [

@@ -186,6 +186,76 @@ def test_a_session_that_is_cut_while_it_arrives_has_what_was_there_before() -> N
     assert session.computed == 0 and house.kv.pool.used == 0
 
 
+def spare(house: House) -> int:
+    """Pages that the host has and can spare."""
+    assert house.paging.host is not None
+    return sum(map(house.paging.host.is_spare, range(house.paging.host.capacity)))
+
+
+def test_the_host_can_spare_what_has_come_back_until_it_leaves_again() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    assert spare(house) == 0
+    house.residence.prefetch(session, [])
+    house.copy_all()
+    assert spare(house) == 3
+    house.residence.leave(session)
+    assert session.computed == 0 and spare(house) == 0
+
+
+def test_and_what_the_device_still_had() -> None:
+    house = House()
+    session = house.session("a", 10)
+    house.residence.leave(session)
+    house.copy_all()
+    house.ask(session)
+    assert not house.residence.secure(session, []) and spare(house) == 2  # the third is on its way
+    house.copy_all()
+    assert spare(house) == 3
+
+
+def test_but_not_what_goes_again_before_all_has_come() -> None:
+    house = House()
+    session = gone(house, "a", 10)
+    house.residence.prefetch(session, [])
+    house.residence.leave(session)
+    house.copy_all()
+    assert house.kv.pool.used == 0 and spare(house) == 0
+
+
+def test_nor_what_the_device_still_had_where_there_is_no_room_for_the_rest() -> None:
+    house = House(pages=4)
+    session = house.session("a", 10)
+    house.residence.leave(session)
+    house.copy_all()
+    house.session("b", 5, first=50)
+    house.ask(session)
+    assert not house.residence.secure(session, [])
+    assert (session.computed, house.kv.pages_held("a"), spare(house)) == (0, 0, 0)
+
+
+def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else() -> None:
+    house = House(host=4)
+    first, second = house.session("a", 12), house.session("b", 8, first=50)
+    assert house.residence.leave_freely(first)
+    house.copy_all()
+    assert not house.residence.leave_freely(second) and second.computed == 8
+    assert not house.paging.is_busy
+    house.kv._prefixes.forget(range(1, house.kv.pool.capacity + 1))
+    house.residence.prefetch(first, [])
+    house.copy_all()
+    assert first.computed == 12
+    assert house.residence.leave_freely(second), "at the cost of what is on the device"
+    house.copy_all()
+    assert (second.computed, house.kv.pages_held("b")) == (0, 0)
+
+
+def test_and_without_a_host() -> None:
+    house = House(host=0)
+    session = house.session("a", 8)
+    assert not house.residence.leave_freely(session) and session.computed == 8
+
+
 def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
     house = House()
     session = house.session("a", 10)

@@ -63,6 +63,29 @@ def test_sessions_that_leave_the_device_come_back_over_the_bus() -> None:
     assert 0 < found.busy < 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_crowd_that_device_and_host_hold_together_never_computes_its_kv_anew(seed: int) -> None:
+    group = Group(
+        klass="agent",
+        sessions=13,
+        rate=1.0,
+        context=(96, 96),
+        prompt=(4, 4),
+        answer=(4, 4),
+        calls=5,
+        pause_s=(20.0, 40.0),
+        tells="signals",
+    )
+    machine = msgspec.structs.replace(MACHINE, pages=64, host_pages=64)
+    length = 96 + 4 * 4 + 5 * 4
+    pages = group.sessions * -(-length // machine.page_size)
+    assert 0.9 < pages / (machine.pages + machine.host_pages) < 0.95
+    engine = SimulatedEngine(machine)
+    figures = outcome(simulate(engine, Load(seconds=600, groups={"agents": group}, seed=seed)), {}).groups["agents"]
+    assert figures.calls == group.sessions * group.calls and not figures.failures
+    assert engine.tokens == group.sessions * (length - 1)  # the last token of a session is never run
+
+
 def test_tenants_share_device_time_by_weight() -> None:
     groups = {
         f"{tenant}": Group(klass="batch", sessions=count, tenants=(tenant,), context=(8, 8), answer=(16, 32))
