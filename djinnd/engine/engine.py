@@ -128,7 +128,9 @@ class Engine:
                     self._handlers[type(message)](message)
                 self._models.turn()
                 moving = self._tiers.turn()
-                busy = self._step() or (quiet and self._models.prepare())
+                stepped = self._step()
+                self._tiers.begin_copies()  # unless the step has
+                busy = stepped or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy:
                     self._tiers.wait()
@@ -154,7 +156,7 @@ class Engine:
         started, began = self._note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
-                sampled = self._runners[batch.model].run(batch)
+                sampled = self._runners[batch.model].run(batch, self._tiers.begin_copies)
         except Exception as error:
             self._fail_batch(batch, error)
             return True

@@ -161,9 +161,9 @@ class ModelRunner:
             self.model.copy_page(source, target)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Sampled:
+    def run(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> Sampled:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
-        go to their windows."""
+        go to their windows. `meanwhile`: is called when the device has its work, before it is waited for."""
         self._ran = None
         with self.device.computing():
             stale = self.kv.take_stale()
@@ -174,7 +174,7 @@ class ModelRunner:
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
-            sampled = self.sampler.sample(logits, [row.session for row in sampling])
+            sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile)
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:

@@ -141,6 +141,11 @@ class Tiers:
             self._retiring.pop(name)()
         return self.is_busy
 
+    def begin_copies(self) -> None:
+        """Those that the last turn has found may begin. While the device runs a step, queueing them costs nothing."""
+        for model in self._models.values():
+            model.transfers.begin_copies()
+
     @property
     def is_busy(self) -> bool:
         """Something is under way, or about to be."""

@@ -33,7 +33,7 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE_BYTES = 64 << 20  # of one copy, at most
-IN_FLIGHT = 256 << 20  # bytes in a lane: five milliseconds of PCIe 5
+IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
 # For checksums. One thread may keep up with a bus where a core reads 30 GB/s; where cores or memory are slower it takes
 # several, and they leave the other half of the cores to the step loop and to clients.
@@ -73,6 +73,7 @@ class Transfers:
         self._filing: list[_Job] = []
         self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-pages")
+        self._mark: Mark | None = None  # of the last turn, if copies may begin
         self._failed_at = 0.0  # when a file was last complained about
 
     def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
@@ -87,7 +88,7 @@ class Transfers:
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
     def turn(self) -> list[Transfer]:
-        """Begins and ends what can be, and waits for nothing. → the transfers that are over."""
+        """Ends what can be, and finds what may begin; waits for nothing. → the transfers that are over."""
         over: list[Transfer] = []
         if not self._paging.is_busy:
             return over
@@ -95,8 +96,16 @@ class Transfers:
         self._end_jobs(over)
         while (move := self._paging.take()) is not None:
             self._begin(move)
-        self._queue_copies()
+        if any(self._queued.values()):
+            self._mark = self._device.mark()
         return over
+
+    def begin_copies(self) -> None:
+        """Of what the last turn has found, as much as may be in flight: after what the device had to do by then, and
+        beside what it was given since, as nobody is given a page that moves."""
+        if self._mark is not None:
+            self._queue_copies(self._mark)
+            self._mark = None
 
     def wait(self) -> None:
         """Until there may be something to do in another turn; for when the device has nothing else to do."""
@@ -111,6 +120,7 @@ class Transfers:
         """Ends all that is under way. → the transfers that are over."""
         over = self.turn()
         while self._paging.is_busy:
+            self.begin_copies()
             self.wait()
             over += self.turn()
         return over
@@ -125,15 +135,14 @@ class Transfers:
 
     # --- over the bus -----------------------------------------------------------------------------------------------
 
-    def _queue_copies(self) -> None:
+    def _queue_copies(self, mark: Mark) -> None:
         if self.host is None:
             return
-        mark: Mark | None = None
         most = IN_FLIGHT_BESIDE_RING if self.beside_ring else IN_FLIGHT
+        pool = self._pool()
         for way, queued in self._queued.items():
             while queued and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
-                mark = mark or self._device.mark()
-                self._copy(way, self._run_of(queued), mark)
+                self._copy(way, self._run_of(queued), pool, mark)
 
     def _run_of(self, queued: deque[Move]) -> list[Move]:
         """The first of them, and those after it that lie beside it at both ends."""
@@ -148,10 +157,10 @@ class Transfers:
             moves.append(queued.popleft())
         return moves
 
-    def _copy(self, way: Way, moves: list[Move], after: Mark) -> None:
+    def _copy(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> None:
         assert self.host is not None
         first, count = moves[0], len(moves)
-        slots, pool = self.host.slots(_slot(first), count), self._pool()
+        slots = self.host.slots(_slot(first), count)
         if way is Way.DEMOTE:
             target, source = slots, pool[first.source : first.source + count]
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from djinn_client.protocol import Sampling
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.model.crossing import send
 from djinnd.model.noise import gumbel, noise_keys, noise_streams
 from djinnd.model.token_marks import BLANK, TokenMarks, penalised
 from djinnd.model.upload import upload
@@ -45,6 +46,8 @@ class Draw:
 
         self.rows = upload(members, torch.int64, marks.device)
         self._streams = noise_streams(torch.tensor([_seed(sampling) for sampling in samplings]))  # on the host
+        self._keys_staging = torch.empty(len(members), dtype=torch.int64, pin_memory=marks.device.type == "cuda")
+        self._keys = torch.empty(len(members), dtype=torch.int64, device=marks.device)
         self._slots = upload(slots, torch.int64, marks.device)
         self._ranks = torch.arange(max(top_ks), device=marks.device)  # empty where no row has a top-k or a top-p
         self._top_k = column(top_ks, torch.int64)
@@ -63,8 +66,10 @@ class Draw:
             logits = penalised(logits, self._marks.rows(self._slots), self._repetition, self._presence)
         if not self._random:
             return logits.argmax(dim=-1)
-        keys = noise_keys(self._streams, torch.tensor([len(session.tokens) for session in sessions]))
-        noise = gumbel(upload(keys.tolist(), torch.int64, logits.device), counters)
+        lengths = torch.tensor([len(session.tokens) for session in sessions])
+        self._keys_staging.copy_(noise_keys(self._streams, lengths))  # the last step has read its keys
+        send(self._keys, self._keys_staging)
+        noise = gumbel(self._keys, counters)
         score = noise.mul_(self._temperature).add_(logits)
         if self._ranks.numel():
             score.masked_fill_(logits < self._lowest_ranked(logits), -math.inf)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from djinnd.device import Device
 from djinnd.model.attention import PagedBatch
+from djinnd.model.crossing import send
 
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
@@ -52,7 +53,7 @@ class StepInputs:
 
     def send(self) -> None:
         """Queues the copy on the current stream. The staging buffer is free again when the step has been read."""
-        self._device_bytes.copy_(self._staging, non_blocking=True)
+        send(self._device_bytes, self._staging)
 
     @property
     def ids(self) -> Tensor:

@@ -17,7 +17,7 @@ Greedy rows without penalties cost one argmax whatever else is in the batch; all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from djinn_client.protocol import Logprobs
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.model.crossing import Inbox
 from djinnd.model.draw import Draw, is_greedy
 from djinnd.model.noise import vocabulary_counters
 from djinnd.model.token_marks import TokenMarks
@@ -74,13 +75,16 @@ class Sampler:
         self._counters = vocabulary_counters(vocab, device)
         self._marks = TokenMarks(vocab, device)
         self._plan = _Plan()
+        self._inbox = Inbox()
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sessions: Sequence[Session]) -> Sampled:
+    def sample(
+        self, logits: Tensor, sessions: Sequence[Session], meanwhile: Callable[[], object] = lambda: None
+    ) -> Sampled:
         """Chooses each session's token at position len(tokens), as its request says. Appending it is the caller's.
 
         logits: [rows, vocab], any float dtype, left as they are. Each session has a request, and that has a seed where
-        its temperature is above 0.
+        its temperature is above 0. `meanwhile`: is called before the device is waited for.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)
@@ -88,7 +92,8 @@ class Sampler:
         for draw in plan.draws:
             members = [sessions[row] for row in draw.members]
             chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members))
-        tokens = torch.where(peak.abs() < math.inf, chosen, -1).tolist()  # one copy brings tokens and soundness
+        # One copy brings tokens and soundness.
+        tokens = self._inbox.read(torch.where(peak.abs() < math.inf, chosen, -1), meanwhile)
         unsound = [row for row, token in enumerate(tokens) if token < 0]
         if unsound:
             for row, token in zip(unsound, _likeliest_finite(logits[unsound]), strict=True):

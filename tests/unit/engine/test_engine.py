@@ -249,10 +249,10 @@ class Gate:
         self._tickets = threading.Semaphore(0)
         run = ModelRunner.run
 
-        def gated(runner: ModelRunner, batch: Any) -> Any:
+        def gated(runner: ModelRunner, *given: Any) -> Any:
             self._arrived.release()
             assert self._tickets.acquire(timeout=FOREVER)
-            return run(runner, batch)
+            return run(runner, *given)
 
         monkeypatch.setattr(ModelRunner, "run", gated)
 
@@ -375,9 +375,9 @@ def test_the_time_of_steps_that_nobody_waited_for_is_part_of_the_next_one_s(
     run, complete = ModelRunner.run, Scheduler.complete
     steps: list[tuple[int, float]] = []
 
-    def slow(runner: ModelRunner, batch: Any) -> Any:
+    def slow(runner: ModelRunner, *given: Any) -> Any:
         time.sleep(0.02)
-        return run(runner, batch)
+        return run(runner, *given)
 
     def seen(scheduler: Scheduler, batch: Any, tokens: Any, seconds: float) -> Any:
         steps.append((batch.tokens, seconds))

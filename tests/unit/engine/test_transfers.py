@@ -114,6 +114,11 @@ class Floor:
         self.settle()
         self.paging.forget_on_host(keys)
 
+    def turn(self) -> list[Transfer]:
+        over = self.transfers.turn()
+        self.transfers.begin_copies()
+        return over
+
     def settle(self) -> list[Transfer]:
         over = self.transfers.settle()
         assert all(transfer.is_over for transfer in over)
@@ -159,11 +164,23 @@ def test_nothing_is_waited_for_in_a_turn(floor: Floor) -> None:
     floor.session("a", TOKENS)
     transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     for _ in range(3):
-        assert floor.transfers.turn() == []
+        assert floor.turn() == []
     assert transfer.missing == 7
     for event in floor.device._held:
         event.finish()
     assert floor.transfers.turn() == [transfer]
+
+
+def test_copies_begin_when_they_are_told_to_and_follow_what_the_device_had_to_do_in_the_turn(floor: Floor) -> None:
+    """So that they can be queued while it runs the step after that, which they do not wait for."""
+    floor.session("a", TOKENS)
+    floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
+    floor.transfers.begin_copies()
+    floor.transfers.turn()
+    assert floor.device.copied == []
+    floor.transfers.begin_copies()
+    floor.transfers.begin_copies()
+    assert floor.device.copied == ["demote 7"]
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -214,7 +231,7 @@ def test_no_more_is_in_flight_than_the_bus_needs(
     transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     landed = 0
     while not transfer.is_over:
-        floor.transfers.turn()
+        floor.turn()
         under_way = floor.device._held[landed:]
         assert len(under_way) == min(most, 7 - landed)
         under_way[0].finish()

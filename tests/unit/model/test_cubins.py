@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from djinnd.model.kernels.cross import cross_kernel
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.edit import edit_kernel
 from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
@@ -95,6 +96,7 @@ def test_decode_with_everything_on_ampere() -> None:
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
 def test_the_small_kernels(capability: int) -> None:
     compile_for(capability, combine_kernel, HEADS=32, HEAD_DIM=80, DIM=128, TILE=64, SPLITS=16, WINDOW=True, SINKS=True)
+    compile_for(capability, cross_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
     for width in (5120, 128_256):

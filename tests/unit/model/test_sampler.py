@@ -242,6 +242,12 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
+def test_what_is_to_be_done_meanwhile_is_done_once_a_step():
+    logits, done = random_logits(len(MIXED), 128), []
+    sampled = new_sampler(128).sample(logits, mixed(), lambda: done.append("copies"))
+    assert sampled.tokens == sample(logits, mixed()).tokens and done == ["copies"]
+
+
 def test_parameters_are_uploaded_once_for_a_composition():
     sampler, sessions, logits = new_sampler(128), mixed(), random_logits(len(MIXED), 128)
     uploads = []
@@ -252,7 +258,7 @@ def test_parameters_are_uploaded_once_for_a_composition():
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
     first, *rest = uploads
-    assert rest == [3, 3, 3]  # positions, their keys, and the new tokens of the sessions with penalties
+    assert rest == [2, 2, 2]  # positions, and the new tokens of the sessions with penalties
     assert first > 10
 
 

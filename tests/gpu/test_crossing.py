@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from djinnd.model.crossing import Inbox, send
+
+pytestmark = pytest.mark.gpu
+
+BULK = 1 << 30  # bytes: twenty milliseconds of the bus
+
+
+@pytest.fixture(scope="module")
+def bulk() -> Iterator[tuple[Tensor, Tensor]]:
+    """On the host, and on the device."""
+    host = torch.empty(BULK, dtype=torch.uint8, pin_memory=True)
+    yield host, torch.zeros(BULK, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+
+
+def begin(target: Tensor, source: Tensor) -> torch.cuda.Event:
+    """On a stream of its own."""
+    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        event.record()
+    return event
+
+
+def test_each_time_the_device_has_what_is_there_then(bulk: tuple[Tensor, Tensor]) -> None:
+    host, device = bulk
+    for numbers in (1, 3, 1024, 1025, 50_000):
+        staging = torch.empty(8 * numbers, dtype=torch.uint8, pin_memory=True)
+        target = torch.zeros_like(staging, device="cuda")
+        begin(device, host)
+        for number in range(20):
+            staging.view(torch.int64)[:] = torch.arange(numbers) * 1_000_003 + number
+            send(target, staging)
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(target.cpu(), staging)
+
+
+def test_it_does_not_wait_for_what_was_queued_before_it_on_another_stream(bulk: tuple[Tensor, Tensor]) -> None:
+    host, device = bulk
+    staging = torch.ones(4096, dtype=torch.uint8, pin_memory=True)
+    target = torch.zeros_like(staging, device="cuda")
+    send(target, staging)  # compiles
+    all_of_it = begin(device, host)
+    send(target, staging)
+    torch.cuda.current_stream().synchronize()
+    assert not all_of_it.query()
+
+
+def test_nor_does_the_way_back(bulk: tuple[Tensor, Tensor]) -> None:
+    host, device = bulk
+    inbox, seen = Inbox(), list[bool]()
+    values = torch.arange(5, device="cuda")
+    assert inbox.read(values, lambda: None) == [0, 1, 2, 3, 4]  # compiles
+    all_of_it = begin(host, device)
+    assert inbox.read(values, lambda: seen.append(all_of_it.query())) == [0, 1, 2, 3, 4]
+    assert seen == [False] and not all_of_it.query()
+
+
+def test_more_numbers_than_before() -> None:
+    inbox = Inbox()
+    for count in (1, 2, 7, 300, 4, 4097):
+        values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
+        assert inbox.read(values, lambda: None) == values.tolist()
+        assert inbox.read(values[::2], lambda: None) == values[::2].tolist()
+    assert inbox.read(values[:0], lambda: None) == []
