@@ -33,7 +33,7 @@ from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.host_pages import HostPages, object_bytes
-from djinnd.engine.memory import ModelShape
+from djinnd.engine.memory import ModelShape, pages_share
 from djinnd.engine.planning import bytes_beside, describe
 from djinnd.messages import (
     ArenaFilled,
@@ -192,7 +192,7 @@ class LoadQueue:
             memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
             return memory, answer.complete
 
-        weights = loader.run(arena, progress, beside)
+        weights = loader.run(arena, progress, beside, pages_share(load.kv_bytes))
         if load.shared is None:
             self._channel.send(ArenaFilled(load.model))
         return LoadResult(load, weights, shape, None)

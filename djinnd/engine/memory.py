@@ -79,6 +79,12 @@ def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
     return max(wanted or int(budget * _FLOOR), pages * size * shape.token_bytes)
 
 
+def pages_share(wanted: int) -> float:
+    """Of what packed blocks leave, the part that is kept for pages: none where so many bytes have been asked for, which
+    have been set aside."""
+    return 0.0 if wanted else _SHARE
+
+
 def takes_all(placing: Placing, places: Plan) -> bool:
     """Whether a model's pages may have all that its blocks leave: they do not fit plain, so no second model would."""
     return placing.resident is None and places.count(Place.PLAIN) < len(places.places)

@@ -7,7 +7,7 @@ from djinn_client.placing import ModelPlan
 from djinnd import messages
 from djinnd.device import Device
 from djinnd.engine.forecast import Forecast
-from djinnd.engine.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
+from djinnd.engine.memory import ModelShape, kv_floor, pages_share, plan_kv, takes_all, workspace_bytes
 from djinnd.model.loader import Loader
 from djinnd.weights.plan import Place
 from djinnd.weights.store import Buffer
@@ -38,7 +38,7 @@ def describe(
     workspace = workspace_bytes(shape, max_batch_tokens)
     free = budget - device.reserved
     beside = bytes_beside(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
-    plan = loader.plan(beside, free, budget)
+    plan = loader.plan(beside, free, budget, pages_share(asked.kv_bytes))
     left = free - workspace - loader.rest_bytes - plan.nbytes
     greedy = takes_all(asked.placing, plan)
     floor = kv_floor(shape, asked.kv_bytes, budget)

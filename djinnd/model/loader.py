@@ -165,13 +165,15 @@ class Loader:
             digest.update(stored[len(stored) // 2 :][:_SAMPLE].numpy().tobytes())
         return digest.hexdigest()
 
-    def plan(self, beside: int, free: int | None = None, budget: int = 0) -> Plan:
+    def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = 0.5) -> Plan:
         """A place for every block in `free` bytes of a `budget`, by default the device's, of which KV and workspace
-        take `beside`. Raises OutOfMemory with the figures, InvalidRequest for a placing that the model cannot have."""
+        take `beside`. `pages_share`: see plan_places. Raises OutOfMemory with the figures, InvalidRequest for a placing
+        that the model cannot have."""
         free = self.device.budget.free if free is None else free
         staging = max((form.nbytes for form in self.store.forms if form is not None), default=0)
         try:
-            return plan_places(self.store.sizes(self.dtype), free - beside - self.rest_bytes, self.placing, staging)
+            sizes, left = self.store.sizes(self.dtype), free - beside - self.rest_bytes
+            return plan_places(sizes, left, self.placing, staging, pages_share=pages_share)
         except OutOfMemory as error:
             need = error.data["needed"] + beside + self.rest_bytes
             total = budget or self.device.budget.total
@@ -184,19 +186,21 @@ class Loader:
                 budget=total,
             ) from error
 
-    def run(self, arena: Arena, progress: Progress, beside: int) -> Weights:
-        """Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
+    def run(self, arena: Arena, progress: Progress, beside: int, pages_share: float = 0.5) -> Weights:
+        """The last two as in `plan`. Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
         blocks = self.skeleton.adapter.blocks
         products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]
         try:
-            return self._run(products, arena, progress, beside)
+            return self._run(products, arena, progress, beside, pages_share)
         except Unpackable as why:
             self.notes.append(f"blocks stay plain: {why}")
             self.store = WeightStore(self._buffers, self._stored, packed=False)
-            return self._run(products, arena, progress, beside)
+            return self._run(products, arena, progress, beside, pages_share)
 
-    def _run(self, products: list[list[Product]], arena: Arena, progress: Progress, beside: int) -> Weights:
-        self.plan(beside)  # before anything large is touched
+    def _run(
+        self, products: list[list[Product]], arena: Arena, progress: Progress, beside: int, pages_share: float
+    ) -> Weights:
+        self.plan(beside, pages_share=pages_share)  # before anything large is touched
         store = self.store
         host, filled = arena(store.nbytes, self.fingerprint)
         store.attach(host)
@@ -214,7 +218,8 @@ class Loader:
                 clock.told("host_pinned", store.nbytes)
                 fill(store, self.device, lambda done, total: progress("reading", done, total))
                 clock.told("checkpoint_read", store.nbytes)
-            weights.residency.move(self.plan(beside), lambda done, total: progress("uploading", done, total), pinning)
+            plan = self.plan(beside, pages_share=pages_share)
+            weights.residency.move(plan, lambda done, total: progress("uploading", done, total), pinning)
             self._bring_rest(weights)
             clock.told("blocks_placed", weights.nbytes)
         except BaseException:

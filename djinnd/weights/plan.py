@@ -139,18 +139,25 @@ class Plan:
 
 
 def plan_places(
-    sizes: Sequence[BlockSize], free: int, placing: Placing, staging: int = 0, *, may_stream_more: bool = False
+    sizes: Sequence[BlockSize],
+    free: int,
+    placing: Placing,
+    staging: int = 0,
+    *,
+    may_stream_more: bool = False,
+    pages_share: float = 0.5,
 ) -> Plan:
     """The first plan that fits `free` bytes. `staging`: bytes that a plain block needs beside its own for a moment,
     while it is decoded from its packed form in host memory. `may_stream_more`: than `placing.resident` says, which is
-    then the most that may be resident.
+    then the most that may be resident. `pages_share`: of what resident blocks leave when they are packed, the part that
+    pages of KV are to have; the rest makes blocks plain.
 
     Raises InvalidRequest for wishes that no device could grant, OutOfMemory with the least that would do.
     """
     wanted = _wanted_streams(placing, len(sizes), may_stream_more)
     for plan in _candidates(sizes, wanted, placing, may_stream_more):
         if _peak(plan, staging) <= free:
-            return _upgraded(plan, free)
+            return _upgraded(plan, free, pages_share)
     least = min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more))
     raise OutOfMemory(
         f"its blocks need {gib(least)} of device memory at the least ({_described(sizes, wanted)}), "
@@ -248,14 +255,13 @@ def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, 
         yield min(slots * largest, sum(travelling))
 
 
-def _upgraded(plan: Plan, free: int) -> Plan:
-    """Where all blocks are resident and some packed: half of the memory that is left makes packed blocks plain, the
-    other half is for pages of KV."""
+def _upgraded(plan: Plan, free: int, pages_share: float) -> Plan:
+    """Where all blocks are resident and some packed: what is left and not for pages of KV makes packed blocks plain."""
     packed = [index for index, place in enumerate(plan.places) if place is Place.PACKED]
     if plan.streamed or not packed:
         return plan
     gain = max(plan.sizes[index].plain - plan.sizes[index].least for index in packed)
-    count = min((free - plan.nbytes) // 2 // gain, len(packed)) if gain > 0 else 0
+    count = min(int((free - plan.nbytes) * (1 - pages_share)) // gain, len(packed)) if gain > 0 else 0
     places = list(plan.places)
     for k in spread(count, len(packed)) if count else []:
         places[packed[k]] = Place.PLAIN

@@ -96,7 +96,8 @@ def room_for_pages(address: str) -> int:
     if plan.blocks_plain < plan.blocks:
         return 0
     taken = plan.resident_bytes + plan.rest_bytes + plan.ring_bytes + plan.scratch_bytes + plan.workspace_bytes
-    return max(0, plan.budget_bytes - taken - plan.reserved_bytes - SPARE_BYTES)
+    loading = plan.packed_block_bytes  # which becomes plain on the device
+    return max(0, plan.budget_bytes - taken - loading - plan.reserved_bytes - SPARE_BYTES)
 
 
 def expect_room(work: Work, info: djinn.ModelInfo) -> None:

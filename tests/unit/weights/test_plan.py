@@ -36,6 +36,13 @@ def test_half_of_what_is_left_makes_packed_blocks_plain_spread_over_the_model() 
     assert places(BLOCK, 8, 8 * 768 + 1024 + 511).count(PACKED) == 8
 
 
+def test_all_of_it_does_where_pages_have_theirs_already() -> None:
+    plan = plan_places([BLOCK] * 8, 8 * 768 + 1024 + 1023, Placing(), pages_share=0.0)
+    assert plan.count(PLAIN) == 3 and plan.nbytes <= 8 * 768 + 1024 + 1023
+    plan = plan_places([BLOCK] * 8, 8 * 1024 + 1024, Placing(), staging=1025, pages_share=0.0)
+    assert plan.count(PLAIN) == 8, "the scratch that one packed block would need serves as staging"
+
+
 def test_what_does_not_fit_packed_streams_packed_and_as_few_as_may_be() -> None:
     free = 8 * 768 + 1024 - 1  # one byte less than for all of them, packed
     plan = places(BLOCK, 8, free)
