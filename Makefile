@@ -22,9 +22,10 @@ demo: $(VENV)/demo.stamp
 	@echo "==> djinnd's demo"
 	@$(RUN) -m tools.demo
 
+# With bytecode, even where an image does without: the tests start hundreds of processes.
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@$(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	@echo "==> lint"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ class CpuDevice(Device):
 
     def rates(self) -> Rates:
         if self._rates is None:
-            self._rates = Rates(_copy_rate(), 2 * _copy_rate(), _product_rate())
+            self._rates = _measured_rates()
         return self._rates
 
     def resize(self, budget: int) -> None:
@@ -167,6 +168,12 @@ class CpuDevice(Device):
     def close(self) -> None:
         self._queue.put(None)
         self._engine.join()
+
+
+@cache  # of this process: the machine stays what it is
+def _measured_rates() -> Rates:
+    copying = _copy_rate()
+    return Rates(copying, 2 * copying, _product_rate())
 
 
 def _copy_rate() -> float:

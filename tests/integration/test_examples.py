@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import djinn_client as djinn
-from tests.support.daemon import Daemon, clean_environ, lacks_tiers, wait_for
+from tests.support.daemon import Daemon, clean_environ, lacks_tiers, wait_for, warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 
 
 def told_by(name: str, daemon: Daemon) -> str:
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [warm_python(), str(EXAMPLES / name)],
         env=clean_environ() | {"DJINND_ADDRESS": daemon.address},
         capture_output=True,
         text=True,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.support.daemon import ROOT, clean_environ
+from tests.support.daemon import ROOT, clean_environ, warm_python
 from tests.support.models import tiny_model
 from tools.bench.report import Report
 
 
 def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
     """What it printed, and its results."""
-    command = [sys.executable, "-m", f"tools.bench.{name}", str(tiny_model()), "--device=cpu", f"--json={path}"]
+    command = [warm_python(), "-m", f"tools.bench.{name}", str(tiny_model()), "--device=cpu", f"--json={path}"]
     ran = subprocess.run([*command, *options], cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, msgspec.json.decode(path.read_bytes(), type=Report).results

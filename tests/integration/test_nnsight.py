@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import djinn_client as djinn
-from tests.support.daemon import Daemon, clean_environ
+from tests.support.daemon import Daemon, clean_environ, warm_python
 from tests.support.edited import loaded
 from tests.support.nnsight_examples import NEW, OTHER, PROMPT, READ, V
 
@@ -28,7 +27,7 @@ def llama(daemon: Daemon) -> Iterator[Path]:
 def theirs(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     results = tmp_path_factory.mktemp("nnsight") / "results.pt"
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.nnsight_examples", str(llama), str(results)],
+        [warm_python(), "-m", "tests.support.nnsight_examples", str(llama), str(results)],
         cwd=Path(__file__).parents[2],
         env=clean_environ(),
         capture_output=True,

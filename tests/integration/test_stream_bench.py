@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from tests.support.daemon import ROOT, clean_environ
+from tests.support.daemon import ROOT, clean_environ, warm_python
 from tests.support.models import tiny_model
 from tools.bench.report import Report
 from tools.bench.stream.outcome import Results, Status
@@ -19,7 +20,7 @@ CONFIG = ROOT / "tools" / "bench" / "configs" / "cpu-smoke.yaml"
 
 def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
     chosen = [f"--only={name}" for name in ("resident", "plain", "packed", "gpu-only", "accelerate")]
-    command = [sys.executable, "-m", "tools.bench.stream", str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
+    command = [warm_python(), "-m", "tools.bench.stream", str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "2 + 0 + 4" in ran.stdout and "bit for bit" in ran.stdout
@@ -39,7 +40,8 @@ def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
         assert outcome.equality.as_resident is (True if name in ("plain", "packed") else None)
 
 
-def test_a_budget_that_does_not_suffice_is_an_outcome_with_the_figures() -> None:
+def test_a_budget_that_does_not_suffice_is_an_outcome_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())  # the daemon's
     settings = {"path": str(tiny_model()), "kv": "4GiB"}
     served = measure(Serving("cpu", "512MiB", settings, 1024, 16, 2, {1: 16}, 1, True), print)
     assert served.outcome.status is Status.OUT_OF_MEMORY and "512.0 MiB is free" in served.outcome.note

@@ -26,15 +26,13 @@ PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
 THREADS = "1"  # of torch, in daemon and tests: more of them wait for each other where cores are few and shared
 
 # The daemon ends when the test process does, however that ends. The first argument names the descriptors of a nursery,
-# which it takes over as from a predecessor; see djinnd/server/succession.py.
+# which it takes over as from a predecessor.
 _TIED = """
-import ctypes, fcntl, os, signal, sys
+import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if given := [fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, 5) for fd in sys.argv[1].split()]:
-    for number, fd in enumerate(given, 3):
-        os.dup2(fd, number)
-    names = "djinnd-nursery:djinnd-nursery-process"
-    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="2", LISTEN_FDNAMES=names)
+if sys.argv[1]:
+    from tests.support.warm_python import give_nursery
+    give_nursery([int(fd) for fd in sys.argv[1].split()])
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -233,6 +231,11 @@ class Daemon:
 @cache
 def _hatchery() -> Hatchery:
     return Hatchery(clean_environ())
+
+
+def warm_python() -> str:
+    """For a command that starts daemons, or processes that import torch: see warm_python.py."""
+    return str(_hatchery().python)
 
 
 def clean_environ() -> dict[str, str]:

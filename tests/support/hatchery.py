@@ -1,10 +1,12 @@
-"""Nurseries for daemons, forked from a process that has imported their libraries: a daemon takes one over as it would
-from a predecessor. The imports are three of the four seconds of processor time that a start takes, and tests start more
-than a hundred daemons.
+"""Processes forked from one that has imported the libraries of engines: the imports are three of the four seconds of
+processor time that a start takes, and tests start hundreds of processes that need them.
 
     this process ──its log──► hatchery ──fork──► nursery ──fork──► engine
                                                     ▲
     this process ──starts, with the nursery's socket and pidfd──► daemon
+
+A daemon takes a nursery over as it would from a predecessor. What a command under test starts by itself is forked too
+where it has `Hatchery.python` for its sys.executable: see warm_python.py, and warm_command.py for the fork.
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from djinnd.engine import nursery
 from djinnd.engine.lifeline import tie_to
+from tests.support import warm_command
+from tests.support.warm_python import NURSERY, ask_for_nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,66 +46,84 @@ class Hatchery:
     """Owns the process. `environ` is what the libraries are imported with."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._folder = Path(tempfile.mkdtemp(prefix="djinnd-hatchery-", dir="/tmp"))  # nobody else's to enter
+        self._address = str(self._folder / "socket")
+        self.python = self._folder / "python"
+        self._write_python()
+        self._lifeline, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._address)
+            listener.listen()
+            fds = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.hatchery", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "tests.support.hatchery", *map(str, fds), str(os.getpid()), str(self.python)],
                 env=dict(environ),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
             )
         atexit.register(self._close)
 
     def nursery(self, log: int) -> Nursery:
         """What it and its engines say goes to `log`. The caller owns the descriptors."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(self._socket, [b"nursery"], [theirs.fileno(), log])
-        packet, (pidfd,), _, _ = socket.recv_fds(self._socket, 16, 1)
-        return Nursery(int(packet), ours.detach(), pidfd)
+        return Nursery(*ask_for_nursery(self._address, log))
+
+    def _write_python(self) -> None:
+        client = Path(__file__).with_name("warm_python.py")
+        self.python.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {client} {self._address} "$@"\n')
+        self.python.chmod(0o700)
 
     def _close(self) -> None:
-        self._socket.close()
+        self._lifeline.close()
         self._process.wait()
+        shutil.rmtree(self._folder)
 
 
-def serve(sock: socket.socket) -> bool:
-    """Until the tests are gone. True in a process that is to be a nursery: descriptor 3 is its end of the socket."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how nurseries have ended
+def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Callable[[], None] | None:
+    """Until the tests are gone; None then. In a process that was forked: what it is to do."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they have ended
     gc.disable()
     nursery.import_libraries(nursery.LIBRARIES)
     gc.freeze()
-    while True:
-        packet, fds, _, _ = socket.recv_fds(sock, 16, 2)
-        if not packet:
-            return False
-        pid = os.fork()
+    while lifeline not in select.select([lifeline, listener], [], [])[0]:
+        caller, _ = listener.accept()
+        packet, fds, _, _ = socket.recv_fds(caller, warm_command.MAX_PACKET, 3)
+        pid = os.fork() if packet else -1
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.setsid()
-            theirs, log = fds
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sock.close()
-            os.dup2(theirs, 3)
-            return True
+            lifeline.close()
+            listener.close()
+            if packet == NURSERY:
+                caller.close()
+                return partial(_be_nursery, os.getppid(), *fds)
+            return partial(warm_command.run, packet, fds, caller, python)
         for fd in fds:
             os.close(fd)
-        pidfd = os.pidfd_open(pid)
-        socket.send_fds(sock, [str(pid).encode()], [pidfd])
-        os.close(pidfd)
+        if packet == NURSERY:
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(caller, [str(pid).encode()], [pidfd])
+            os.close(pidfd)
+        caller.close()
+    return None
+
+
+def _be_nursery(hatchery: int, theirs: int, log: int) -> None:
+    """Descriptor 3 is its end of the socket."""
+    os.setsid()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(theirs, 3)
+    sys.argv = ["nursery", "--fd=3", f"--parent={hatchery}"]
+    nursery.main()
 
 
 def main() -> None:
-    fd, parent = map(int, sys.argv[1:])
+    lifeline, listener, parent = map(int, sys.argv[1:4])
     tie_to(parent)
-    hatchery = os.getpid()
-    with socket.socket(fileno=fd) as sock:
-        is_nursery = serve(sock)
-    if is_nursery:
-        sys.argv = ["nursery", "--fd=3", f"--parent={hatchery}"]
-        nursery.main()
+    with socket.socket(fileno=lifeline) as ours, socket.socket(fileno=listener) as callers:
+        be = serve(ours, callers, sys.argv[4])
+    if be is not None:
+        be()
 
 
 if __name__ == "__main__":

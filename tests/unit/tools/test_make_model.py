@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.daemon import clean_environ, warm_python
 from tests.support.models import FAMILIES, REPOSITORY, reduced_model, tiny_model
 from tools.checkpoints.corpus import Corpus, standard_library
 from tools.checkpoints.layout import StoredTensor, shards, stored_tensors
@@ -176,8 +176,8 @@ def test_blocks_dtype_and_end_of_text_are_as_asked(tmp_path: Path) -> None:
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, str(REPOSITORY / "tools" / "make_model.py"), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    line = [warm_python(), str(REPOSITORY / "tools" / "make_model.py"), *map(str, arguments)]
+    return subprocess.run(line, env=clean_environ(), capture_output=True, text=True, check=False)
 
 
 def test_command_writes_a_folder_and_refuses_to_write_into_it_again(tmp_path: Path) -> None:

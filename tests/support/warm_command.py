@@ -1,0 +1,73 @@
+"""A fork of the hatchery that runs a Python's command line: `-m MODULE …` or `FILE …`. See warm_python.py.
+
+It has none of the modules of this repository but those that it imports itself, so that it finds what a Python that was
+just started would find.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+MAX_PACKET = 1 << 17  # bytes of a request
+_OURS = ("djinnd", "djinn_client", "djinnctl", "tools", "tests")
+
+
+def run(packet: bytes, fds: Sequence[int], caller: socket.socket, python: str) -> None:
+    """Its standard streams are `fds`, its sys.executable is `python`, and `caller` learns how it has ended."""
+    arguments, environ, folder = json.loads(packet)
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    gc.enable()
+    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+        del sys.modules[name]
+    sys.executable = python
+    threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+    status = [1]
+    atexit.register(_end, caller, status)  # before all that the command may register, and so run after it
+    status[0] = _status_of(arguments)
+
+
+def _status_of(arguments: Sequence[str]) -> int:
+    try:
+        if arguments[0] == "-m":
+            sys.path[0], sys.argv = os.getcwd(), list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0], sys.argv = os.path.dirname(os.path.abspath(arguments[0])), list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(caller: socket.socket, status: Sequence[int]) -> None:
+    """At once: to free what it shares with the hatchery would be to copy it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    caller.send(str(status[0]).encode())
+    os._exit(status[0])
+
+
+def _end_with(caller: socket.socket) -> None:
+    """In a thread. Nobody says anything: what can be read is the end."""
+    if not caller.recv(1):
+        os.kill(os.getpid(), signal.SIGKILL)

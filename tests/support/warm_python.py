@@ -1,0 +1,58 @@
+"""`Hatchery.python`: a Python that has imported torch and transformers, as far as its caller can tell.
+
+A daemon is given a nursery. Another module, or a file, is run by a fork of the hatchery, for which this process stands:
+it waits, ends with the same status, and when it is killed the fork ends too. What else a command line may say is for
+the real Python. This imports next to nothing, for it is started often.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+
+NURSERY = b"nursery"
+_STATUS = 16  # bytes, at most
+
+
+def ask_for_nursery(address: str, log: int) -> tuple[int, int, int]:
+    """Its pid, its socket and a pidfd of it; see Hatchery.nursery."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, _connected(address) as hatchery:
+        socket.send_fds(hatchery, [NURSERY], [theirs.fileno(), log])
+        packet, (pidfd,), _, _ = socket.recv_fds(hatchery, _STATUS, 1)
+    return int(packet), ours.detach(), pidfd
+
+
+def give_nursery(fds: list[int]) -> None:
+    """To the daemon that this process becomes next, as a predecessor would: see djinnd/server/succession.py."""
+    for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in fds], 3):
+        os.dup2(fd, number)
+    names = "djinnd-nursery:djinnd-nursery-process"
+    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="2", LISTEN_FDNAMES=names)
+
+
+def _connected(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    return connection
+
+
+def main(address: str, *arguments: str) -> None:
+    if arguments[:2] == ("-m", "djinnd"):
+        give_nursery(list(ask_for_nursery(address, 2)[1:]))
+    elif arguments[0] == "-m" or arguments[0].endswith(".py"):
+        sys.exit(stand_for_command(address, arguments))
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def stand_for_command(address: str, arguments: tuple[str, ...]) -> int:
+    """How it has ended; 1 where a signal has killed it."""
+    with _connected(address) as hatchery:
+        request = json.dumps([arguments, dict(os.environ), os.getcwd()])
+        socket.send_fds(hatchery, [request.encode()], [0, 1, 2])
+        return int(hatchery.recv(_STATUS) or 1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
