@@ -209,6 +209,10 @@ class Arena:
     def _take(self, name: str, fd: int) -> bool:
         """Whether the object is this daemon's from now on, and with it the descriptor, which holds the lock."""
         data = os.pread(fd, HEADER_BYTES, 0)
+        if not data and _has_no_maker(name) and _lock(fd):
+            log.info("arena_removed name=%s reason=its daemon has died before it wrote anything there", name)
+            with suppress(PermissionError):
+                _unlink(name)
         if not data.startswith(MAGIC) or self._is_for_another(data) or not _lock(fd):
             return False
         data = os.pread(fd, HEADER_BYTES, 0)  # as its owner left it
@@ -263,6 +267,12 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return os.fstat(fd).st_nlink > 0
+
+
+def _has_no_maker(name: str) -> bool:
+    """Whether no process has the pid that an object's name begins with."""
+    pid = name.removeprefix(f"/{PREFIX}").partition("-")[0]
+    return pid.isdecimal() and not os.path.exists(f"/proc/{pid}")
 
 
 def _owned_by(pid: int) -> set[str]:

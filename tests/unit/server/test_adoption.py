@@ -117,6 +117,21 @@ def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor,
     assert why in caplog.text
 
 
+def test_what_its_maker_did_not_live_to_write_into_is_removed(successor, monkeypatch):
+    """An empty object, which says nothing but the pid in its name; of a process that lives, it may be about to."""
+    monkeypatch.setattr("djinnd.server.arena.PREFIX", prefix := f"adoption-{os.getpid()}-")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = [f"/{prefix}{pid}-abc-1" for pid in (ended.pid, os.getpid())]
+    for name in names:
+        posix_ipc.SharedMemory(name, posix_ipc.O_CREX).close_fd()
+    try:
+        assert successor.adopt() == []
+        assert [path_of(name).exists() for name in names] == [False, True]
+    finally:
+        posix_ipc.unlink_shared_memory(names[1])
+
+
 def test_what_sleeps_is_adopted_as_that_until_it_is_granted_again(state, successor):
     before = Arena(str(state))
     weights, pages = before.grant("m", 4096, FINGERPRINT), before.grant("m", 8192, "cd" * 32, "pages")
