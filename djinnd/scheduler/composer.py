@@ -16,7 +16,7 @@ from djinnd.scheduler.ageing import Ageing
 from djinnd.scheduler.company import Company, Way, way_of, whole_way
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.line import Line
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy, Room
+from djinnd.scheduler.policy import BRIEF, LEAST_CHUNK, Policy, Room
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.step_times import StepTimes
@@ -55,9 +55,10 @@ class Composer:
         self._ageing = Ageing(policy.ageing)
         self._short_until = 0  # the last step of those in which pages are taken to be short
         self._takes_pages = False  # this step does, or tries to, from who waits for a row, too
-        self._seated: set[str] = (
-            set()
-        )  # who held pages before the step, if it is: no place changes while it is composed
+        # While a step is composed, no place in line changes:
+        self._seated: set[str] = set()  # who held pages before it, where they are short
+        self._lengthy: set[str] = set()  # who had much to read
+        self._reading: dict[str, Session] = {}  # who has had, when it came or was asked
         self._victims: list[Session] | None = None  # of the step that is being composed: most need none
         self._turn: Session | None = None  # of a step apart: the first of the step that is being composed
         self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
@@ -69,12 +70,15 @@ class Composer:
         session.passed_over = ""
         self._line.join(session, self._latest_start(session))
         self._ageing.joined(session, now)
+        if session.remaining > BRIEF:
+            self._reading[session.id] = session
 
     def leave(self, session: Session) -> None:
         """Where it does not stand, nothing happens."""
         self._line.leave(session)
         self._ageing.left(session)
         self._apart.pop(session.id, None)
+        self._reading.pop(session.id, None)
 
     def set_class(self, session: Session, klass: Class) -> None:
         """As the last of that class."""
@@ -90,7 +94,7 @@ class Composer:
     def in_order(self, now: float) -> Iterator[Session]:
         """The sessions, first to last."""
         row_s = self.times.predict(1) or ROW_S
-        return self._line.in_order(self._shares, row_s, self._seated, self._ageing.first(now))
+        return self._line.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
 
     def _latest_start(self, session: Session) -> float:
         """When it has to be served in every step, to meet its deadline."""
@@ -140,6 +144,7 @@ class Composer:
         residence.claimed, self._takes_pages = 0, False
         aged = self._ageing.first(now)
         is_moving = residence.is_moving if residence.sessions_move else None
+        self._lengthy = {name for name, session in self._reading.items() if session.remaining > BRIEF}
         order = self.in_order(now)
         if is_moving is not None:
             order = (session for session in order if not is_moving(session))
@@ -161,6 +166,8 @@ class Composer:
             tokens = len(session.tokens)
             remaining = session.remaining
             count = room.share(session.klass, remaining)
+            if remaining > BRIEF:
+                self._reading[session.id] = session
             if session is aged:
                 count = min(count, LEAST_CHUNK)
             if session is turn:
@@ -303,6 +310,7 @@ class Composer:
         self._line.check_integrity(active)
         assert {s.id for s in self._ageing} == active.keys(), "the line and those who age in it differ"
         assert self._apart.keys() <= active.keys(), "somebody waits for a step apart, and not in line"
+        assert self._reading.keys() <= active.keys(), "somebody reads, and is not in line"
 
 
 def _number(session: Session) -> int:

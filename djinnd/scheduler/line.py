@@ -2,12 +2,17 @@
 
     the aged one ─► interactive ─► agent ─► batch         by class, strictly
                     └─ tenants: whose clock is behind, row by row
-                       └─ sessions: the deadline that must be begun first; who holds pages; as they came
+                       └─ sessions: the deadline that must be begun first; who holds pages; who has not much to read;
+                          as they came
 
 Where pages are short, who holds some goes on before anybody of the same class is given any: sessions come to the end of
 their calls one after another, instead of taking their pages from each other in every step. Between two tenants that
 holds until the one is SEAT ahead. For the same reason a session with a deadline keeps the place among those that it
 came with, whatever it has generated since.
+
+Where they are not, who has much to read comes last (the shortest job first, where that matters most): an agent back
+from a tool with 64 tokens would else wait until the thousands of those before it have been read, in chunks, beside
+those that decode. That costs these next to nothing.
 """
 
 from __future__ import annotations
@@ -80,27 +85,29 @@ class Line:
         shares: Shares,
         row_s: float,
         seated: Set[str],
+        lengthy: Set[str],
         aged: Session | None = None,
     ) -> Iterator[Session]:
         """Lazily. `row_s`: device seconds that a row is likely to take. `seated`: who holds pages, where those are
-        short; else nobody."""
+        short; else nobody. `lengthy`: who has much to read before its next token; of no account where pages are
+        short."""
         if aged is not None:
             yield aged
         for klass, tenants in self._classes.items():
-            lines = {tenant: self._own(own, seated) for tenant, own in tenants.items()}
+            lines = {tenant: self._own(own, seated, lengthy) for tenant, own in tenants.items()}
             for session in _fairly(lines, klass, shares, row_s, seated):
                 if session is not aged:
                     yield session
 
-    def _own(self, own: dict[str, Session], seated: Set[str]) -> Iterator[Session]:
+    def _own(self, own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Iterator[Session]:
         """One tenant's, of one class."""
         latest_start = self._latest_start
         if latest_start and not latest_start.keys().isdisjoint(own):
             urgent = [name for name in own if name in latest_start]
             urgent.sort(key=latest_start.__getitem__)
             rest = {name: session for name, session in own.items() if name not in latest_start}
-            return chain(map(own.__getitem__, urgent), _seated_first(rest, seated))
-        return _seated_first(own, seated)
+            return chain(map(own.__getitem__, urgent), _in_turn(rest, seated, lengthy))
+        return _in_turn(own, seated, lengthy)
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         standing = {
@@ -115,13 +122,17 @@ class Line:
         assert self._latest_start.keys() <= standing.keys()
 
 
-def _seated_first(own: dict[str, Session], seated: Set[str]) -> Iterator[Session]:
-    if not seated:
-        return iter(own.values())
-    return chain(
-        (session for name, session in own.items() if name in seated),
-        (session for name, session in own.items() if name not in seated),
-    )
+def _in_turn(own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Iterator[Session]:
+    if seated:
+        return _parted(own, seated)
+    return _parted(own, lengthy, last=True) if lengthy else iter(own.values())
+
+
+def _parted(own: dict[str, Session], names: Set[str], *, last: bool = False) -> Iterator[Session]:
+    """Lazily: those of these names first, or last, and else as they came."""
+    some = (session for name, session in own.items() if name in names)
+    others = (session for name, session in own.items() if name not in names)
+    return chain(others, some) if last else chain(some, others)
 
 
 def _fairly(

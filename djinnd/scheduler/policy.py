@@ -13,6 +13,7 @@ from djinnd.scheduler.step_times import StepTimes
 QUIET_S = 10.0  # after which a session whose client says nothing leaves the device
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
+BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
 LEAST_CHUNK = 32  # tokens of prefill that a step takes in any case beside those that decode in the same class
 
 

@@ -59,6 +59,36 @@ def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
     assert device.rows["a"] + device.rows["b"] < 2 * (4 + 50) + 8
 
 
+# --- long prompts and little more to read ---------------------------------------------------------------------------
+
+
+def test_who_is_back_with_little_more_to_read_does_not_wait_for_prompts_of_thousands() -> None:
+    """While somebody decodes, and chunks are small; the first prompt has its rest of each step, and the next one waits
+    for that."""
+    device = VirtualDevice(seconds=rising(0.01, 0.0005))
+    back = device.open("back", prompt=500, max_tokens=1)
+    device.run(10.0)
+    assert back.request is None
+    device.open("decodes")
+    device.step()
+    for name in ("first", "second"):
+        device.open(name, prompt=4000, max_tokens=1)
+    device.step()
+    device.ask(back, prompt=6, max_tokens=1)
+    device.step()
+    assert back.request is None and ("back", 7) in device.batches[-1]  # with the token that it gave last
+
+
+def test_nor_does_a_short_prompt_and_long_ones_are_read_in_the_order_in_which_they_came() -> None:
+    device = VirtualDevice(max_tokens=64)
+    for name, prompt in (("long", 1000), ("longer", 2000), ("not so long", 200), ("short", 20)):
+        device.open(name, prompt=prompt, max_tokens=1)
+    device.step()
+    assert device.batches[-1] == [("short", 20), ("long", 44)]
+    device.step()
+    assert device.batches[-1] == [("long", 64)]
+
+
 # --- several models -------------------------------------------------------------------------------------------------
 
 

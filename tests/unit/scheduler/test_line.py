@@ -22,9 +22,13 @@ def joined(line: Line, name: str, klass: Class = "agent", tenant: int = 1, deadl
 
 
 def order(
-    line: Line, shares: Shares | None = None, holding: Collection[str] = (), aged: Session | None = None
+    line: Line,
+    shares: Shares | None = None,
+    holding: Collection[str] = (),
+    aged: Session | None = None,
+    lengthy: Collection[str] = (),
 ) -> list[str]:
-    line_up = line.in_order(shares or Shares(), ROW_S, set(holding), aged)
+    line_up = line.in_order(shares or Shares(), ROW_S, set(holding), set(lengthy), aged)
     return [session.id for session in line_up]
 
 
@@ -152,6 +156,23 @@ def test_the_audit_finds_who_stands_in_a_wrong_place() -> None:
         line.check_integrity({"a": session})
 
 
+def test_who_has_much_to_read_comes_after_the_others_of_the_same_user() -> None:
+    line = Line()
+    for name in ("a", "b", "c", "d"):
+        joined(line, name)
+    joined(line, "deadline", deadline=1.0)
+    joined(line, "another's", tenant=2)
+    lengthy = ["a", "c", "deadline", "another's"]
+    assert order(line, lengthy=lengthy) == ["deadline", "another's", "b", "d", "a", "c"]
+
+
+def test_but_where_pages_are_short_only_who_holds_some_goes_before_who_came_earlier() -> None:
+    line = Line()
+    for name in ("a", "b", "c", "d"):
+        joined(line, name)
+    assert order(line, lengthy=["a", "c"], holding=["c", "d"]) == ["c", "d", "a", "b"]
+
+
 def test_the_order_is_asked_for_no_further_than_needed() -> None:
     """A step that has room for a few does not sort thousands."""
     line, asked = Line(), []
@@ -164,6 +185,6 @@ def test_the_order_is_asked_for_no_further_than_needed() -> None:
     for number in range(1000):
         joined(line, f"s{number}", tenant=number % 2)
 
-    lazily = line.in_order(Shares(), ROW_S, Seated(f"s{number}" for number in range(1000)))
+    lazily = line.in_order(Shares(), ROW_S, Seated(f"s{number}" for number in range(1000)), set())
     assert [next(lazily).id for _ in range(4)] == ["s0", "s1", "s2", "s3"]
     assert len(asked) < 20
