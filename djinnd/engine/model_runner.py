@@ -73,6 +73,7 @@ class ModelRunner:
         self._touched: Touched | None = None  # by edits, the last batch that may have been
         self.graphs = self._new_graphs()
         self._ran: Shape | None = None  # by the last step, and not settled yet
+        self._inputs: StepInputs | None = None  # of the last pass; the device may not have taken them yet
 
     def _new_graphs(self) -> StepGraphs | None:
         if not isinstance(self.device, CudaDevice):
@@ -282,6 +283,11 @@ class ModelRunner:
             first += count
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
+        """Where nobody has read what the last step gave, as of a long prompt's chunks, the host is no more than this
+        step ahead of the device: the last one's inputs have been taken, which may be the same ones."""
+        if self._inputs is not None:
+            self._inputs.wait()
+        self._inputs = inputs
         compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
 
     def open_window(self, request: Request) -> None:

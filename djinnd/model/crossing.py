@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def send(target: Tensor, source: Tensor) -> None:
-    """To the device, queued on the current stream. `source`: from Device.staging, and as it is until then; both are
+    """To the device, queued on the current stream. `source`: from Device.staging, and as it is until the device has
+    taken it: torch does not know of it, and gives the memory of one that is dropped to somebody else. Both are
     contiguous and of whole 64 bits."""
     if not target.is_cuda:
         target.copy_(source)

@@ -162,6 +162,7 @@ class StepGraphs:
             shape = self._in_advance.pop()
             if shape not in self._captured:
                 inputs = self.inputs(shape)
+                inputs.wait()
                 inputs.pad(0, 0, 0)
                 with self._device.computing():
                     inputs.send()

@@ -40,6 +40,7 @@ class StepInputs:
         nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
         self._staging = device.staging(nbytes)
         self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        self._sent: torch.cuda.Event | None = None
         host = self._staging.numpy()
         self.host: dict[str, Array] = {}
         self._views: dict[str, Tensor] = {}
@@ -52,8 +53,17 @@ class StepInputs:
             offset += _padded(shape, kind)
 
     def send(self) -> None:
-        """Queues the copy on the current stream. The staging buffer is free again when the step has been read."""
+        """Queued on the current stream. Until `wait` has returned, the host side stays as it is, and this is kept."""
         send(self._device_bytes, self._staging)
+        if self._device_bytes.is_cuda:
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until the device has what was sent last, as it begins that step: the host side may be filled again."""
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
 
     @property
     def ids(self) -> Tensor:

@@ -10,6 +10,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from djinnd.model.crossing import Inbox, send
+from djinnd.model.inputs import StepInputs
+from tests.support.cuda import cuda_device
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +68,22 @@ def test_nor_does_the_way_back(bulk: tuple[Tensor, Tensor]) -> None:
     all_of_it = begin(host, device)
     assert inbox.read(values, lambda: seen.append(all_of_it.query())) == [0, 1, 2, 3, 4]
     assert seen == [False] and not all_of_it.query()
+
+
+def test_inputs_are_filled_again_when_the_device_has_taken_them() -> None:
+    """It has something else to do first, as with the chunk before of a long prompt."""
+    with cuda_device() as device:
+        inputs, seen = StepInputs(device, 4, 1, 2), []
+        with device.computing():
+            inputs.send()  # compiles
+            for number in range(5):
+                torch.cuda._sleep(50_000_000)  # cycles: some ten milliseconds
+                inputs.wait()
+                inputs.host["ids"][:] = number
+                inputs.send()
+                seen.append(inputs.ids.clone())
+        device.synchronize()
+        assert [ids.unique().tolist() for ids in seen] == [[number] for number in range(5)]
 
 
 def test_more_numbers_than_before() -> None:

@@ -14,6 +14,7 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.memory import LOGIT_ROWS
+from djinnd.model.inputs import StepInputs
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, cast
 from tests.support.loaded import Served, random_prompt, small_pages
@@ -240,6 +241,22 @@ def test_logprobs_are_told_with_the_tokens(served: Served) -> None:
     assert list(told.top) == wanted.indices.tolist() and sampled.tokens == wanted.indices[:1].tolist()
     assert list(told.top.values()) == pytest.approx(wanted.values.tolist(), abs=1e-4)
     served.complete(batch, sampled)
+
+
+def test_a_prompt_s_next_chunk_is_filled_in_when_the_device_has_taken_the_last_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads what a chunk gives, so nothing else keeps the host from writing over what has not been sent yet."""
+    said: list[tuple[str, StepInputs]] = []
+    send, wait = StepInputs.send, StepInputs.wait
+    monkeypatch.setattr(StepInputs, "send", lambda inputs: (said.append(("send", inputs)), send(inputs)))
+    monkeypatch.setattr(StepInputs, "wait", lambda inputs: (said.append(("wait", inputs)), wait(inputs)))
+    served.submit(served.open(), prompt(200), max_tokens=1)
+    while served.step():
+        pass
+    sent = [inputs for name, inputs in said if name == "send"]
+    assert len(sent) == 5 and [name for name, _ in said] == ["send", *["wait", "send"] * 4]
+    assert [inputs for name, inputs in said if name == "wait"] == sent[:-1]
 
 
 def test_a_step_without_a_token_samples_nothing(served: Served) -> None:
