@@ -97,7 +97,9 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**LLAMA, head_dim=16),
     "glm-4": Glm4Config(**LLAMA, head_dim=16),
     "gpt-bigcode": GPTBigCodeConfig(**GPT),
-    "granite": GraniteConfig(**LLAMA),
+    "granite": GraniteConfig(  # its factors are 1 by default, as in no checkpoint: scores would drown in rounding
+        **LLAMA, embedding_multiplier=12.0, attention_multiplier=1 / 16, residual_multiplier=0.22, logits_scaling=2.0
+    ),
     "olmo-3": Olmo3Config(**LLAMA, **WINDOW),
     "olmoe": OlmoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2),
     "phi": PhiConfig(**LLAMA),
