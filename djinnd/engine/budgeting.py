@@ -13,7 +13,7 @@ from functools import partial
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 from djinnd.device.budget import gib
-from djinnd.engine.memory import MIN_TOKENS, kv_floor, plan_kv, takes_all
+from djinnd.engine.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.weights.plan import Plan, fewest_streams, least_bytes, plan_places
@@ -113,7 +113,8 @@ class Refit:
             if self._runner.places.nbytes > free:
                 raise OutOfMemory("the blocks have no copy on the host and cannot move")
             return self._runner.places
-        return plan_places(self._sizes, free, self._placing, self._staging, may_stream_more=True)
+        share = pages_share(self._runner.load.kv_bytes)
+        return plan_places(self._sizes, free, self._placing, self._staging, may_stream_more=True, pages_share=share)
 
     def _pages(self, plan: Plan, left: int, floor: int) -> int:
         runner = self._runner

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from djinn_client.placing import Placing
 from djinnd.kvcache.manager import page_size_for
 from djinnd.model.sampler import TEMPORARY_BYTES
-from djinnd.weights.plan import Place, Plan
+from djinnd.weights.plan import PAGES_SHARE, Place, Plan
 
 MIN_TOKENS = 512  # a model is not worth loading for shorter sessions
 FULL_SESSIONS = 64  # automatic KV: never more than so many sessions of full length could use
@@ -82,7 +82,7 @@ def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
 def pages_share(wanted: int) -> float:
     """Of what packed blocks leave, the part that is kept for pages: none where so many bytes have been asked for, which
     have been set aside."""
-    return 0.0 if wanted else _SHARE
+    return 0.0 if wanted else PAGES_SHARE
 
 
 def takes_all(placing: Placing, places: Plan) -> bool:

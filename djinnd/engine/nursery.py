@@ -79,7 +79,7 @@ class Newborn(NamedTuple):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # half a second sooner: to free what it shares with the nursery would be to copy it first
+        os._exit(0)  # to free what it shares with the nursery would be to copy it first
 
 
 class Nursery:

@@ -40,7 +40,7 @@ class StepInputs:
         nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
         self._staging = device.staging(nbytes)
         self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
-        self._sent: torch.cuda.Event | None = None
+        self._taken = torch.cuda.Event() if self._device_bytes.is_cuda else None
         host = self._staging.numpy()
         self.host: dict[str, Array] = {}
         self._views: dict[str, Tensor] = {}
@@ -55,15 +55,13 @@ class StepInputs:
     def send(self) -> None:
         """Queued on the current stream. Until `wait` has returned, the host side stays as it is, and this is kept."""
         send(self._device_bytes, self._staging)
-        if self._device_bytes.is_cuda:
-            self._sent = torch.cuda.Event()
-            self._sent.record()
+        if self._taken is not None:
+            self._taken.record()
 
     def wait(self) -> None:
         """Until the device has what was sent last, as it begins that step: the host side may be filled again."""
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
+        if self._taken is not None:
+            self._taken.synchronize()
 
     @property
     def ids(self) -> Tensor:

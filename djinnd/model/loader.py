@@ -32,7 +32,7 @@ from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, re
 from djinnd.weights.checkpoint import Checkpoint
 from djinnd.weights.filling import fill
 from djinnd.weights.layout import Layout
-from djinnd.weights.plan import Plan, plan_places
+from djinnd.weights.plan import PAGES_SHARE, Plan, plan_places
 from djinnd.weights.store import Buffer, Routing, WeightStore
 
 log = logging.getLogger("djinnd.engine")
@@ -165,7 +165,7 @@ class Loader:
             digest.update(stored[len(stored) // 2 :][:_SAMPLE].numpy().tobytes())
         return digest.hexdigest()
 
-    def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = 0.5) -> Plan:
+    def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE) -> Plan:
         """A place for every block in `free` bytes of a `budget`, by default the device's, of which KV and workspace
         take `beside`. `pages_share`: see plan_places. Raises OutOfMemory with the figures, InvalidRequest for a placing
         that the model cannot have."""
@@ -186,7 +186,7 @@ class Loader:
                 budget=total,
             ) from error
 
-    def run(self, arena: Arena, progress: Progress, beside: int, pages_share: float = 0.5) -> Weights:
+    def run(self, arena: Arena, progress: Progress, beside: int, pages_share: float = PAGES_SHARE) -> Weights:
         """The last two as in `plan`. Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
         blocks = self.skeleton.adapter.blocks
         products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]

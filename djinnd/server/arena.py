@@ -210,16 +210,12 @@ class Arena:
         """Whether the object is this daemon's from now on, and with it the descriptor, which holds the lock."""
         data = os.pread(fd, HEADER_BYTES, 0)
         if not data and _has_no_maker(name) and _lock(fd):
-            log.info("arena_removed name=%s reason=its daemon has died before it wrote anything there", name)
-            with suppress(PermissionError):
-                _unlink(name)
+            _discard(name, "its daemon has died before it wrote anything there")
         if not data.startswith(MAGIC) or self._is_for_another(data) or not _lock(fd):
             return False
         data = os.pread(fd, HEADER_BYTES, 0)  # as its owner left it
         if why := self._unfit(data, os.fstat(fd)):
-            log.info("arena_removed name=%s reason=%s", name, why)
-            with suppress(PermissionError):
-                _unlink(name)
+            _discard(name, why)
             return False
         header = Header.unpack(data)
         there = self._objects[header.model, header.holds] = _Object(name, fd, header)
@@ -306,6 +302,13 @@ def _no_room(model: str, nbytes: int, free: int, holds: Holding) -> OutOfMemory:
         needed=nbytes,
         free=free,
     )
+
+
+def _discard(name: str, why: str) -> None:
+    """What another daemon has left."""
+    log.info("arena_removed name=%s reason=%s", name, why)
+    with suppress(PermissionError):
+        _unlink(name)
 
 
 def _unlink(name: str) -> None:

@@ -27,6 +27,7 @@ SLOTS = 3
 # time: up to so many streamed blocks, to stream one fewer is worth more than a second slot.
 ONE_SLOT_PAYS = 32
 ALIGNMENT = 256  # bytes
+PAGES_SHARE = 0.5  # where nobody says how much KV there is to be; see plan_places
 
 
 class Place(Enum):
@@ -145,7 +146,7 @@ def plan_places(
     staging: int = 0,
     *,
     may_stream_more: bool = False,
-    pages_share: float = 0.5,
+    pages_share: float = PAGES_SHARE,
 ) -> Plan:
     """The first plan that fits `free` bytes. `staging`: bytes that a plain block needs beside its own for a moment,
     while it is decoded from its packed form in host memory. `may_stream_more`: than `placing.resident` says, which is
