@@ -35,6 +35,7 @@ from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
 from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.residence import PREFILL_TOKENS
 from djinnd.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("djinnd.engine")
@@ -44,7 +45,6 @@ LOST = (
     "on with the tokens in a new session"
 )
 ALIVE_EVERY = 0.5  # seconds
-PREFILL_TOKENS = 64  # from which on a step says what computing KV takes
 
 
 class Engine:

@@ -276,7 +276,8 @@ class Paging:
                 self._promote(key, slot, page, transfer)
             else:
                 self._fetch(key, page, transfer)
-        self._end_first_gives_way(found.keys)
+        if found.on_disk:
+            self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
         return transfer
 
     def is_back(self, keys: Sequence[Key]) -> None:

@@ -22,6 +22,8 @@ from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Left, Paging, Transfer
 from djinnd.kvcache.prefixes import Key, root
 
+PREFILL_TOKENS = 64  # in a step, from which on it says what computing KV takes; fewer take as long
+
 
 @dataclass(slots=True)
 class Costs:
@@ -30,9 +32,10 @@ class Costs:
 
     bus: float = 0.0  # bytes a second
     disk: float = 0.0
-    prefill: float = 0.0  # tokens a second
+    prefill: float = 0.0  # tokens a second, of a step with PREFILL_TOKENS or more
 
-    def prefer_copy(self, found: Found, computed: int, page_bytes: int) -> bool:
+    def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
+        """`beside`: tokens that a step has to compute behind what was found; one is no prefill."""
         if not self.prefill or not self.bus:
             return True
         copying = len(found.keys) * page_bytes / self.bus
@@ -40,7 +43,9 @@ class Costs:
             if not self.disk:
                 return True
             copying += found.on_disk * page_bytes / self.disk
-        return copying <= (found.tokens - computed) / self.prefill
+        anyway = max(beside, PREFILL_TOKENS) if beside > 1 else 0
+        more = max(found.tokens - computed + beside, PREFILL_TOKENS) - anyway
+        return copying <= more / self.prefill
 
 
 @dataclass(slots=True)
@@ -217,7 +222,8 @@ class Residence:
         if found.tokens <= computed:
             return None
         must = computed < session.foreign_tokens
-        return found if must or self.costs.prefer_copy(found, computed, self.kv.page_bytes) else None
+        beside = len(session.tokens) - found.tokens if session.request is not None else 0
+        return found if must or self.costs.prefer_copy(found, computed, beside, self.kv.page_bytes) else None
 
     def _brought(self, session: Session) -> bool:
         """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it

@@ -111,6 +111,11 @@ class Connection:
             self.congested = True
             self._events.congested(True)
 
+    def flush(self) -> None:
+        """What is queued leaves now, before whatever else this turn of the loop has to do, if the socket has room."""
+        if self._queue and not self._writing:
+            self._flush()
+
     def _overflows(self) -> bool:
         if self._queued <= self.output_limit:
             return False

@@ -96,6 +96,10 @@ class EngineClient:
         descriptors belong to this side's connection then, which closes them."""
         self._connection.send(messages.encode(message, len(fds)), fds)
 
+    def flush(self) -> None:
+        """Whatever was sent leaves now, not at the end of this turn of the loop."""
+        self._connection.flush()
+
     def set_tenants(self, limits: Iterable[messages.TenantLimits]) -> None:
         """Tells the engine those that it does not know; at first it knows of none, and nobody has any."""
         news = [each for each in limits if self._tenants.get(each.tenant, messages.TenantLimits(each.tenant)) != each]

@@ -168,3 +168,5 @@ class Handlers:
         engine = self._models.engine_of(session)
         if engine is not None and session in self._sessions:  # else nothing of it is on a device
             engine.send(signal)
+            if not signal.waits:  # the session's pages are on their way while its next call is still being read
+                engine.flush()

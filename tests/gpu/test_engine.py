@@ -50,6 +50,24 @@ def test_tokens_and_logits_are_those_of_transformers(engine: EngineThread, famil
     engine.report()
 
 
+def test_a_prompt_of_many_chunks(engine: EngineThread) -> None:
+    """The host fills the inputs of each while the device computes the one before."""
+    folder = reduced_model("llama-2")
+    engine.loaded(folder, dtype="float32", max_context=2048)
+    engine.open("s")
+    prompt = random_prompt(1800, 512, 4)
+    run = engine.run_message("s", prompt, 8)
+    engine.send(run)
+    tokens, _ = engine.outcomes([run.request])[run.request]
+    assert tokens == reference.greedy(folder, prompt, 8)
+    engine.open("reader")
+    forward = engine.run_message("reader", prompt, 0, logits=True)
+    engine.send(forward)
+    logits = engine.logits(engine.outcomes([forward.request])[forward.request][1])
+    np.testing.assert_allclose(logits, reference.logits(folder, prompt), rtol=0, atol=1e-3)
+    engine.report()
+
+
 def test_an_unloaded_model_leaves_no_memory(engine: EngineThread) -> None:
     """Weights, pages, graphs: without a turn of the garbage collector."""
     folder = reduced_model("llama-2")

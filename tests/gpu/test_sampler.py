@@ -48,10 +48,18 @@ def random_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def recorded_waits() -> Iterator[list[str]]:
-    """Filled at the end: every operation in which the host waited for the device."""
+    """Filled at the end: every operation in which the host waited for the device, events among them, of which torch
+    does not warn."""
     waits: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+    wait_for = torch.cuda.Event.synchronize
+
+    def recorded(event: torch.cuda.Event) -> None:
+        waits.append("an event")
+        wait_for(event)
+
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
+        patch.setattr(torch.cuda.Event, "synchronize", recorded)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits

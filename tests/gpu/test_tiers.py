@@ -45,7 +45,12 @@ class Tiered:
     def turn(self) -> None:
         """One of an engine's loop."""
         self.served.scheduler.over("m", self.transfers.turn())
-        self.served.step()
+        batch = self.served.scheduler.next_batch()
+        if batch is None:
+            self.transfers.begin_copies()
+        else:
+            self.served.complete(batch, self.served.runner.run(batch, self.transfers.begin_copies))
+            self.served.runner.settle()
 
     def settle(self) -> None:
         self.served.scheduler.over("m", self.transfers.settle())

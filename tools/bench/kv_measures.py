@@ -130,11 +130,12 @@ def stayed(model: PagedModel, rounds: int) -> list[Woken]:
 
 
 def from_host(model: PagedModel, rounds: int) -> list[Woken]:
-    """The client says that it waits, its session leaves; then COMPUTE, and a call."""
+    """The client says that it waits, its session leaves; then COMPUTE, and a call. It waits for another tool each time,
+    so that the daemon does not learn when it is expected."""
     found = []
     with model.session() as session:
-        for _ in range(rounds):
-            session.signal("IO_WAIT")
+        for number in range(rounds):
+            session.signal("IO_WAIT", tool=f"round {number}")
             model.wait_until(session, lambda info: info.pages == 0)
             model.overwrite()
             found.append(token_of(model, session))
@@ -177,8 +178,8 @@ def recomputed(model: PagedModel, rounds: int) -> list[Woken]:
     """Of a model without lower tiers: others need the pages, and what they held is gone."""
     found = []
     with model.session() as session:
-        for _ in range(rounds):
-            session.signal("IO_WAIT")
+        for number in range(rounds):
+            session.signal("IO_WAIT", tool=f"round {number}")
             with ExitStack() as others:
                 while model.state(session).pages:
                     others.enter_context(model.session())

@@ -11,7 +11,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Found, Paging, Way
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.residence import Costs, Residence
+from djinnd.scheduler.residence import PREFILL_TOKENS, Costs, Residence
 
 PAGE = 4  # tokens
 
@@ -273,16 +273,31 @@ def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
     ("costs", "on_disk", "copies"),
     [
         (Costs(), 0, True),
-        (Costs(bus=100.0, prefill=10.0), 0, True),  # 2 s against 3 s
-        (Costs(bus=100.0, prefill=100.0), 0, False),  # 2 s against 0.3 s
-        (Costs(bus=100.0, prefill=10.0), 1, True),  # nobody has seen the disk yet
-        (Costs(bus=100.0, disk=50.0, prefill=10.0), 1, False),  # 2 s and 2 s more
-        (Costs(bus=100.0, disk=200.0, prefill=10.0), 1, True),
+        (Costs(bus=100.0, prefill=100.0), 0, True),  # 2 s against 3 s
+        (Costs(bus=100.0, prefill=1000.0), 0, False),  # 2 s against 0.3 s
+        (Costs(bus=100.0, prefill=100.0), 1, True),  # nobody has seen the disk yet
+        (Costs(bus=100.0, disk=50.0, prefill=100.0), 1, False),  # 2 s and 2 s more
+        (Costs(bus=100.0, disk=200.0, prefill=100.0), 1, True),
     ],
 )
 def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) -> None:
-    found = Found(start=0, tokens=30, keys=(b"a", b"b"), on_disk=on_disk)
-    assert costs.prefer_copy(found, computed=0, page_bytes=100) is copies
+    found = Found(start=0, tokens=300, keys=(b"a", b"b"), on_disk=on_disk)
+    assert costs.prefer_copy(found, computed=0, beside=1, page_bytes=100) is copies
+
+
+@pytest.mark.parametrize(
+    ("beside", "copies"),
+    [
+        (0, True),  # idle: what is brought back now costs nobody a step
+        (1, True),  # a second against that of a prefill, where one token would have been decoded
+        (PREFILL_TOKENS - 3, False),  # computing them takes nothing: the step is as long without them
+        (PREFILL_TOKENS, False),  # 3 tokens more in a prefill
+    ],
+)
+def test_a_few_tokens_take_as_long_as_a_prefill_unless_there_is_one_anyway(beside: int, copies: bool) -> None:
+    costs = Costs(bus=100.0, prefill=float(PREFILL_TOKENS))
+    found = Found(start=16, tokens=19, keys=(b"a",))
+    assert costs.prefer_copy(found, computed=16, beside=beside, page_bytes=100) is copies
 
 
 def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_hinder_it() -> None:

@@ -7,7 +7,7 @@ import socket
 import pytest
 import uvloop
 
-from djinn_client.protocol import HEADER, Done, FrameDecoder, Ping, encode
+from djinn_client.protocol import HEADER, Done, FrameDecoder, Piece, Ping, encode
 from djinnd.server.connection import FRAMES_A_TURN, HIGH_WATER, Connection
 from tests.support.descriptors import open_descriptors
 
@@ -99,6 +99,25 @@ def test_what_is_sent_in_one_turn_arrives_in_order(scene):
         assert await receive(peer, 500) == [encode(Done(id=n))[HEADER.size :] for n in range(500)]
 
     scene(act)
+
+
+def test_what_is_flushed_arrives_in_this_turn_as_far_as_there_is_room(scene):
+    async def act(connection, owner, peer):
+        connection.flush()
+        connection.send(b"one ")
+        connection.send(b"two ")
+        with pytest.raises(BlockingIOError):
+            peer.recv(100)
+        connection.flush()
+        assert peer.recv(100) == b"one two "
+        for number in range(500):  # more than the socket takes at once
+            connection.send(encode(Piece(id=number, text="x" * 4000)))
+            connection.flush()
+        assert connection.queued_bytes > 0
+        sent = [encode(Piece(id=number, text="x" * 4000))[HEADER.size :] for number in range(500)]
+        assert await receive(peer, 500) == sent
+
+    scene(act, output_limit=16 << 20)
 
 
 def test_a_frame_larger_than_the_socket_s_buffer_arrives_in_parts(scene):
