@@ -4,8 +4,8 @@ is charged with when the step has run."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, takewhile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row, blocks_of
@@ -25,12 +25,15 @@ from djinnd.scheduler.why import PAGES, QUOTA, ROOM
 SHORT_STEPS = 64  # in which pages are taken to be short, after they were
 ROW_S = 1e-3  # device seconds of a row, while nobody knows
 Account = tuple[Class, int]  # of a tenant in a class
-Evictable = Callable[[float], Iterator[Session]]
+Order = list[list[Session]]  # class by class, see line.py
+Decoders = dict[Class, set[Session]]  # who needs one token, by class
+Evictable = Callable[[Iterable[Session]], Iterable[Session]]
+Test = Callable[[Session], bool]
 
 
 class Composer:
-    """Of one model. `shares` and `quotas` are the device's, of all its models. `evictable`: whose pages make room at a
-    time, first to last; of the active, the last in order are the first."""
+    """Of one model. `shares` and `quotas` are the device's, of all its models. `evictable`: whose pages make room,
+    first to last; of the active, which it is given in their order, the last are the first."""
 
     def __init__(
         self,
@@ -58,8 +61,8 @@ class Composer:
         # While a step is composed, no place in line changes:
         self._seated: set[str] = set()  # who held pages before it, where they are short
         self._lengthy: set[str] = set()  # who had much to read
-        self._reading: dict[str, Session] = {}  # who has had, when it came or was asked
-        self._victims: list[Session] | None = None  # of the step that is being composed: most need none
+        self._order: Order = []  # of the step that is being composed
+        self._victims: list[Session] | None = None  # likewise: most need none
         self._turn: Session | None = None  # of a step apart: the first of the step that is being composed
         self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
 
@@ -70,15 +73,12 @@ class Composer:
         session.passed_over = ""
         self._line.join(session, self._latest_start(session))
         self._ageing.joined(session, now)
-        if session.remaining > BRIEF:
-            self._reading[session.id] = session
 
     def leave(self, session: Session) -> None:
         """Where it does not stand, nothing happens."""
         self._line.leave(session)
         self._ageing.left(session)
         self._apart.pop(session.id, None)
-        self._reading.pop(session.id, None)
 
     def set_class(self, session: Session, klass: Class) -> None:
         """As the last of that class."""
@@ -93,6 +93,9 @@ class Composer:
 
     def in_order(self, now: float) -> Iterator[Session]:
         """The sessions, first to last."""
+        return chain.from_iterable(self._by_class(now))
+
+    def _by_class(self, now: float) -> Order:
         row_s = self.times.predict(1) or ROW_S
         return self._line.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
 
@@ -139,23 +142,21 @@ class Composer:
         Once pages are short, nobody who holds none starts: those further back must not live on what the first in
         line waits for.
         """
-        residence, kv = self._residence, self._kv
-        self._seated, self._victims = set(kv.sessions) if self.is_short(step) else set(), None
-        residence.claimed, self._takes_pages = 0, False
+        residence, kv, holders = self._residence, self._kv, self._kv.sessions
+        residence.claimed, self._takes_pages, self._victims = 0, False, None
         aged = self._ageing.first(now)
         is_moving = residence.is_moving if residence.sessions_move else None
-        self._lengthy = {name for name, session in self._reading.items() if session.remaining > BRIEF}
-        order = self.in_order(now)
-        if is_moving is not None:
-            order = (session for session in order if not is_moving(session))
+        decoders = self._survey(is_moving)
+        self._seated = set(holders) if self.is_short(step) else set()
+        self._order = self._by_class(now)
         turn, its_count = self._next_apart()
         self._turn = turn
-        if turn is not None:
-            order = chain((turn,), (session for session in order if session is not turn))
+        closed: set[Class] = set()  # of which nobody more can have a row
+        order = self._to_ask(is_moving, closed)
         first = next(order, None)
         if first is None:
             return ()
-        room = self._room(max_tokens, max_rows)
+        room = self._room(decoders, max_tokens, max_rows)
         rows: list[Row] = []
         company = Company(rows, self.times, self._num_blocks)
         short = is_part = False  # is_part: somebody goes through a part of the blocks
@@ -166,26 +167,30 @@ class Composer:
             tokens = len(session.tokens)
             remaining = session.remaining
             count = room.share(session.klass, remaining)
-            if remaining > BRIEF:
-                self._reading[session.id] = session
+            if remaining == 1:
+                decoders[session.klass].discard(session)
             if session is aged:
                 count = min(count, LEAST_CHUNK)
             if session is turn:
                 count = min(count, its_count)
             if count == 0:
                 session.passed_over = ROOM
-            elif (short and session.id not in kv.sessions) or (is_moving is not None and is_moving(session)):
+                if session is not aged and session is not turn and self._is_closed(session.klass, room, decoders):
+                    closed.add(session.klass)
+            elif (short and session.id not in holders) or (is_moving is not None and is_moving(session)):
                 session.passed_over = PAGES
-            elif session.tenant in at_quota and session.id not in kv.sessions:
+            elif session.tenant in at_quota and session.id not in holders:
                 session.passed_over = QUOTA
-            elif (remaining > 1 or not kv.fits(session.id, tokens)) and not self._secured(session, now):
+            elif (remaining > 1 or not kv.fits(session.id, tokens)) and not self._secured(session):
                 if session.passed_over == QUOTA:
                     at_quota.add(session.tenant)
                 elif not residence.is_arriving(session):
                     short = True
                 is_moving = residence.is_moving
             else:
-                way, count, request = self._whole, min(count, session.remaining), session.request
+                way, request = self._whole, session.request
+                if remaining > 1:  # fewer, if it has been spared some
+                    count = min(count, session.remaining)
                 if session.stage is not None or (request is not None and request.stops):
                     way, is_part = way_of(session, self._whole), True
                     count = min(count, way.end - session.next_position)
@@ -209,22 +214,59 @@ class Composer:
         rows.sort(key=_is_chunk)
         return tuple(rows)
 
-    def _secured(self, session: Session, now: float) -> bool:
+    def _survey(self, is_moving: Test | None) -> Decoders:
+        """Those that can have a row. Notes who has much to read, too."""
+        decoders: Decoders = {klass: set() for klass in CLASSES}
+        self._lengthy = set()
+        for klass, some in decoders.items():
+            for session in self._line.of(klass):
+                stage = session.stage  # session.remaining, spelt out: in every step, for all that stand in line
+                remaining = len(session.tokens) - (session.computed if stage is None else stage.done)
+                if remaining > BRIEF:
+                    self._lengthy.add(session.id)
+                elif remaining == 1 and (is_moving is None or not is_moving(session)):
+                    some.add(session)
+        return decoders
+
+    def _to_ask(self, is_moving: Test | None, closed: Collection[Class]) -> Iterator[Session]:
+        """The sessions, first to last, but those that `is_moving` is true of; lazily, as classes are closed meanwhile:
+        of these, nobody more."""
+        turn = self._turn
+        if turn is not None:
+            yield turn
+        for sessions in self._order:
+            for session in sessions:
+                if session is turn or (is_moving is not None and is_moving(session)):
+                    continue
+                yield session
+                if session.klass in closed:
+                    break
+
+    def _is_closed(self, klass: Class, room: Room, decoders: Decoders) -> bool:
+        """Nobody more of the class that is being asked can have a row: there is no room for who reads, and who decodes
+        has been asked, or has given up its pages meanwhile. `decoders`: who have not been asked."""
+        left, is_moving = decoders[klass], self._residence.is_moving
+        if (left and not self._takes_pages) or room.share(klass, 2):
+            return False
+        return all(other.remaining > 1 or is_moving(other) for other in left)
+
+    def _secured(self, session: Session) -> bool:
         """Whether it has the pages for a row."""
-        if not self._quotas.make_way(session, self._residence, lambda: self._behind(session, now)):
+        if not self._quotas.make_way(session, self._residence, lambda: self._behind(session)):
             session.passed_over = QUOTA
             return False
         session.passed_over = PAGES
-        return self._residence.secure(session, self._behind(session, now))
+        return self._residence.secure(session, self._behind(session))
 
-    def _behind(self, session: Session, now: float) -> Iterator[Session]:
+    def _behind(self, session: Session) -> Iterator[Session]:
         """Whose pages make room for it: nobody's who stands before it, or has a row out of turn. So the first in line
         can have every page there is, and always goes on."""
-        if self._victims is None:
-            self._victims = list(self._evictable(now))
         holders = self._kv.sessions
-        behind = takewhile(lambda other: other is not session, self._victims)
-        for other in behind:
+        if self._victims is None:
+            self._victims = list(self._evictable(chain.from_iterable(self._order)))
+        for other in self._victims:
+            if other is session:
+                return
             if other.id in holders and other is not self._turn and not self._is_spared(other, session):
                 self._takes_pages = self._takes_pages or other in self._line
                 yield other
@@ -243,17 +285,11 @@ class Composer:
             and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
         )
 
-    def _room(self, max_tokens: int, max_rows: int) -> Room:
+    def _room(self, decoders: Decoders, max_tokens: int, max_rows: int) -> Room:
         """Before anybody is asked."""
-        is_moving = self._residence.is_moving if self._residence.sessions_move else None
-        decoding, protected = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
-        for klass in CLASSES:
-            decode = [session for session in self._line.of(klass) if session.remaining == 1]
-            if is_moving is not None:
-                decode = [session for session in decode if not is_moving(session)]
-            decoding[klass] = len(decode)
-            if klass != CLASSES[-1]:
-                protected[klass] = sum([not session.bulk for session in decode])
+        decoding = {klass: len(some) for klass, some in decoders.items()}
+        protected = {klass: sum([not session.bulk for session in some]) for klass, some in decoders.items()}
+        protected[CLASSES[-1]] = 0
         return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected)
 
     def _next_apart(self) -> tuple[Session | None, int]:
@@ -310,7 +346,6 @@ class Composer:
         self._line.check_integrity(active)
         assert {s.id for s in self._ageing} == active.keys(), "the line and those who age in it differ"
         assert self._apart.keys() <= active.keys(), "somebody waits for a step apart, and not in line"
-        assert self._reading.keys() <= active.keys(), "somebody reads, and is not in line"
 
 
 def _number(session: Session) -> int:

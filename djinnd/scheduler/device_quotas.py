@@ -89,6 +89,8 @@ class DeviceQuotas:
         """Whether its tenant may hold the pages for all its tokens. Where those would be too many, others of its
         sessions leave: the first of `candidates`, or some of other models. False: not yet."""
         kv, tenant = residence.kv, session.tenant
+        if tenant not in self._limits:
+            return True
         pages = kv.pages_for(len(session.tokens))
         while (excess := self.excess(session, kv, pages)) > 0:
             gave_way = residence.give_way(excess, tenant, candidates())

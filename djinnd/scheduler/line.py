@@ -17,10 +17,9 @@ those that decode. That costs these next to nothing.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from itertools import chain
+from itertools import accumulate, chain, repeat
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
@@ -87,27 +86,50 @@ class Line:
         seated: Set[str],
         lengthy: Set[str],
         aged: Session | None = None,
-    ) -> Iterator[Session]:
-        """Lazily. `row_s`: device seconds that a row is likely to take. `seated`: who holds pages, where those are
-        short; else nobody. `lengthy`: who has much to read before its next token; of no account where pages are
-        short."""
-        if aged is not None:
-            yield aged
+    ) -> list[list[Session]]:
+        """Class by class, after the aged one. `row_s`: device seconds that a row is likely to take. `seated`: who holds
+        pages, where those are short; else nobody. `lengthy`: who has much to read before its next token; of no account
+        where pages are short. O(n log n)"""
+        order = []
         for klass, tenants in self._classes.items():
             lines = {tenant: self._own(own, seated, lengthy) for tenant, own in tenants.items()}
-            for session in _fairly(lines, klass, shares, row_s, seated):
-                if session is not aged:
-                    yield session
+            order.append(self._fairly(lines, klass, shares, row_s, seated))
+        if aged is None:
+            return order
+        return [[aged], *([session for session in sessions if session is not aged] for sessions in order)]
 
-    def _own(self, own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Iterator[Session]:
+    def _own(self, own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> list[Session]:
         """One tenant's, of one class."""
         latest_start = self._latest_start
         if latest_start and not latest_start.keys().isdisjoint(own):
             urgent = [name for name in own if name in latest_start]
             urgent.sort(key=latest_start.__getitem__)
             rest = {name: session for name, session in own.items() if name not in latest_start}
-            return chain(map(own.__getitem__, urgent), _in_turn(rest, seated, lengthy))
+            return [*map(own.__getitem__, urgent), *_in_turn(rest, seated, lengthy)]
         return _in_turn(own, seated, lengthy)
+
+    def _fairly(
+        self, lines: dict[int, list[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
+    ) -> list[Session]:
+        """One class's sessions: each of its tenants' `lines` in turn, as their clocks would run."""
+        if len(lines) <= 1:
+            return list(chain.from_iterable(lines.values()))
+        order: list[Session] = []
+        places: list[float] = []  # rising in each line; of two that are equal, the tenant decides
+        for tenant, line in sorted(lines.items()):
+            weight = shares.weight(tenant)
+            clocks = accumulate(repeat(row_s / weight, len(line) - 1), initial=shares.clock(klass, tenant))
+            order += line
+            places += self._with_seats(line, clocks, SEAT / weight, seated) if seated else clocks
+        return list(map(order.__getitem__, sorted(range(len(order)), key=places.__getitem__)))
+
+    def _with_seats(
+        self, line: list[Session], clocks: Iterable[float], seat: float, seated: Set[str]
+    ) -> Iterable[float]:
+        """`clocks`, less `seat` of who is seated."""
+        places = [clock - seat if session.id in seated else clock for session, clock in zip(line, clocks, strict=True)]
+        # Who is seated, and stands behind one with a deadline who is not, comes right after that one.
+        return accumulate(places, max) if self._latest_start else places
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         standing = {
@@ -122,47 +144,11 @@ class Line:
         assert self._latest_start.keys() <= standing.keys()
 
 
-def _in_turn(own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Iterator[Session]:
-    if seated:
-        return _parted(own, seated)
-    return _parted(own, lengthy, last=True) if lengthy else iter(own.values())
-
-
-def _parted(own: dict[str, Session], names: Set[str], *, last: bool = False) -> Iterator[Session]:
-    """Lazily: those of these names first, or last, and else as they came."""
-    some = (session for name, session in own.items() if name in names)
-    others = (session for name, session in own.items() if name not in names)
-    return chain(others, some) if last else chain(some, others)
-
-
-def _fairly(
-    lines: dict[int, Iterator[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
-) -> Iterator[Session]:
-    """One class's sessions: each of its tenants' `lines` in turn, as their clocks would run."""
-    if len(lines) <= 1:
-        return chain.from_iterable(lines.values())
-    return _merged(lines, klass, shares, row_s, seated)
-
-
-def _merged(
-    lines: dict[int, Iterator[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
-) -> Iterator[Session]:
-    """Runs for each session that is asked for, in every step."""
-    turns: list[tuple[float, int, float, Session]] = []  # a heap of place, tenant, clock, the tenant's next session
-    weights = {tenant: shares.weight(tenant) for tenant in lines}
-    for tenant, line in lines.items():
-        first = next(line, None)
-        if first is not None:
-            clock = shares.clock(klass, tenant)
-            turns.append((clock - (SEAT / weights[tenant] if first.id in seated else 0.0), tenant, clock, first))
-    heapq.heapify(turns)
-    while turns:
-        _, tenant, clock, session = turns[0]
-        yield session
-        following = next(lines[tenant], None)
-        if following is None:
-            heapq.heappop(turns)
-            continue
-        clock += row_s / weights[tenant]
-        place = clock - SEAT / weights[tenant] if following.id in seated else clock
-        heapq.heapreplace(turns, (place, tenant, clock, following))
+def _in_turn(own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> list[Session]:
+    """As they came; but first who is seated, or last who has much to read."""
+    if not (seated or lengthy):
+        return list(own.values())
+    names = seated or lengthy
+    some = [session for name, session in own.items() if name in names]
+    others = [session for name, session in own.items() if name not in names]
+    return some + others if seated else others + some

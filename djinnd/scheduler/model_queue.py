@@ -119,10 +119,11 @@ class ModelQueue:
                 break
         return given > 0
 
-    def _evictable(self, now: float = 0.0) -> Iterator[Session]:
-        """Whose pages make room, first to last; lazily, as most need none."""
-        idle = [other for other in map(self.sessions.__getitem__, self.kv.sessions) if other.request is None]
-        yield from eviction_order(idle, self.held.values(), list(self.composer.in_order(now)))
+    def _evictable(self, order: Iterable[Session] | None = None) -> Iterator[Session]:
+        """Whose pages make room, first to last; lazily, as most need none. `order`: the active, where it is known."""
+        idle = [self.sessions[name] for name in self.kv.sessions if name not in self.active and name not in self.held]
+        order = self.composer.in_order(0.0) if order is None else order
+        yield from eviction_order(idle, self.held.values(), list(order))
 
     def check_fits(self, tenant: int, length: int) -> None:
         """Raises PromptTooLong, OutOfMemory or QuotaExceeded for a session of so many tokens that never gets its next

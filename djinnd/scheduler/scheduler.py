@@ -379,10 +379,11 @@ class Scheduler:
             session, request = row.session, row.request
             if session.request is not request or session.stage is not row.stage:
                 continue  # it has ended while the step ran, or what the row went on from is lost
+            end = row.end
             if len(session.tokens) == request.prompt_end:
                 request.computed += row.count
             if row.stage is not None:
-                row.stage.done = row.end
+                row.stage.done = end
                 if row.stage.last <= queue.num_blocks:
                     if session.remaining == 0:
                         request.stopped = Stop(row.stage.last, session.computed)
@@ -391,8 +392,9 @@ class Scheduler:
                     continue
                 if session.remaining == 0:
                     session.stage = None
-            advance(session, row.end)
-            request.seen_from = max(request.seen_from, row.end)
+            advance(session, end)
+            if request.seen_from < end:
+                request.seen_from = end
             limit = limits.get(session.tenant)
             if limit is None:
                 limit = limits[session.tenant] = queue.limit_of(session.tenant)

@@ -13,6 +13,7 @@ from djinnd.kvcache.paging import Paging, Way
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.why import ROOM
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
@@ -87,6 +88,23 @@ def test_nor_does_a_short_prompt_and_long_ones_are_read_in_the_order_in_which_th
     assert device.batches[-1] == [("short", 20), ("long", 44)]
     device.step()
     assert device.batches[-1] == [("long", 64)]
+
+
+def test_who_decodes_has_its_row_behind_any_number_of_prompts_and_behind_it_no_more_are_asked() -> None:
+    """Where there is room for no more of them, that is known when the first of them has been asked."""
+    device = VirtualDevice()
+    last = device.open("last")
+    request = last.request
+    assert request is not None
+    device.step()
+    device.scheduler.hold(request.id)
+    prompts = [device.open(f"p{number}", prompt=100, max_tokens=1) for number in range(20)]
+    device.release(request)
+    behind = [device.open(f"behind{number}", prompt=100, max_tokens=1) for number in range(3)]
+    device.step()
+    assert sorted(name for name, _ in device.batches[-1]) == ["last", "p0"]
+    assert {session.passed_over for session in prompts[1:]} == {ROOM}
+    assert [session.passed_over for session in behind] == [ROOM, "", ""]
 
 
 # --- several models -------------------------------------------------------------------------------------------------

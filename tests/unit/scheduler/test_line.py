@@ -28,8 +28,8 @@ def order(
     aged: Session | None = None,
     lengthy: Collection[str] = (),
 ) -> list[str]:
-    line_up = line.in_order(shares or Shares(), ROW_S, set(holding), set(lengthy), aged)
-    return [session.id for session in line_up]
+    classes = line.in_order(shares or Shares(), ROW_S, set(holding), set(lengthy), aged)
+    return [session.id for sessions in classes for session in sessions]
 
 
 def test_classes_come_strictly_one_after_the_other() -> None:
@@ -173,18 +173,20 @@ def test_but_where_pages_are_short_only_who_holds_some_goes_before_who_came_earl
     assert order(line, lengthy=["a", "c"], holding=["c", "d"]) == ["c", "d", "a", "b"]
 
 
-def test_the_order_is_asked_for_no_further_than_needed() -> None:
-    """A step that has room for a few does not sort thousands."""
-    line, asked = Line(), []
+def test_who_is_seated_does_not_wait_for_his_seat_behind_one_with_a_deadline() -> None:
+    """The first of a tenant has its turn by the clock alone, and the next is still seated."""
+    line, shares = Line(), Shares()
+    shares.charge("agent", 1, 2.5 * ROW_S)
+    joined(line, "sits", tenant=1)
+    joined(line, "urgent", tenant=1, deadline=1.0)
+    for number in range(5):
+        joined(line, f"b{number}", tenant=2)
+    assert order(line, shares, holding=["sits"]) == ["b0", "b1", "b2", "urgent", "sits", "b3", "b4"]
 
-    class Seated(set[str]):
-        def __contains__(self, name: object) -> bool:
-            asked.append(name)
-            return super().__contains__(name)
 
-    for number in range(1000):
-        joined(line, f"s{number}", tenant=number % 2)
-
-    lazily = line.in_order(Shares(), ROW_S, Seated(f"s{number}" for number in range(1000)), set())
-    assert [next(lazily).id for _ in range(4)] == ["s0", "s1", "s2", "s3"]
-    assert len(asked) < 20
+def test_of_tenants_at_the_same_place_the_one_with_the_lower_number_has_its_turn() -> None:
+    line = Line()
+    for tenant in (3, 1, 2):
+        for number in range(2):
+            joined(line, f"{tenant}{number}", tenant=tenant)
+    assert order(line) == ["10", "20", "30", "11", "21", "31"]
