@@ -34,8 +34,7 @@ from djinnd.engine.stop_captures import StopCaptures
 from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
-from djinnd.scheduler.policy import Policy
-from djinnd.scheduler.residence import PREFILL_TOKENS
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("djinnd.engine")
@@ -179,7 +178,7 @@ class Engine:
         """The seconds of this step, and of those before it that nobody has waited for."""
         seconds, self._unwaited_s = self._unwaited_s, 0.0
         tokens = self._unwaited.pop(batch.model)
-        if tokens - len(batch.rows) >= PREFILL_TOKENS and not self._unwaited:
+        if tokens - len(batch.rows) >= LEAST_CHUNK and not self._unwaited:
             self._tiers.note_prefill(batch.model, tokens, seconds)
         self._unwaited.clear()
         return seconds

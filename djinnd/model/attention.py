@@ -253,8 +253,8 @@ class TritonAttention(PagedAttention):
         if batch.max_query <= kernels.MAX_QUERY:
             kernels.decode(*paged, self.scratch, max_query=batch.max_query, **options)
         elif rows == 1:
-            kernels.prefill(*paged, **options)
-        else:  # a mixed batch: each kernel passes over the other's rows
-            kernels.prefill(*paged, skip=1, **options)
+            kernels.prefill(*paged, self.scratch, **options)
+        else:  # a mixed batch: each passes over the other's rows, of which the second has the last word
+            kernels.prefill(*paged, self.scratch, skip=1, **options)
             kernels.decode(*paged, self.scratch, max_query=1, **options)
         return out

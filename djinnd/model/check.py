@@ -2,8 +2,8 @@
 
 A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Two things must
 hold, on the weights that will serve: our attention ran exactly once in each block, and a prompt that is run at once
-gives the logits of the same prompt run in chunks and single steps. (It also compiles every kernel before the first
-user.)
+gives the logits of the same prompt run in chunks and single steps. Those are attended to as graphs will have it, which
+allow for the longest context. (It also compiles every kernel before the first user.)
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def check_paging(
     model: PagedModel,
     device: Device,
     page_size: int,
+    max_context: int,
     beat: Callable[[], None] = lambda: None,
     *,
     again: bool = False,
@@ -53,7 +54,8 @@ def check_paging(
         paged.calls = 0
 
     def run(start: int, count: int) -> Tensor:
-        logits = _run(model, device, tokens[start : start + count], start, pages, page_size)
+        most = max_context if start else count
+        logits = _run(model, device, tokens[start : start + count], start, pages, page_size, most)
         beat()
         return logits
 
@@ -96,6 +98,7 @@ def _run(
     start: int,
     pages: npt.NDArray[np.int32],
     page_size: int,
+    max_kv: int,
 ) -> Tensor:
     """Logits [tokens, vocab], float32, of `tokens`, which stand at positions from `start`."""
     count = len(tokens)
@@ -111,7 +114,7 @@ def _run(
     host["table"][:] = pages
     with device.computing(), torch.inference_mode():
         inputs.send()
-        hidden = model.forward(inputs, max_query=count, max_kv=start + count, fresh=start == 0)
+        hidden = model.forward(inputs, max_query=count, max_kv=max_kv, fresh=start == 0)
         logits = model.logits(hidden, inputs.picks(count)).float()
         device.synchronize()
     return logits

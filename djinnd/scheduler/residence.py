@@ -21,8 +21,7 @@ from djinnd.core.stops import next_stop
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Left, Paging, Transfer
 from djinnd.kvcache.prefixes import Key, root
-
-PREFILL_TOKENS = 64  # in a step, from which on it says what computing KV takes; fewer take as long
+from djinnd.scheduler.policy import LEAST_CHUNK
 
 
 @dataclass(slots=True)
@@ -32,7 +31,7 @@ class Costs:
 
     bus: float = 0.0  # bytes a second
     disk: float = 0.0
-    prefill: float = 0.0  # tokens a second, of a step with PREFILL_TOKENS or more
+    prefill: float = 0.0  # tokens a second, of a step with LEAST_CHUNK or more
 
     def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
         """`beside`: tokens that a step has to compute behind what was found; one is no prefill."""
@@ -43,8 +42,8 @@ class Costs:
             if not self.disk:
                 return True
             copying += found.on_disk * page_bytes / self.disk
-        anyway = max(beside, PREFILL_TOKENS) if beside > 1 else 0
-        more = max(found.tokens - computed + beside, PREFILL_TOKENS) - anyway
+        anyway = max(beside, LEAST_CHUNK) if beside > 1 else 0
+        more = max(found.tokens - computed + beside, LEAST_CHUNK) - anyway
         return copying <= more / self.prefill
 
 

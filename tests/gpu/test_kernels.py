@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from djinnd.model.attention import PagedBatch, TorchAttention, TritonAttention, attention_for
-from djinnd.model.kernels import MAX_QUERY, decode, kv_write, rms_norm
+from djinnd.model.kernels import MAX_QUERY, decode, kv_write, prefill, rms_norm
 from djinnd.model.kernels.scratch import Scratch
 from tests.support.paged import Scene, check, same_bytes
 
@@ -94,6 +94,18 @@ def test_any_number_of_splits_gives_the_same(splits: int) -> None:
     kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
     decode(scene.q, scene.keys, scene.values, batch, out, Scratch(CUDA), max_query=1, scale=0.125, splits=splits)
     torch.testing.assert_close(out.double(), scene.reference(scene.pool, scale=0.125), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 8])
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("rows", [LONG, ([200], [200]), ([9, 64], [3000, 900])], ids=["long", "fresh", "two"])
+def test_any_number_of_splits_of_a_chunk_gives_the_same(rows: Rows, options: dict[str, Any], splits: int) -> None:
+    scene = Scene(*rows, group=4, head_dim=128, device="cuda")
+    out = torch.empty_like(scene.q, memory_format=torch.contiguous_format)
+    kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
+    prefill(scene.q, scene.keys, scene.values, scene.batch(), out, Scratch(CUDA), scale=0.1, splits=splits, **options)
+    reference = scene.reference(scene.pool, scale=0.1, **options)
+    torch.testing.assert_close(out.double(), reference, rtol=1e-5, atol=1e-5)
 
 
 def test_offsets_past_32_bits() -> None:

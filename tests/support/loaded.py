@@ -58,7 +58,7 @@ def _runner_with(
     device.budget.reserve(workspace_label("m"), 0)
     pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
     model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
-    check_paging(model, device, plan.page_size)
+    check_paging(model, device, plan.page_size, plan.max_context)
     return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
 

@@ -19,7 +19,7 @@ from tools.bench.simulated_engine import Curve, Machine
 H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: decode and kv of docs/results; beyond 16 rows by arithmetic
     name="H200, Llama-2-13B",
     rows=((1, 0.0073), (16, 0.0087), (256, 0.020)),
-    chunk=((0, 0.0), (512, 0.016), (2048, 0.066)),
+    chunk=((0, 0.0), (1, 0.0013), (60, 0.0018), (128, 0.0041), (252, 0.0061), (512, 0.016), (2048, 0.066)),
     kv_token=0.2e-6,
     call=0.001,
     page_size=16,

@@ -3,6 +3,13 @@
 A program takes a block of packed query rows (tile.py) of one KV head and walks over the keys that any of them sees.
 Only tiles on the causal diagonal and on the window's edge are masked; history before this step's tokens is read from
 the same pages as they are.
+
+A short chunk behind a long history has too few blocks to fill the device: 64 tokens of a model with 40 heads are 40
+programs, each of which would walk over the whole history alone. Their keys are divided among `splits` programs, as in
+decode.py, and a second kernel combines what they leave:
+
+    partial  float32 [tokens, heads, splits, head_dim]
+    stats    float32 [tokens, heads, splits, 2]          peak and total, which is 0 where a split found no keys
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -14,9 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import (
     INTERPRETED,
     LOG2_E,
+    UNSEEN,
     PagedRows,
     Tiles,
     attend_tiles,
@@ -36,27 +45,47 @@ def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Ti
     return Tiles(64, 64, warps=4, stages=3) if packed_rows <= 512 else Tiles(128, 64, warps=8, stages=3)
 
 
-@triton.jit(do_not_specialize=["table_row", "window", "skip"])
+MOST_SPLITS = 8
+SHORTEST_SPLIT = 256  # tokens
+PROGRAMS_A_PROCESSOR = 2  # that its shared memory has room for
+
+
+def prefill_splits(tokens: int, group: int, kv_heads: int, max_kv: int, tiles: Tiles, processors: int) -> int:
+    """Into how many pieces to divide the keys of each block of query rows, so that all blocks of the batch's `tokens`
+    fill the device. What the pieces leave is bounded by that, too: some 10 MB on an H200."""
+    programs = kv_heads * triton.cdiv(tokens * group, tiles.rows)
+    return max(min(PROGRAMS_A_PROCESSOR * processors // programs, max_kv // SHORTEST_SPLIT, MOST_SPLITS), 1)
+
+
+@triton.jit(do_not_specialize=["table_row", "window", "skip", "splits"])
 def prefill_kernel(
-    query, keys, values, out, query_starts, kv_lengths, page_table, sinks,
+    query, keys, values, out, partial, stats, query_starts, kv_lengths, page_table, sinks,
     query_token, query_head, pool_page, pool_token, pool_head, table_row,
-    score_scale, cap, window, skip,
+    score_scale, cap, window, skip, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """One split of one block of queries. DIRECT: there is one split, so it normalises and writes the output itself."""
     kv_head, row = tl.program_id(0), tl.program_id(1)
-    block = tl.num_programs(2) - 1 - tl.program_id(2)  # those with the most keys start first
+    last_first = tl.num_programs(2) - 1 - tl.program_id(2)  # the blocks with the most keys start first
+    block, split = last_first // splits, last_first % splits
     start = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - start
     length = tl.load(kv_lengths + row)
-    if (block * ROWS >= queries * GROUP) | (queries <= skip):
+    if block * ROWS >= queries * GROUP:
         return
 
     packed = block * ROWS + tl.arange(0, ROWS)
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     mine = token < queries
+    piece = ((start + token).to(tl.int64) * HEADS + head) * splits + split
+    if queries <= skip:
+        if not DIRECT:
+            tl.store(stats + piece * 2 + 1, 0.0, mask=mine)
+        return
+
     dims = tl.arange(0, DIM)
     query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
     q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
@@ -71,10 +100,17 @@ def prefill_kernel(
     if WINDOW:
         begin = tl.minimum(tl.maximum(oldest - window + 1, 0) // TILE * TILE, whole_end)
         whole_begin = tl.minimum(tl.cdiv(tl.maximum(newest - window + 1, 0), TILE) * TILE, whole_end)
+    last = newest + 1
+    if not DIRECT:
+        span = tl.cdiv(tl.cdiv(last - begin, splits), TILE) * TILE
+        begin += split * span
+        last = tl.minimum(begin + span, last)
+        whole_begin = tl.minimum(tl.maximum(whole_begin, begin), tl.maximum(last, begin))
+        whole_end = tl.minimum(tl.maximum(whole_end, whole_begin), tl.maximum(last, begin))
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if DIRECT and SINKS:
         peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -93,13 +129,48 @@ def prefill_kernel(
         PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
     )  # fmt: skip
     acc, peak, total = attend_tiles(
-        acc, peak, total, q, whole_end, newest + 1, position, length, window,
+        acc, peak, total, q, whole_end, last, position, length, window,
         keys, values, table, pool_page, pool_token, score_scale, cap,
         PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
     )  # fmt: skip
-    at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
     stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    if DIRECT:
+        at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+        tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    else:
+        tl.store(partial + piece[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+        tl.store(stats + piece * 2, peak, mask=mine)
+        tl.store(stats + piece * 2 + 1, total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["splits", "rows"])
+def combine_chunk_kernel(
+    partial, stats, out, query_starts, sinks, splits, rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token; of one whose row has been passed over, it makes 0."""
+    head, token = tl.program_id(0), tl.program_id(1)
+    if token >= tl.load(query_starts + rows):
+        return
+    split, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    at = (token.to(tl.int64) * HEADS + head) * splits + split
+    totals = tl.load(stats + at * 2 + 1, mask=split < splits, other=0.0)
+    used = totals > 0
+    peaks = tl.load(stats + at * 2, mask=used, other=UNSEEN)
+    there = used[:, None] & (dims < HEAD_DIM)[None, :]
+    part = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+    peak = tl.max(peaks, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        peak = tl.maximum(peak, sink)
+    weight = tl.where(used, tl.exp2(peaks - peak), 0.0)
+    total = tl.sum(totals * weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - peak)
+    acc = tl.sum(part * weight[:, None], 0)
+    at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM
+    total = tl.maximum(total, 1.0)  # as it is, where there are keys
+    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def prefill(
@@ -108,33 +179,47 @@ def prefill(
     values: Tensor,
     batch: PagedRows,
     out: Tensor,
+    scratch: Scratch,
     *,
     skip: int = 0,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes `out` [tokens, heads, head_dim] for the rows of `batch` that bring more than `skip` tokens, no others.
+    """Writes `out` [tokens, heads, head_dim] for the rows of `batch` that bring more than `skip` tokens; for those of
+    others there is nothing of use then.
 
-    `tiles` are chosen from the shapes unless a measurement gives them.
+    `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
     """
     assert q.stride(2) == 1
-    heads, head_dim = q.shape[1:]
+    (tokens, heads, head_dim), rows = q.shape, batch.kv_lengths.numel()
     page_size, kv_heads = keys.shape[1:3]
     group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
-    prefill_kernel[(kv_heads, batch.kv_lengths.numel(), triton.cdiv(packed_rows, tiles.rows))](
-        q, keys, values, out, batch.query_starts, batch.kv_lengths, batch.page_table, q if sinks is None else sinks,
+    if splits is None:
+        splits = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, scratch.processors)
+    pieces = tokens * heads * splits
+    partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
+    shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "SINKS": sinks is not None}
+    prefill_kernel[(kv_heads, rows, splits * triton.cdiv(packed_rows, tiles.rows))](
+        q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table,
+        q if sinks is None else sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(scale, softcap), window, skip,
-        HEADS=heads, GROUP=group, PAGE=page_size, HEAD_DIM=head_dim, DIM=dim, ROWS=tiles.rows, TILE=tiles.keys,
-        WINDOW=window > 0, CAP=softcap > 0, SINKS=sinks is not None, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        *score_factors(scale, softcap), window, skip, splits,
+        GROUP=group, PAGE=page_size, ROWS=tiles.rows, TILE=tiles.keys, DIRECT=splits == 1,
+        WINDOW=window > 0, CAP=softcap > 0, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **shape,
     )  # fmt: skip
+    if splits > 1:
+        combine_chunk_kernel[(heads, tokens)](
+            partial, stats, out, batch.query_starts, q if sinks is None else sinks, splits, rows,
+            SPLITS=triton.next_power_of_2(splits), num_warps=2, **shape,
+        )  # fmt: skip
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -14,10 +14,11 @@ from torch.nn.functional import gelu, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from djinnd.model.attention import TritonAttention
-from djinnd.model.kernels import kv_write, rms_norm
+from djinnd.model.kernels import kv_write, prefill, rms_norm
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.rope import rope
+from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED
 from tests.support.paged import Scene, check, same_bytes
 
@@ -71,6 +72,20 @@ def test_options(rows: tuple[list[int], list[int]], kv_heads: int, options: dict
 def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
     for window in (1, 100):
         check(attention(), Scene([150], [170], kv_heads=1), window=window)
+
+
+@pytest.mark.parametrize("splits", [2, 7])
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 100, "softcap": 3.0, "sinks": True}], ids=str)
+def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) -> None:
+    """Of some splits no query sees a key, of others only the last ones do; a row of one token is passed over."""
+    scene = Scene([70, 1, 17], [330, 40, 17], group=2)
+    sinks = torch.randn(4) if options.get("sinks") else None
+    options = {"scale": 0.125, **options, "sinks": sinks}
+    kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
+    out, scratch = torch.empty_like(scene.q, memory_format=torch.contiguous_format), Scratch(torch.device("cpu"))
+    prefill(scene.q, scene.keys, scene.values, scene.batch(), out, scratch, skip=1, splits=splits, **options)
+    ours, reference = ([x[:70], x[71:]] for x in (out.double(), scene.reference(scene.pool, **options)))
+    torch.testing.assert_close(torch.cat(ours), torch.cat(reference), rtol=1e-5, atol=1e-5)
 
 
 def test_a_fresh_row_alone_may_read_what_it_brought() -> None:

@@ -16,6 +16,7 @@ from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, reduced_model
 
 PAGE = 16
+CONTEXT = 512
 
 
 @pytest.fixture
@@ -35,14 +36,14 @@ def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_page_pass_and_leave_the_pages_clean(device: CpuDevice, family: str) -> None:
     model = model_of(device, family)
-    check_paging(model, device, PAGE)
+    check_paging(model, device, PAGE, CONTEXT)
     assert not bool(model.pool[1:].any())
     assert {paged.calls for paged in model.paged} != {0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_is_no_fault(device: CpuDevice, dtype: str) -> None:
-    check_paging(model_of(device, "llama-2", dtype), device, PAGE)
+    check_paging(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
 
 
 class Forgetful(TorchAttention):
@@ -54,7 +55,7 @@ def test_keys_that_do_not_reach_the_pages_are_seen(device: CpuDevice) -> None:
     model = model_of(device)
     model.context.kernels = Forgetful()
     with pytest.raises(ModelRejected, match=r"llama fails the check at load: a prompt at once and .* differ") as told:
-        check_paging(model, device, PAGE)
+        check_paging(model, device, PAGE, CONTEXT)
     assert told.value.data["family"] == "llama" and told.value.data["error"] > 0.01
 
 
@@ -80,7 +81,7 @@ def test_attention_that_is_not_run_once_a_block_is_seen(device: CpuDevice, times
     block.self_attn = Repeated(block.self_attn, times)
     ran = sorted({1, times})
     with pytest.raises(ModelRejected, match=rf"attention ran \[{ran[0]}, {ran[1]}\] times in its blocks, not once"):
-        check_paging(model, device, PAGE)
+        check_paging(model, device, PAGE, CONTEXT)
 
 
 class Remembering(nn.Module):
@@ -101,14 +102,14 @@ def test_state_beside_the_pages_is_seen(device: CpuDevice, again: bool) -> None:
     model = model_of(device)
     model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
     with pytest.raises(ModelRejected, match="differ by"):
-        check_paging(model, device, PAGE, again=again)
+        check_paging(model, device, PAGE, CONTEXT, again=again)
 
 
 def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
     with pytest.raises(ModelRejected, match="differ by nan"):
-        check_paging(model, device, PAGE)
+        check_paging(model, device, PAGE, CONTEXT)
 
 
 class Stumbling(nn.Module):
@@ -120,4 +121,4 @@ def test_what_a_family_s_forward_raises_is_told_with_its_name(device: CpuDevice)
     model = model_of(device, "mixtral")
     model.adapter.blocks[3].mlp = Stumbling()
     with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
-        check_paging(model, device, PAGE)
+        check_paging(model, device, PAGE, CONTEXT)

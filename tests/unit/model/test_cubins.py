@@ -21,7 +21,7 @@ from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
 from djinnd.model.kernels.matvec import matvec_kernel
 from djinnd.model.kernels.packed_product import matrix_kernel, sum_kernel, vector_kernel
-from djinnd.model.kernels.prefill import prefill_kernel, prefill_tiles
+from djinnd.model.kernels.prefill import combine_chunk_kernel, prefill_kernel, prefill_tiles
 from djinnd.model.kernels.rms_norm import rms_norm_kernel
 from djinnd.model.kernels.rope import rope_kernel
 from djinnd.model.kernels.tile import INTERPRETED, Tiles
@@ -70,16 +70,17 @@ def compile_tiled(capability: int, kernel: Any, tiles: Tiles, **constants: Any) 
     return compile_for(capability, kernel, tiles.warps, tiles.stages, ROWS=tiles.rows, TILE=tiles.keys, **constants)
 
 
-@pytest.mark.parametrize("rows", [64, 2048])
-def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "direct"), [(64, True), (64, False), (2048, True)])
+def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> None:
     tiles = prefill_tiles(rows, 128, 2, hopper=True)
-    ptx = compile_tiled(HOPPER, prefill_kernel, tiles, **LLAMA_13B, **PLAIN).asm["ptx"]
+    ptx = compile_tiled(HOPPER, prefill_kernel, tiles, **LLAMA_13B, **PLAIN, DIRECT=direct).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
 
 
 def test_prefill_with_everything_on_ampere() -> None:
     tiles = prefill_tiles(2048, 128, 2, hopper=False)
-    assert "mma.sync" in compile_tiled(AMPERE, prefill_kernel, tiles, **LLAMA_8B, **EVERYTHING).asm["ptx"]
+    ptx = compile_tiled(AMPERE, prefill_kernel, tiles, **LLAMA_8B, **EVERYTHING, DIRECT=False).asm["ptx"]
+    assert "mma.sync" in ptx
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -96,6 +97,7 @@ def test_decode_with_everything_on_ampere() -> None:
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
 def test_the_small_kernels(capability: int) -> None:
     compile_for(capability, combine_kernel, HEADS=32, HEAD_DIM=80, DIM=128, TILE=64, SPLITS=16, WINDOW=True, SINKS=True)
+    compile_for(capability, combine_chunk_kernel, HEADS=32, HEAD_DIM=80, DIM=128, SPLITS=8, SINKS=True)
     compile_for(capability, cross_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from djinnd.model.kernels.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, split_count
+from djinnd.model.kernels.prefill import MOST_SPLITS, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
 
 CASES = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
@@ -57,3 +58,17 @@ def test_scratch_is_allocated_once_and_stays_where_it_is() -> None:
     assert scratch.take(120)[0].data_ptr() == large.data_ptr()
     a.fill_(1.0)  # a captured graph still writes here
     assert a.data_ptr() == address and scratch.allocations == 2
+
+
+def test_the_keys_of_a_short_chunk_are_divided_until_the_device_is_full() -> None:
+    tiles = prefill_tiles(64, 128, 2, hopper=True)
+
+    def splits(tokens: int, group: int, kv_heads: int, max_kv: int) -> int:
+        return prefill_splits(tokens, group, kv_heads, max_kv, tiles, processors=132)
+
+    assert 40 * splits(64, 1, 40, 4096) <= 2 * 132 < 40 * (splits(64, 1, 40, 4096) + 1)
+    assert splits(64, 1, 40, 300) == 1  # a piece would be too short
+    assert splits(2048, 1, 40, 4096) == 1  # whoever brings them: they fill it
+    assert splits(64, 1, 1, 1 << 20) == MOST_SPLITS
+    pieces = [tokens * 32 * splits(tokens, 4, 8, 4096) for tokens in range(1, 4096) if splits(tokens, 4, 8, 4096) > 1]
+    assert 0 < max(pieces) <= tiles.rows * 2 * 132

@@ -11,7 +11,8 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Found, Paging, Way
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.residence import PREFILL_TOKENS, Costs, Residence
+from djinnd.scheduler.policy import LEAST_CHUNK
+from djinnd.scheduler.residence import Costs, Residence
 
 PAGE = 4  # tokens
 
@@ -290,12 +291,12 @@ def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) 
     [
         (0, True),  # idle: what is brought back now costs nobody a step
         (1, True),  # a second against that of a prefill, where one token would have been decoded
-        (PREFILL_TOKENS - 3, False),  # computing them takes nothing: the step is as long without them
-        (PREFILL_TOKENS, False),  # 3 tokens more in a prefill
+        (LEAST_CHUNK - 3, False),  # computing them takes nothing: the step is as long without them
+        (LEAST_CHUNK, False),  # 3 tokens more in a prefill
     ],
 )
 def test_a_few_tokens_take_as_long_as_a_prefill_unless_there_is_one_anyway(beside: int, copies: bool) -> None:
-    costs = Costs(bus=100.0, prefill=float(PREFILL_TOKENS))
+    costs = Costs(bus=100.0, prefill=float(LEAST_CHUNK))
     found = Found(start=16, tokens=19, keys=(b"a",))
     assert costs.prefer_copy(found, computed=16, beside=beside, page_bytes=100) is copies
 
