@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import time
 from collections.abc import Sequence
@@ -114,6 +115,8 @@ def try_all(model: PagedModel, work: Work, ways: Sequence[Way]) -> Tried:
     say(f"one agent alone, {work.context:,} tokens")
     tried = Tried(work=work, alone=run(model, alone(work), Way.NONE))
     run(model, warm_up(work), Way.NONE)
+    gc.collect()
+    gc.freeze()  # this process's collector would stop all agents at once, for a tenth of a second
     time.sleep(model.quiet_s)
     for way in ways:
         say(f"{tried.name}: {way}")

@@ -12,6 +12,16 @@ from tools.bench.agent_loop import Course
 from tools.bench.agent_plan import Work
 from tools.bench.spread import spread
 
+WORST = 12  # wake-ups that are told one by one
+
+
+class Late(msgspec.Struct, frozen=True):
+    """A wake-up. In seconds; `at`: since the run began."""
+
+    at: float
+    agent: int
+    took: float
+
 
 class Figures(msgspec.Struct, kw_only=True):
     """Times in seconds."""
@@ -22,6 +32,7 @@ class Figures(msgspec.Struct, kw_only=True):
     failures: list[str]
     question: Spread  # until the first token after an agent's question
     wake_up: Spread  # from a tool's end to the next token
+    latest: list[Late] = []  # the slowest of these, in the order in which they came
     between_tokens: Spread  # of answers
     answer: Spread  # from a tool's end to its last token
     seconds: float
@@ -47,6 +58,7 @@ def figures(work: Work, course: Course) -> Figures:
         failures=course.failures,
         question=spread([turn.answer.times[0] - turn.asked for turn in questions]),
         wake_up=spread([turn.answer.times[0] - turn.asked for turn in woken]),
+        latest=latest([Late(t.asked - course.began, t.agent, t.answer.times[0] - t.asked) for t in woken]),
         between_tokens=spread(between),
         answer=spread([turn.answer.times[-1] - turn.asked for turn in counted]),
         seconds=seconds,
@@ -56,6 +68,12 @@ def figures(work: Work, course: Course) -> Figures:
         alive_mean=mean,
         computed_anew=anew(work, computed),
     )
+
+
+def latest(woken: Sequence[Late]) -> list[Late]:
+    """Those that took longest, in the order in which they came."""
+    slowest = sorted(woken, key=lambda one: one.took)[-WORST:]
+    return sorted(slowest, key=lambda one: one.at)
 
 
 def anew(work: Work, computed: Sequence[int | None]) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 
 from djinn_client import ModelInfo
 from tools.bench.agent_daemons import alone, expect_room, warm_up, without_text
-from tools.bench.agent_figures import alive, anew, figures
+from tools.bench.agent_figures import WORST, Late, alive, anew, figures, latest
 from tools.bench.agent_loop import Answer, Course, Refused, Run, Turn
 from tools.bench.agent_peer import Batched
 from tools.bench.agent_plan import TOOLS, Wait, Work, drawn
@@ -146,6 +146,14 @@ def test_figures_of_a_crowd_leave_its_questions_out() -> None:
     assert found.answer.worst == pytest.approx(0.5)
     assert (found.answers_per_minute, found.tokens_per_s) == (2.0, 0.1)
     assert (found.alive_most, found.alive_mean, found.computed_anew) == (1, 1.0, 1)
+
+
+def test_the_slowest_wake_ups_are_told_as_they_came() -> None:
+    woken = [Late(float(at), at % 7, (at * 37 % 100) / 100) for at in range(100)]
+    told = latest(woken)
+    assert [one.at for one in told] == sorted(one.at for one in told)
+    assert sorted(one.took for one in told) == [(100 - WORST + n) / 100 for n in range(WORST)]
+    assert latest(woken[:3]) == woken[:3]
 
 
 def test_of_agents_that_arrive_both_answers_count() -> None:
