@@ -86,25 +86,18 @@ async def calibrated(model: PagedModel, limits: tuple[int, int], most_rows: int,
     )
 
 
-def mean(machines: Sequence[Machine]) -> Machine:
-    """Of the same device, measured several times."""
-    figures = ("kv_token", "pair", "call", "moving")
-    means = {name: statistics.fmean(getattr(one, name) for one in machines) for name in figures}
-    rates = {name: _mean_rate([getattr(one, name) for one in machines]) for name in ("up", "down")}
-    jitter = tuple(statistics.fmean(some) for some in zip(*(one.jitter for one in machines), strict=True))
-    curves = {name: _mean_curve([getattr(one, name) for one in machines]) for name in ("rows", "chunk")}
-    return msgspec.structs.replace(machines[0], **means, **rates, **curves, jitter=jitter)
+def typical(machines: Sequence[Machine]) -> Machine:
+    """Of the same device, measured several times, while it was disturbed now and then: each figure's median."""
+    names = ("kv_token", "pair", "call", "moving", "up", "down")
+    figures = {name: statistics.median(getattr(one, name) for one in machines) for name in names}
+    jitter = tuple(statistics.median(some) for some in zip(*(one.jitter for one in machines), strict=True))
+    curves = {name: _typical_curve([getattr(one, name) for one in machines]) for name in ("rows", "chunk")}
+    return msgspec.structs.replace(machines[0], **figures, **curves, jitter=jitter)
 
 
-def _mean_rate(rates: Sequence[float]) -> float:
-    """Of what takes no time at all, too."""
-    seconds = statistics.fmean(1 / rate for rate in rates)
-    return 1 / seconds if seconds else math.inf
-
-
-def _mean_curve(curves: Sequence[Curve]) -> Curve:
+def _typical_curve(curves: Sequence[Curve]) -> Curve:
     """Of curves with points at the same places."""
-    return tuple((points[0][0], statistics.fmean(y for _, y in points)) for points in zip(*curves, strict=True))
+    return tuple((points[0][0], statistics.median(y for _, y in points)) for points in zip(*curves, strict=True))
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:

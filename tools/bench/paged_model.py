@@ -31,12 +31,12 @@ LIMITS = {"sessions": 8192, "sessions_per_user": 8192, "connections_per_user": 8
 
 @contextmanager
 def daemon_of(
-    checkpoint: Path, device: str, memory: str, settings: Mapping[str, Any], folder: Path | None
+    checkpoint: Path, device: str, memory: str, settings: Mapping[str, Any], folder: Path | None, **others: Any
 ) -> Iterator[str]:
     """The address of a daemon that knows the model `MODEL`, with these settings, and has not loaded it. Its state is
-    below `folder`; None: where temporary files are."""
+    below `folder`; None: where temporary files are. `others`: what else its configuration says."""
     model = {"path": str(checkpoint), **settings}
-    config = yaml.safe_dump({"device": device, "memory": memory, "limits": LIMITS, "models": {MODEL: model}})
+    config = yaml.safe_dump({"device": device, "memory": memory, "limits": LIMITS, "models": {MODEL: model}, **others})
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-", dir=folder) as own:
         daemon = PrivateDaemon(Path(own), config)
         try:

@@ -27,13 +27,12 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Move, Paging, Way
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import DEFAULT, Policy
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
 MODEL = "m"
 TEND_S = 0.25
-PREFILL_TOKENS = 64  # from which on a step says what computing KV takes
 TOKEN = 1
 
 Curve = tuple[tuple[float, float], ...]  # rising points, between which it is straight; beyond the last it goes on so
@@ -94,7 +93,8 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, policy: Policy = DEFAULT) -> None:
+    def __init__(self, machine: Machine, between_tokens: float = 0.0) -> None:
+        """`between_tokens`: the scheduler's, as in a daemon's configuration."""
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # of the device, in steps
@@ -108,7 +108,7 @@ class SimulatedEngine:
         if machine.host_pages:
             table = memoryview(bytearray(Tier.table_bytes(machine.host_pages)))
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
-        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, policy)
+        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(between_tokens=between_tokens))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
         self._residence = self.scheduler.residence(MODEL)
         self._residence.costs.bus = machine.up if machine.up < math.inf else 0.0
@@ -207,7 +207,7 @@ class SimulatedEngine:
         self.steps += 1
         self.rows += len(batch.rows)
         self.tokens += batch.tokens
-        if batch.tokens - len(batch.rows) >= PREFILL_TOKENS:
+        if batch.tokens - len(batch.rows) >= LEAST_CHUNK:
             costs, seen = self._residence.costs, batch.tokens / seconds
             costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
         sampling = [row for row in batch.rows if row.samples]

@@ -6,7 +6,7 @@ import pytest
 from tools.bench.fairness import farthest_from_weights, quotas
 from tools.bench.load import Group, Load
 from tools.bench.load_course import outcome
-from tools.bench.machines import H200_13B, Line, line, mean, rising
+from tools.bench.machines import H200_13B, Line, line, rising, typical
 from tools.bench.simulate import load_of, run
 from tools.bench.simulate_check import Compared
 from tools.bench.simulated_engine import Machine, SimulatedEngine, at
@@ -136,12 +136,12 @@ def test_curves_never_fall() -> None:
     assert rising([(1, 2.0), (2, 1.0), (3, 4.0)]) == ((1, 2.0), (2, 2.0), (3, 4.0))
 
 
-def test_machines_that_were_measured_are_averaged() -> None:
-    slow = msgspec.structs.replace(MACHINE, rows=((1, 0.03), (3, 0.05)), call=0.004)
-    found = mean([MACHINE, slow])
-    assert found.rows == ((1, pytest.approx(0.02)), (3, pytest.approx(0.04)))
-    assert found.call == pytest.approx(0.003)
-    assert found.up == pytest.approx(MACHINE.up)
+def test_a_machine_that_was_disturbed_once_is_taken_as_it_was_otherwise() -> None:
+    slow = msgspec.structs.replace(MACHINE, rows=((1, 0.9), (3, 0.9)), call=0.9, up=1.0)
+    other = msgspec.structs.replace(MACHINE, rows=((1, 0.001), (3, 0.05)), call=0.0)
+    found = typical([slow, MACHINE, other])
+    assert found.rows == (MACHINE.rows[0], (3, 0.05))
+    assert (found.call, found.up) == (MACHINE.call, MACHINE.up)
 
 
 def test_what_is_compared() -> None:
