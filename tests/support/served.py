@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -142,8 +143,10 @@ class Served:
 
     def memfds(self) -> int:
         """Windows that it holds."""
-        folder = f"/proc/{self.process.pid}/fd"
-        names = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
+        folder, names = f"/proc/{self.process.pid}/fd", list[str]()
+        for fd in os.listdir(folder):
+            with suppress(FileNotFoundError):  # it has been closed meanwhile
+                names.append(os.readlink(f"{folder}/{fd}"))
         return sum(name.startswith("/memfd:") for name in names)
 
     def left_behind(self) -> list[str]:
