@@ -14,7 +14,7 @@ QUIET_S = 10.0  # after which a session whose client says nothing leaves the dev
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
 BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
-# Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for one, 1.8 for 60. So many join
+# Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for 9, 1.8 for 60. So many join
 # those that decode in the same class in any case.
 LEAST_CHUNK = 64
 
