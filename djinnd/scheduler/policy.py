@@ -14,8 +14,8 @@ QUIET_S = 10.0  # after which a session whose client says nothing leaves the dev
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
 BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
-# Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for 9, 1.8 for 60. So many join
-# those that decode in the same class in any case.
+# Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for 9, 1.8 for 60. So many, of
+# one prompt or of several, join those that decode in the same class in any case.
 LEAST_CHUNK = 64
 
 
@@ -97,7 +97,7 @@ class Room:
         self._limit = min(self._limit, self._longest(self._decoders) if self._decoders else self._reading())
         own = min(self._protected[klass], self._rows, self._tokens)
         self._chunk_limit = min(self._limit, self._longest(self._decoders + own)) if own else self._limit
-        self._owes_chunk = own > 0 and self._chunk_limit > 0
+        self._owed = LEAST_CHUNK if own and self._chunk_limit > 0 else 0
         self._measure()
 
     def _longest(self, decoders: int) -> float:
@@ -121,8 +121,8 @@ class Room:
         decoding = min(self._decoding[self._klass], self._rows, max(self._most_rows - self._taken, 0))
         rows = self._taken + decoding + 1
         self._chunk = self._tokens_within(self._chunk_limit, rows)
-        if self._owes_chunk:
-            self._chunk = max(self._chunk, min(LEAST_CHUNK, self._tokens_within(self._limit, rows)))
+        if self._owed:
+            self._chunk = max(self._chunk, min(self._owed, self._tokens_within(self._limit, rows)))
 
     def _tokens_within(self, seconds: float, rows: int) -> int:
         """Of the chunk that is the last of these rows."""
@@ -160,5 +160,5 @@ class Room:
         if remaining == 1:
             self._decoding[self._klass] -= 1
         else:
-            self._owes_chunk = False
+            self._owed = max(self._owed - count, 0)
             self._measure()

@@ -159,6 +159,14 @@ def test_some_of_a_prompt_is_read_in_any_case_of_one() -> None:
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, LEAST_CHUNK, 0]
 
 
+def test_several_short_prompts_are_read_together_in_its_place() -> None:
+    """Not one a step: the last of those that come together would wait for them all."""
+    short = [session(f"p{n}", LEAST_CHUNK // 3, klass="interactive") for n in range(4)]
+    order = [session("i", klass="interactive"), *short]
+    counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)
+    assert counts == [1, *[LEAST_CHUNK // 3] * 3, LEAST_CHUNK % 3]
+
+
 def test_but_none_of_a_lower_class_where_it_would_hold_up_a_higher_one() -> None:
     order = [session("i", klass="interactive"), session("a", klass="agent"), session("p", 2000, klass="agent")]
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, 0, 0]
