@@ -67,20 +67,25 @@ class DirectEngine:
         self._drop_arena()
 
     def rate(self, model: str, prompt: list[int], sessions: int, tokens: int) -> float:
-        """Greedy tokens a second of so many sessions, all together; the sessions are closed afterwards."""
+        """Greedy tokens a second of so many sessions, all together, once they have read the prompt; they are closed
+        afterwards."""
         names = [f"direct-{index}" for index in range(sessions)]
         for name in names:
             self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
+        self._run(names, prompt, 1)
         began = time.perf_counter()
-        for name in names:
-            run = Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0))
-            self._send(run)
-        generated = sum(self._wait_for(Finished).generated for _ in names)
+        generated = self._run(names, [], tokens)
         seconds = time.perf_counter() - began
         for name in names:
             self._send(Close(session=name))
         assert generated == sessions * tokens, (generated, sessions, tokens)
         return generated / seconds
+
+    def _run(self, names: list[str], prompt: list[int], tokens: int) -> int:
+        """→ how many tokens these sessions have generated."""
+        for name in names:
+            self._send(Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0)))
+        return sum(self._wait_for(Finished).generated for _ in names)
 
     def generate(
         self, model: str, prompts: list[list[int]], tokens: int, budgets: dict[int, int]

@@ -2,8 +2,8 @@
 
     python -m tools.bench.ipc [--model NAME] [--device DEVICE] [--record]
 
-Daemon and engine run side by side and are measured in turns, so that what else the machine does strikes both alike.
-Greedy tokens; sessions are opened before the clock starts and all generate at once.
+Daemon and engine run side by side and are measured in many short turns, so that what else the machine does strikes both
+alike. Greedy tokens; sessions have read their prompts before the clock starts, and all generate at once.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
 from tools.bench.direct_engine import DirectEngine
 from tools.bench.report import keep, report
+from tools.bench.spread import Median, median
 from tools.private_daemon import PrivateDaemon
 
 PROMPT = list(range(100, 132))  # token ids, below any model's vocabulary
@@ -41,15 +44,15 @@ class Costs(NamedTuple):
     io_wait: dict[str, float]  # which has none
 
 
-class Throughput(NamedTuple):
-    """Tokens a second of all sessions together, medians over the rounds; and what is lost of the direct rate, the
-    median of each round's own, so that a round that was slow as a whole does not count against either."""
+class Throughput(msgspec.Struct, frozen=True):
+    """Tokens a second of all sessions together, medians over the turns; and which part of the direct rate is lost, the
+    median of each turn's own, so that a time in which the machine was slow does not count against either."""
 
     direct: float
     daemon: float
     streamed: float  # through the daemon, a Piece for each step
-    daemon_lost: float
-    streamed_lost: float
+    daemon_lost: Median
+    streamed_lost: Median
 
 
 def round_trips(address: str, calls: int) -> dict[str, float]:
@@ -92,6 +95,7 @@ async def daemon_rate(address: str, model: str, work: Workload, *, stream: bool)
     """Tokens a second through the daemon; this process is the client of all its sessions."""
     sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
     try:
+        await asyncio.gather(*(session.generate(PROMPT, max_tokens=1, ignore_eos=True) for session in sessions))
         began = time.perf_counter()
         await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
         return work.sessions * work.tokens / (time.perf_counter() - began)
@@ -102,27 +106,37 @@ async def daemon_rate(address: str, model: str, work: Workload, *, stream: bool)
 
 async def _generate(session: djinn.AsyncSession, tokens: int, *, stream: bool) -> None:
     if stream:
-        async for _ in session.stream(PROMPT, max_tokens=tokens, ignore_eos=True):
+        async for _ in session.stream(max_tokens=tokens, ignore_eos=True):
             pass
     else:
-        await session.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
+        await session.generate(max_tokens=tokens, ignore_eos=True)
 
 
 def throughput(address: str, model: str, engine: DirectEngine, work: Workload, rounds: int) -> Throughput:
-    """The first round warms up and does not count. Each round has another order: whoever comes after a pause finds
-    processors that have gone to sleep."""
-    measures = (
-        lambda: engine.rate(model, PROMPT, work.sessions, work.tokens),
-        lambda: asyncio.run(daemon_rate(address, model, work, stream=False)),
-        lambda: asyncio.run(daemon_rate(address, model, work, stream=True)),
+    """Each turn through the daemon is between two of the engine, and compared with their mean. The first turns warm up,
+    and do not count."""
+
+    def alone() -> float:
+        return engine.rate(model, PROMPT, work.sessions, work.tokens)
+
+    def through(*, stream: bool) -> float:
+        return asyncio.run(daemon_rate(address, model, work, stream=stream))
+
+    through(stream=False), through(stream=True), alone()
+    direct, daemon, streamed = [alone()], [], []
+    for _ in range(rounds):
+        daemon.append(through(stream=False))
+        direct.append(alone())
+        streamed.append(through(stream=True))
+        direct.append(alone())
+    beside = [statistics.fmean(pair) for pair in pairwise(direct)]
+    return Throughput(
+        statistics.median(direct),
+        statistics.median(daemon),
+        statistics.median(streamed),
+        median([1 - rate / by for rate, by in zip(daemon, beside[::2], strict=True)]),
+        median([1 - rate / by for rate, by in zip(streamed, beside[1::2], strict=True)]),
     )
-    rates: list[tuple[float, ...]] = []
-    for number in range(rounds + 1):
-        found = {turn: measures[turn]() for turn in ((number + k) % 3 for k in range(3))}
-        rates.append(tuple(found[turn] for turn in range(3)))
-    rates = rates[1:]
-    lost = [(1 - daemon / direct, 1 - streamed / direct) for direct, daemon, streamed in rates]
-    return Throughput(*(statistics.median(column) for column in (*zip(*rates, strict=True), *zip(*lost, strict=True))))
 
 
 @contextmanager
@@ -143,13 +157,18 @@ def _told(costs: Costs) -> str:
     return "; ".join(f"{name} p50 {us['p50_us']:.0f} µs, p99 {us['p99_us']:.0f} µs" for name, us in kinds)
 
 
+def _changed(lost: Median) -> str:
+    """What is lost, as a change; with 95 % certainty it is between the two in brackets."""
+    return f"{-lost.value:+.1%} [{-lost.high:+.1%}, {-lost.low:+.1%}]"
+
+
 def table(costs: Costs, found: dict[int, Throughput]) -> Table:
     title = _told(costs)
     shown = Table("sessions", "engine directly", "through djinnd", "streamed", title=title, caption="tokens a second")
     for sessions, rates in found.items():
         through = (
-            f"{rates.daemon:,.0f} ({-rates.daemon_lost:+.1%})",
-            f"{rates.streamed:,.0f} ({-rates.streamed_lost:+.1%})",
+            f"{rates.daemon:,.0f} ({_changed(rates.daemon_lost)})",
+            f"{rates.streamed:,.0f} ({_changed(rates.streamed_lost)})",
         )
         shown.add_row(str(sessions), f"{rates.direct:,.0f}", *through)
     return shown
@@ -158,7 +177,7 @@ def table(costs: Costs, found: dict[int, Throughput]) -> Table:
 def summary(costs: Costs, found: dict[int, Throughput]) -> str:
     rates = (
         f"{sessions} session{'s' * (sessions > 1)}: {r.daemon:,.0f} tokens/s, streamed {r.streamed:,.0f}, "
-        f"engine directly {r.direct:,.0f} ({-r.daemon_lost:+.1%}, {-r.streamed_lost:+.1%})"
+        f"engine directly {r.direct:,.0f}; {_changed(r.daemon_lost)}, streamed {_changed(r.streamed_lost)}"
         for sessions, r in found.items()
     )
     return "; ".join([_told(costs), *rates])
@@ -170,8 +189,8 @@ def summary(costs: Costs, found: dict[int, Throughput]) -> str:
 @click.option("--memory", default="2GiB", show_default=True, help="Budget of the daemon, and as much for the engine.")
 @click.option("--calls", default=5000, show_default=True, help="Empty calls, and signals.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
-@click.option("--tokens", default=256, show_default=True, help="A session generates.")
-@click.option("--rounds", default=9, show_default=True)
+@click.option("--tokens", default=64, show_default=True, help="A session generates.")
+@click.option("--rounds", default=40, show_default=True, help="Of four turns.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
 @click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(
@@ -191,7 +210,7 @@ def main(
         on = djinn.status(address=address).devices[0].description
     Console().print(table(costs, found))
     parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}
-    results: dict[str, Any] = costs._asdict() | {"sessions": {n: rates._asdict() for n, rates in found.items()}}
+    results: dict[str, Any] = costs._asdict() | {"sessions": found}
     result = report("ipc", parameters, results, summary(costs, found))
     keep(result, path, recorded=recorded)
 
