@@ -12,19 +12,18 @@ is never idle between two steps, and where weights stream, so little that the ri
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
 
 from djinnd.device import Device, Event, Lane, Mark
+from djinnd.engine.checksums import Checksums
 from djinnd.engine.host_pages import HostPages
-from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Move, Paging, Transfer, Way
 from djinnd.kvcache.tenancy import Tenancy
@@ -35,9 +34,6 @@ log = logging.getLogger("djinnd.engine")
 PIECE_BYTES = 64 << 20  # of one copy, at most
 IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
-# For checksums. One thread may keep up with a bus where a core reads 30 GB/s; where cores or memory are slower it takes
-# several, and they leave the other half of the cores to the step loop and to clients.
-_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _NAP = 0.0005  # seconds between two looks at what threads do
 _LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
 
@@ -48,7 +44,7 @@ class _Copy(NamedTuple):
 
 
 class _Job(NamedTuple):
-    future: Future[int] | Future[None]  # of a checksum, but for what is read from a file
+    future: Future[int] | Future[None]  # of a checksum, of what is written to a file
     move: Move
 
 
@@ -68,11 +64,9 @@ class Transfers:
         self._queued: dict[Way, deque[Move]] = {way: deque() for way in _LANES}
         self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
         self._bytes = dict.fromkeys(_LANES, 0)  # in flight
-        self._proving: list[_Job] = []  # before they are promoted
-        self._sealing: list[_Job] = []
+        self._checksums = Checksums()  # of what is to be promoted, and of what has been demoted
         self._filing: list[_Job] = []
         self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
-        self._threads = ThreadPoolExecutor(_THREADS, "djinn-pages")
         self._mark: Mark | None = None  # of the last turn, if copies may begin
         self._failed_at = 0.0  # when a file was last complained about
 
@@ -129,7 +123,7 @@ class Transfers:
         if move.way in (Way.WRITE_OUT, Way.FETCH):
             self._file(move)
         elif move.checksum is not None:
-            self._proving.append(_Job(self._sum(move.source), move))
+            self._sum(move.source, move)
         else:
             self._queued[move.way].append(move)
 
@@ -181,7 +175,7 @@ class Transfers:
                         continue
                     over += self._paging.landed(move)
                     if way is Way.DEMOTE:
-                        self._sealing.append(_Job(self._sum(move.target), move))
+                        self._sum(move.target, move)
 
     def _outcome(self, event: Event) -> str | None:
         """What went wrong with a copy, "" if nothing did; None while it is under way."""
@@ -193,9 +187,9 @@ class Transfers:
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
-    def _sum(self, slot: int) -> Future[int]:
+    def _sum(self, slot: int, move: Move) -> None:
         assert self.host is not None
-        return self._threads.submit(checksum, self.host.slot(slot).numpy())
+        self._checksums.ask(self.host.slot(slot).numpy(), move)
 
     def _file(self, move: Move) -> None:
         assert self.host is not None and self.disk is not None
@@ -210,17 +204,13 @@ class Transfers:
         self._filing.append(_Job(future, move))
 
     def _end_jobs(self, over: list[Transfer]) -> None:
-        self._proving, proven = _split(self._proving)
-        for job in proven:
-            if job.future.result() == job.move.checksum:
-                self._queued[job.move.way].append(job.move)
+        for move, summed in self._checksums.take():
+            if move.way is Way.DEMOTE:
+                over += self._paging.sealed(move, summed)
+            elif summed == move.checksum:
+                self._queued[move.way].append(move)
             else:
-                over += self._lose(job.move, "its bytes on the host are not what was written there", bad=True)
-        self._sealing, sealed = _split(self._sealing)
-        for job in sealed:
-            summed = job.future.result()
-            assert summed is not None
-            over += self._paging.sealed(job.move, summed)
+                over += self._lose(move, "its bytes on the host are not what was written there", bad=True)
         self._filing, filed = _split(self._filing)
         for job in filed:
             over += self._end_filing(job)
@@ -255,7 +245,7 @@ class Transfers:
     def close(self) -> None:
         """Nothing is under way."""
         assert not self._paging.is_busy
-        self._threads.shutdown()
+        self._checksums.close()
         self._paging.close()
         if self.disk is not None:
             self.disk.close()

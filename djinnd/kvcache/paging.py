@@ -459,9 +459,9 @@ class Paging:
 
     def count(self, keys: Sequence[Key]) -> tuple[int, int]:
         """How many of these pages are on the host, and how many only on disk."""
-        host = sum(key in self.host for key in keys) if self.host is not None else 0
-        disk = sum(key in self.disk and key not in (self.host or ()) for key in keys) if self.disk is not None else 0
-        return host, disk
+        elsewhere = keys if self.host is None else self.host.lacks(keys)
+        nowhere = elsewhere if self.disk is None else self.disk.lacks(elsewhere)
+        return len(keys) - len(elsewhere), len(elsewhere) - len(nowhere)
 
     def check_integrity(self) -> None:
         for tier in (self.host, self.disk):

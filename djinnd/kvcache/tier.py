@@ -29,8 +29,8 @@ public, and so nobody's: a tenant's slots are counted, and may be limited, toget
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from itertools import islice, pairwise
+from collections.abc import Iterable, Mapping
+from itertools import filterfalse, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,10 @@ class Tier:
     def __contains__(self, key: object) -> bool:
         """Whether the page is here or, as `find` does not tell, on its way here. It is not a use."""
         return key in self._slot
+
+    def lacks(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of these pages that are not `in` the tier."""
+        return list(filterfalse(self._slot.__contains__, keys))
 
     def find(self, key: Key) -> int | None:
         """The slot that holds the page, complete; now the most recently used."""

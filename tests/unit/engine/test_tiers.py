@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from djinnd import messages
-from djinnd.engine import transfers
+from djinnd.engine import checksums
 from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
@@ -94,7 +94,7 @@ def test_who_waits_leaves_and_comes_back_when_its_client_says_so(engine: Tiered)
 def test_of_who_comes_back_in_parts_all_pages_are_told(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has its full pages yet, and the last one cannot be had while its checksum is being taken."""
     may_sum = threading.Event()
-    monkeypatch.setattr(transfers, "checksum", lambda page: checksum(page) if may_sum.wait(FOREVER) else 0)
+    monkeypatch.setattr(checksums, "checksum", lambda page: checksum(page) if may_sum.wait(FOREVER) else 0)
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     assert engine.use_when("s", "waiting", on_device=False).host_pages == 3

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,6 @@ from djinnd.device.cpu import CpuDevice, _CopyEvent
 from djinnd.engine import host_pages, transfers
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.transfers import Transfers
-from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Found, Paging, Transfer
@@ -249,14 +250,17 @@ class EndsWhileLookedAt(Future[int]):
 
 
 def test_a_thread_that_ends_between_two_looks_has_ended_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def summed(slot: int) -> Future[int]:
+    write = floor.transfers.disk.write  # type: ignore[union-attr]
+
+    def written(slot: int, source: npt.NDArray[np.uint8]) -> Future[int]:
         future = EndsWhileLookedAt()
-        future.set_result(checksum(floor.transfers.host.slot(slot).numpy()))  # type: ignore[union-attr]
+        future.set_result(write(slot, source).result())
         return future
 
-    monkeypatch.setattr(floor.transfers, "_sum", summed)
+    monkeypatch.setattr(floor.transfers.disk, "write", written)
     held = floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
+    floor.to_disk(TOKENS)
     assert torch.equal(floor.come_back(TOKENS)[1], held)
 
 
