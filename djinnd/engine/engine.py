@@ -22,6 +22,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
+from djinnd.engine.collector import Collector
 from djinnd.engine.courses import Courses
 from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.export import Passages
@@ -117,6 +118,7 @@ class Engine:
         """Until the server says so, or is gone."""
         device = self._device
         busy = quiet = False  # quiet: nobody has said a word for a while
+        collector = Collector(time.monotonic())
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
@@ -134,11 +136,13 @@ class Engine:
                 if moving and not busy:
                     self._tiers.wait()
                 busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
+                collector.turn(quiet and not busy, time.monotonic())
                 self._tracer.answer()
                 self._beat()
         except ServerGone:
             log.warning("server_gone")
         finally:
+            collector.close()
             self._loads.close()
             self._courses.close()
             self._tiers.stop()

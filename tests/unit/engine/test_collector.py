@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from djinnd.engine.collector import LONGEST, WORTH, Collector
+
+
+class Ring:
+    """Goes only when it is collected."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    before = gc.get_threshold()
+    collector = Collector(now=100.0)
+    yield collector
+    collector.close()
+    assert gc.get_threshold() == before
+
+
+def old_garbage() -> weakref.ref[Ring]:
+    """Which has outlived the younger generations, `WORTH` times."""
+    ring = Ring()
+    gone = weakref.ref(ring)
+    gc.collect()
+    del ring
+    for _ in range(WORTH):
+        gc.collect(1)
+    assert gone() is not None
+    return gone
+
+
+def test_what_is_old_goes_in_a_quiet_moment(collector: Collector) -> None:
+    gone = old_garbage()
+    collector.turn(quiet=False, now=101.0)
+    assert gone() is not None
+    collector.turn(quiet=True, now=102.0)
+    assert gone() is None
+
+
+def test_or_after_a_long_time(collector: Collector) -> None:
+    gone = old_garbage()
+    collector.turn(quiet=False, now=100.0 + LONGEST)
+    assert gone() is None
+
+
+def test_python_makes_no_full_collection_by_itself(collector: Collector) -> None:
+    gone = old_garbage()
+    kept = [[] for _ in range(200_000)]  # type: ignore[var-annotated]
+    assert gone() is not None and kept
+
+
+def test_where_little_has_happened_nothing_does(collector: Collector) -> None:
+    gc.collect()
+    before = gc.get_stats()[2]["collections"]
+    collector.turn(quiet=True, now=101.0)
+    assert gc.get_stats()[2]["collections"] == before
