@@ -8,7 +8,8 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
 
 The text of tokens is read with each of them where somebody waits for it, as a piece or because it may complete a stop
 string. Else it is read READ_AT_ONCE tokens at a time: between two steps a processor's caches forget how, so that one at
-a time costs several times as much. Those that run together take turns: no step has much to read.
+a time costs several times as much. Of more than that hardly less, and all of it is to be read when many calls end with
+one step. Those that run together take turns: no step has much to read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, P
 from djinnd.server.detokenizer import TextStream
 from djinnd.server.stop_strings import StopMatcher
 
-READ_AT_ONCE = 64  # tokens: some tenths of a millisecond
+READ_AT_ONCE = 16  # tokens: a tenth of a millisecond
 
 _turns = itertools.cycle(range(READ_AT_ONCE))
 
