@@ -40,6 +40,20 @@ def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
         assert outcome.equality.as_resident is (True if name in ("plain", "packed") else None)
 
 
+def test_weights_that_a_client_hands_over(tmp_path: Path) -> None:
+    """They are on no disk, and stream as those of a checkpoint do."""
+    shared = tmp_path / "shared.yaml"
+    shared.write_text(CONFIG.read_text() + "weights: shared\ncontenders: [resident, packed]\n")
+    command = [warm_python(), "-m", "tools.bench.stream", str(shared), f"--json={tmp_path / 'found.json'}"]
+    ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    report = msgspec.json.decode((tmp_path / "found.json").read_bytes(), type=Report)
+    contenders = msgspec.convert(report.results, Results, strict=False).contenders
+    packed = contenders["packed"].found
+    assert packed is not None and packed.streamed_blocks == 4 and packed.streamed_bytes > 0
+    assert contenders["packed"].equality is not None and contenders["packed"].equality.as_resident
+
+
 def test_a_budget_that_does_not_suffice_is_an_outcome_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm_python())  # the daemon's
     settings = {"path": str(tiny_model()), "kv": "4GiB"}

@@ -15,7 +15,7 @@ from .corpus import sample
 from .files import write_config, write_json, write_weights
 from .layout import StoredTensor, shards, stored_tensors
 from .random_weights import RandomWeights
-from .shape import REDUCED_VOCABULARY
+from .shape import REDUCED_VOCABULARY, Config
 from .shapes import config_of, shape_of
 from .tokenizer import train_bpe, write_tokenizer
 
@@ -38,14 +38,28 @@ def make_random(
 
     ValueError: no such shape. FileExistsError: `out` has something in it. OSError: the disk has too little room.
     """
-    config = config_of(name, dtype=str(dtype).removeprefix("torch."), reduced=reduced, blocks=blocks)
-    tensors = stored_tensors(shape_of(name), config, dtype)
+    config, tensors, weights = described(name, dtype, seed=seed, device=device, reduced=reduced, blocks=blocks)
     prepare_folder(out, sum(tensor.nbytes for tensor in tensors))
-    gain = shape_of(name).reduced_gain if reduced else 1.0
-    _write_weights(out, shards(tensors, shard_bytes), RandomWeights(config, gain, seed, torch.device(device)))
+    _write_weights(out, shards(tensors, shard_bytes), weights)
     positions = config.get("max_position_embeddings") or config["n_positions"]
     write_tokenizer(train_bpe(sample(), REDUCED_VOCABULARY), out, positions)
     write_config(out, config)
+
+
+def described(
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    reduced: bool = False,
+    blocks: int | None = None,
+) -> tuple[Config, list[StoredTensor], RandomWeights]:
+    """What is in config.json, which tensors there are, and what makes their values. ValueError: no such shape."""
+    shape = shape_of(name)
+    config = config_of(name, dtype=str(dtype).removeprefix("torch."), reduced=reduced, blocks=blocks)
+    gain = shape.reduced_gain if reduced else 1.0
+    return config, stored_tensors(shape, config, dtype), RandomWeights(config, gain, seed, torch.device(device))
 
 
 def prepare_folder(out: Path, weight_bytes: int) -> None:
@@ -63,7 +77,7 @@ def _write_weights(out: Path, runs: Sequence[Sequence[StoredTensor]], weights: R
     progress = _Progress(sum(tensor.nbytes for run in runs for tensor in run))
 
     def write(file: str, run: Sequence[StoredTensor]) -> None:
-        values = {tensor.name: weights.values(tensor) for tensor in run}
+        values = {tensor.name: weights.values(tensor).cpu() for tensor in run}
         write_weights(out / file, values)
         progress.add(file, sum(tensor.nbytes for tensor in run))
 

@@ -44,11 +44,11 @@ class RandomWeights:
     device: torch.device
 
     def values(self, tensor: StoredTensor) -> Tensor:
-        """In host memory."""
+        """On the device."""
         if tensor.name.endswith((".attn.bias", ".attention.bias")):
-            return torch.ones(tensor.size, dtype=tensor.dtype).tril()
+            return torch.ones(tensor.size, dtype=tensor.dtype, device=self.device).tril()
         if tensor.name.endswith(".rotary_emb.inv_freq"):
-            return (ROPE_BASE ** -(torch.arange(tensor.size[0]) / tensor.size[0])).to(tensor.dtype)
+            return (ROPE_BASE ** -(torch.arange(tensor.size[0]) / tensor.size[0])).to(self.device, tensor.dtype)
         generator = torch.Generator(self.device).manual_seed(self._seed_of(tensor.name))
         values = torch.empty(tensor.size, dtype=tensor.dtype, device=self.device)
         values.normal_(*self._mean_and_deviation(tensor), generator=generator)
@@ -56,7 +56,7 @@ class RandomWeights:
             if values.dim() == 2:
                 values *= _row_factors(tensor, generator)
             values[END_OF_TEXT_ID] = 0
-        return values.cpu()
+        return values
 
     def _mean_and_deviation(self, tensor: StoredTensor) -> tuple[float, float]:
         if tensor.name.endswith(".sinks"):  # logits

@@ -14,7 +14,7 @@ from rich.console import Console
 from djinn_client.errors import DjinnError, InvalidRequest
 from tools.bench.report import Report, record, report, save
 from tools.bench.stream import checkpoint
-from tools.bench.stream.experiment import Contender, Experiment, read
+from tools.bench.stream.experiment import SERVED, Contender, Experiment, read
 from tools.bench.stream.outcome import Results
 from tools.bench.stream.run import Run, measure_bus
 from tools.bench.stream.table import WIDTH, summary, table
@@ -77,10 +77,11 @@ def main(
 
 
 def measure(experiment: Experiment, folder: Path | None, pieces: tuple[int, ...], path: Path | None) -> Report:
-    if experiment.weights == "shared":
-        raise InvalidRequest(
-            f"{experiment.name} hands its weights over with share_model, which djinn_client does not have yet"
-        )
+    shared = experiment.model if experiment.weights == "shared" else None
+    if shared is None and experiment.weights == "shared":
+        raise InvalidRequest(f"{experiment.name} has weights that a client hands over: name their shape in `model`")
+    if shared is not None and (alone := [name for name in experiment.contenders if name not in SERVED]):
+        raise InvalidRequest(f"{experiment.name}: weights that a client hands over are djinnd's, not {alone[0]}'s")
     parameters = msgspec.to_builtins(experiment) | {"memory_bytes": experiment.memory_bytes}
 
     def reported(results: Results) -> Report:
@@ -94,10 +95,11 @@ def measure(experiment: Experiment, folder: Path | None, pieces: tuple[int, ...]
     results = measure_bus(experiment.device, pieces)
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as between:
         where = folder or Path(between) / "checkpoint"
-        if experiment.model is not None:
+        if shared is None and experiment.model is not None:
             say(f"the checkpoint: {where}")
             checkpoint.make(experiment.model, where, results.device)
-        Run(experiment, checkpoint.find(where), results, Path(between), say, keep)(pieces)
+        of_it = checkpoint.find(where) if shared is None else checkpoint.handed_over(shared)
+        Run(experiment, of_it, results, Path(between), say, keep)(pieces)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(experiment.name, results))
     return reported(results)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from djinn_client.errors import InvalidRequest
 from tools.bench.stream.experiment import Shape
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAKE_MODEL = Path(__file__).resolve().parents[2] / "make_model.py"
 
 
 class Checkpoint(NamedTuple):
-    path: Path
+    path: Path | None  # None: a client hands it over
     vocab: int
     dtype: str  # torch's name
 
@@ -27,6 +28,13 @@ def find(folder: Path) -> Checkpoint:
         return Checkpoint(folder.resolve(), config["vocab_size"], config.get("dtype") or config["torch_dtype"])
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"{folder} is no checkpoint that this experiment can use: {error!r}") from error
+
+
+def handed_over(shape: Shape) -> Checkpoint:
+    """One that is on no disk."""
+    from tools.checkpoints.shapes import config_of
+
+    return Checkpoint(None, config_of(shape.shape, dtype="", reduced=shape.reduced)["vocab_size"], _DTYPES[shape.dtype])
 
 
 def make(shape: Shape, folder: Path, device: str) -> None:

@@ -61,6 +61,11 @@ class DeviceMemory:
                 with self._lock:
                     watched.peak = self._peak
 
+    def begin_anew(self) -> None:
+        """What was in use until now does not count for the peak."""
+        with self._lock:
+            self._peak = 0
+
     def __enter__(self) -> Self:
         if self._meter is not None:
             self._thread.start()

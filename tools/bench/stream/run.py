@@ -61,9 +61,10 @@ class Run:
         with DeviceMemory(meter) as memory:
             for contender in CONTENDERS:
                 if contender in self._experiment.contenders:
-                    self._take(self.results.contenders, contender, memory, partial(self._contend, contender))
+                    turn = partial(self._contend, contender, memory.begin_anew)
+                    self._take(self.results.contenders, contender, memory, turn)
             for piece in pieces_mib:
-                self._take(self.results.pieces, piece, memory, partial(self._with_piece, piece))
+                self._take(self.results.pieces, piece, memory, partial(self._with_piece, piece, memory.begin_anew))
         return self.results
 
     def _take(self, into: dict[Any, Outcome], key: Any, memory: DeviceMemory, turn: Callable[[], Outcome]) -> None:
@@ -81,7 +82,7 @@ class Run:
             self.results.contenders[compared].equality = found
         self._keep(self.results)
 
-    def _contend(self, contender: Contender) -> Outcome:
+    def _contend(self, contender: Contender, ready: Callable[[], None]) -> Outcome:
         if contender not in SERVED:
             return self._peer(contender)
         everybody = self._experiment.sessions
@@ -89,7 +90,8 @@ class Run:
         found = self._serve(
             self._experiment.settings_of(contender),
             sessions,
-            memory=self._experiment.resident_memory if contender == "resident" else self._experiment.memory,
+            self._experiment.resident_memory if contender == "resident" else self._experiment.memory,
+            ready,
         )
         if found.logits is not None:
             self._logits[contender] = found.logits
@@ -99,27 +101,35 @@ class Run:
                 self._resident = found.info.blocks_plain
         return found.outcome
 
-    def _with_piece(self, piece_mib: int) -> Outcome:
+    def _with_piece(self, piece_mib: int, ready: Callable[[], None]) -> Outcome:
         """`plain`, one session, with copies of that size."""
         settings = self._experiment.settings_of("plain") | {"piece": f"{piece_mib}MiB"}
-        return self._serve(settings, {1: self._experiment.prompt}, self._experiment.memory, first_token=False).outcome
+        sessions, memory = {1: self._experiment.prompt}, self._experiment.memory
+        return self._serve(settings, sessions, memory, ready, first_token=False).outcome
 
     def _serve(
-        self, settings: dict[str, Any], sessions: dict[int, int], memory: str, *, first_token: bool = True
+        self,
+        settings: dict[str, Any],
+        sessions: dict[int, int],
+        memory: str,
+        ready: Callable[[], None],
+        *,
+        first_token: bool = True,
     ) -> Served:
-        asked = self._experiment
+        asked, path = self._experiment, self._checkpoint.path
         serving = Serving(
             device=self.results.device,
             memory=memory,
-            settings={"path": str(self._checkpoint.path), **settings},
+            settings=settings if path is None else {"path": str(path), **settings},
             vocab=self._checkpoint.vocab,
             prompt=asked.prompt,
             tokens=asked.tokens,
             sessions=sessions,
             runs=asked.runs,
             first_token=first_token and asked.ttft,
+            shared=asked.model if path is None else None,
         )
-        return served.measure(serving, self._say)
+        return served.measure(serving, self._say, ready)
 
     def _peer(self, contender: Contender) -> Outcome:
         if self._resident is None:

@@ -15,7 +15,9 @@ import yaml
 
 import djinn_client as djinn
 from tools.bench.prompts import prompt
+from tools.bench.stream.experiment import Shape, size
 from tools.bench.stream.outcome import Found, Outcome, Status
+from tools.bench.stream.sharer import Sharing, hand_over
 from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 MODEL = "streamed"
@@ -34,12 +36,12 @@ class Serving(NamedTuple):
     sessions: dict[int, int]  # how many decode → tokens before, of each
     runs: int
     first_token: bool
+    shared: Shape | None = None  # what a client hands over: `settings` have no `path` then
 
     @property
     def config(self) -> str:
-        return yaml.safe_dump(
-            {"device": self.device, "memory": self.memory, "models": {MODEL: self.settings}}, sort_keys=False
-        )
+        models = {MODEL: self.settings} if self.shared is None else {}
+        return yaml.safe_dump({"device": self.device, "memory": self.memory, "models": models}, sort_keys=False)
 
 
 class Served(NamedTuple):
@@ -48,15 +50,18 @@ class Served(NamedTuple):
     info: djinn.ModelInfo | None = None
 
 
-def measure(serving: Serving, say: Callable[[str], None]) -> Served:
-    """A daemon that fails is an outcome; where it has failed to stop, what it had answered still counts."""
+def measure(serving: Serving, say: Callable[[str], None], ready: Callable[[], None] = lambda: None) -> Served:
+    """A daemon that fails is an outcome; where it has failed to stop, what it had answered still counts. `ready` is
+    called when it alone has memory of the device."""
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
         daemon = PrivateDaemon(Path(folder), serving.config)
         found = Served(Outcome(status=Status.FAILED))
         try:
             with daemon:
                 daemon.wait_until_ready()
-                found = _measure(serving, daemon.address)
+                info = _loaded(serving, daemon.address)
+                ready()
+                found = _measure(serving, daemon.address, info)
         except djinn.OutOfMemory as error:
             found = Served(Outcome(status=Status.OUT_OF_MEMORY, note=error.message))
         except djinn.DjinnError as error:
@@ -68,8 +73,24 @@ def measure(serving: Serving, say: Callable[[str], None]) -> Served:
         return found
 
 
-def _measure(serving: Serving, address: str) -> Served:
-    info = djinn.load(MODEL, address=address)
+def _loaded(serving: Serving, address: str) -> djinn.ModelInfo:
+    if serving.shared is None:
+        return djinn.load(MODEL, address=address)
+    sharing = Sharing(
+        address=address,
+        name=MODEL,
+        shape=serving.shared,
+        device=serving.device,
+        kv_bytes=size(str(serving.settings.get("kv", 0))),
+        placing={name: serving.settings[name] for name in ("resident", "ring_gb", "slots") if name in serving.settings}
+        | {"packing": serving.settings.get("packing") != "off", "prefetch": serving.settings.get("prefetch", True)},
+    )
+    hand_over(sharing)
+    with djinn.Client(address) as client:
+        return next(info for info in client.models() if info.name == MODEL)
+
+
+def _measure(serving: Serving, address: str, info: djinn.ModelInfo) -> Served:
     logits = prompt_logits(serving, address)
     first = first_token_s(serving, address) if serving.first_token else []
     steps = {n: asyncio.run(step_s(serving, address, n)) for n in serving.sessions}

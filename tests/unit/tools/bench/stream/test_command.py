@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).resolve().parents[5] / "tools" / "bench" / "configs"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([str(CONFIGS / "llama-2-70b-24gib.yaml")], "share_model"),
+        ([str(CONFIGS / "llama-2-70b-24gib.yaml"), "--only=accelerate"], "not accelerate's"),
         ([str(CONFIGS / "cpu-smoke.yaml"), "--memory=24GB"], "24GB"),
         ([str(CONFIGS / "cpu-smoke.yaml"), "--chunk-size-mb=16,many"], "16,many"),
         ([str(CONFIGS / "cpu-smoke.yaml"), "--only=vllm"], "vllm"),
