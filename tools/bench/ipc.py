@@ -3,12 +3,15 @@
     python -m tools.bench.ipc [--model NAME] [--device DEVICE] [--record]
 
 Daemon and engine run side by side and are measured in many short turns, so that what else the machine does strikes both
-alike. Greedy tokens; sessions have read their prompts before the clock starts, and all generate at once.
+alike. Greedy tokens; sessions have read their prompts before the clock starts, and all generate at once. Where others
+have a part of the machine, processor time resolves what the clock cannot: the server's, beside the engine's meanwhile,
+is what the daemon would add if both had to share a processor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -53,6 +56,34 @@ class Throughput(msgspec.Struct, frozen=True):
     streamed: float  # through the daemon, a Piece for each step
     daemon_lost: Median
     streamed_lost: Median
+    server_share: float  # processor time of the server, of the engine's meanwhile; without pieces
+    streamed_share: float  # likewise, with them
+
+
+class Used:
+    """Processor time of the daemon's two processes, while its context is entered."""
+
+    def __init__(self, server: int, engine: int) -> None:
+        self._pids = server, engine
+        self._seconds = [0.0, 0.0]
+
+    @property
+    def share(self) -> float:
+        server, engine = self._seconds
+        return server / engine
+
+    def __enter__(self) -> None:
+        self._before = list(map(processor_seconds, self._pids))
+
+    def __exit__(self, *error: object) -> None:
+        for index, before in enumerate(self._before):
+            self._seconds[index] += processor_seconds(self._pids[index]) - before
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process, as the kernel counts them: in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def round_trips(address: str, calls: int) -> dict[str, float]:
@@ -91,14 +122,16 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
     return {"p50_us": percentiles[49] * 1e6, "p99_us": percentiles[98] * 1e6}
 
 
-async def daemon_rate(address: str, model: str, work: Workload, *, stream: bool) -> float:
-    """Tokens a second through the daemon; this process is the client of all its sessions."""
+async def daemon_rate(address: str, model: str, work: Workload, used: Used, *, stream: bool) -> float:
+    """Tokens a second through the daemon; this process is the client of all its sessions. `used`: to be added to."""
     sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
     try:
         await asyncio.gather(*(session.generate(PROMPT, max_tokens=1, ignore_eos=True) for session in sessions))
-        began = time.perf_counter()
-        await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
-        return work.sessions * work.tokens / (time.perf_counter() - began)
+        with used:
+            began = time.perf_counter()
+            await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
+            seconds = time.perf_counter() - began
+        return work.sessions * work.tokens / seconds
     finally:
         for session in sessions:
             await session.close()
@@ -119,15 +152,17 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
     def alone() -> float:
         return engine.rate(model, PROMPT, work.sessions, work.tokens)
 
-    def through(*, stream: bool) -> float:
-        return asyncio.run(daemon_rate(address, model, work, stream=stream))
+    def through(used: Used, *, stream: bool) -> float:
+        return asyncio.run(daemon_rate(address, model, work, used, stream=stream))
 
-    through(stream=False), through(stream=True), alone()
+    status = djinn.status(address=address)
+    warm, plain, pieces = (Used(status.pid, status.devices[0].pid) for _ in range(3))
+    through(warm, stream=False), through(warm, stream=True), alone()
     direct, daemon, streamed = [alone()], [], []
     for _ in range(rounds):
-        daemon.append(through(stream=False))
+        daemon.append(through(plain, stream=False))
         direct.append(alone())
-        streamed.append(through(stream=True))
+        streamed.append(through(pieces, stream=True))
         direct.append(alone())
     beside = [statistics.fmean(pair) for pair in pairwise(direct)]
     return Throughput(
@@ -136,6 +171,8 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
         statistics.median(streamed),
         median([1 - rate / by for rate, by in zip(daemon, beside[::2], strict=True)]),
         median([1 - rate / by for rate, by in zip(streamed, beside[1::2], strict=True)]),
+        plain.share,
+        pieces.share,
     )
 
 
@@ -164,20 +201,26 @@ def _changed(lost: Median) -> str:
 
 def table(costs: Costs, found: dict[int, Throughput]) -> Table:
     title = _told(costs)
-    shown = Table("sessions", "engine directly", "through djinnd", "streamed", title=title, caption="tokens a second")
+    columns = ("sessions", "engine directly", "through djinnd", "streamed", "the server's processor time")
+    shown = Table(*columns, title=title, caption="tokens a second; processor time: of the engine's, plain and streamed")
     for sessions, rates in found.items():
         through = (
             f"{rates.daemon:,.0f} ({_changed(rates.daemon_lost)})",
             f"{rates.streamed:,.0f} ({_changed(rates.streamed_lost)})",
         )
-        shown.add_row(str(sessions), f"{rates.direct:,.0f}", *through)
+        shown.add_row(str(sessions), f"{rates.direct:,.0f}", *through, _shares(rates))
     return shown
+
+
+def _shares(rates: Throughput) -> str:
+    return f"{rates.server_share:.1%}, {rates.streamed_share:.1%}"
 
 
 def summary(costs: Costs, found: dict[int, Throughput]) -> str:
     rates = (
         f"{sessions} session{'s' * (sessions > 1)}: {r.daemon:,.0f} tokens/s, streamed {r.streamed:,.0f}, "
-        f"engine directly {r.direct:,.0f}; {_changed(r.daemon_lost)}, streamed {_changed(r.streamed_lost)}"
+        f"engine directly {r.direct:,.0f}; {_changed(r.daemon_lost)}, streamed {_changed(r.streamed_lost)}, "
+        f"the server's processor time {_shares(r)} of the engine's"
         for sessions, r in found.items()
     )
     return "; ".join([_told(costs), *rates])
