@@ -69,6 +69,18 @@ class TextStream:
             return self._tell(count, added, alone)
         return self._tell_first(self._cleanest_cut()) if count >= MAX_PENDING else ""
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """As `feed` of each. Where no character is broken they are decoded at once, in a fraction of the time."""
+        if len(tokens) > 1:
+            held = len(self._pending)
+            self._pending += filter(self._detokenizer.has_text, tokens)
+            count = len(self._pending)
+            added, alone = self._text_of(count)
+            if BROKEN not in alone:
+                return self._tell(count, added, alone)
+            del self._pending[held:]
+        return "".join(map(self.feed, tokens))
+
     def finish(self) -> str:
         """What is left when no token follows, with a replacement character for an unfinished one."""
         return self._tell_first(self._cleanest_cut()) + self._tell_first(len(self._pending))

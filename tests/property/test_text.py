@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -23,6 +25,19 @@ def test_the_pieces_are_the_text(family: str, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     stream = Detokenizer(tokenizer).stream()
     told = [stream.feed(token) for token in tokens]
+    assert "".join(told) + stream.finish() == tokenizer.decode(tokens)
+    if BROKEN not in text:
+        assert BROKEN not in "".join(told)
+
+
+@families
+@given(texts, st.data())
+def test_nor_does_reading_many_tokens_at_once(family: str, text: str, data: st.DataObject) -> None:
+    tokenizer = toy_tokenizers.ALL[family]()
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5)))
+    stream = Detokenizer(tokenizer).stream()
+    told = [stream.feed_all(tokens[begin:end]) for begin, end in pairwise([0, *cuts, len(tokens)])]
     assert "".join(told) + stream.finish() == tokenizer.decode(tokens)
     if BROKEN not in text:
         assert BROKEN not in "".join(told)

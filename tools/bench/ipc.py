@@ -25,6 +25,7 @@ import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
 import djinn_client as djinn
 from tools.bench.direct_engine import DirectEngine
@@ -32,10 +33,11 @@ from tools.bench.report import keep, report
 from tools.bench.spread import Median, median
 from tools.private_daemon import PrivateDaemon
 
-PROMPT = list(range(100, 132))  # token ids, below any model's vocabulary
+PROMPT = 'def fibonacci(n):\n    """The first n Fibonacci numbers."""\n    numbers = [0, 1]\n'
 
 
 class Workload(NamedTuple):
+    prompt: list[int]
     sessions: int
     tokens: int  # that each of them generates
 
@@ -58,6 +60,13 @@ class Throughput(msgspec.Struct, frozen=True):
     streamed_lost: Median
     server_share: float  # processor time of the server, of the engine's meanwhile; without pieces
     streamed_share: float  # likewise, with them
+
+
+def prompt_of(checkpoint: Path) -> list[int]:
+    """Its tokens; where the model has no tokenizer, some that every model has. (What follows from such is hardly text,
+    and half of it broken characters, which take the server longer.)"""
+    file = checkpoint / "tokenizer.json"
+    return Tokenizer.from_file(str(file)).encode(PROMPT).ids if file.exists() else list(range(100, 132))
 
 
 class Used:
@@ -94,11 +103,11 @@ def round_trips(address: str, calls: int) -> dict[str, float]:
         return _percentiles([_seconds_of(client.ping) for _ in range(calls)])
 
 
-def signals(address: str, model: str, calls: int) -> dict[str, float]:
+def signals(address: str, model: str, prompt: list[int], calls: int) -> dict[str, float]:
     """Microseconds of an IO_WAIT in the client of a session that has KV. Before each it has had an answer from the
     daemon, as an agent that is about to call a tool; so the daemon has heard the one before."""
     with djinn.Session(model, address=address) as session, djinn.Client(address) as client:
-        session.generate(PROMPT, max_tokens=1)
+        session.generate(prompt, max_tokens=1)
 
         def wait() -> None:
             session.signal("IO_WAIT", expected_s=8.0, tool="search")
@@ -126,7 +135,7 @@ async def daemon_rate(address: str, model: str, work: Workload, used: Used, *, s
     """Tokens a second through the daemon; this process is the client of all its sessions. `used`: to be added to."""
     sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
     try:
-        await asyncio.gather(*(session.generate(PROMPT, max_tokens=1, ignore_eos=True) for session in sessions))
+        await asyncio.gather(*(session.generate(work.prompt, max_tokens=1, ignore_eos=True) for session in sessions))
         with used:
             began = time.perf_counter()
             await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
@@ -150,7 +159,7 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
     and do not count."""
 
     def alone() -> float:
-        return engine.rate(model, PROMPT, work.sessions, work.tokens)
+        return engine.rate(model, work.prompt, work.sessions, work.tokens)
 
     def through(used: Used, *, stream: bool) -> float:
         return asyncio.run(daemon_rate(address, model, work, used, stream=stream))
@@ -177,8 +186,8 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
 
 
 @contextmanager
-def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngine]]:
-    """A daemon's address and an engine, each with the model loaded and the same budget."""
+def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngine, Path]]:
+    """A daemon's address and an engine, each with the model loaded and the same budget; and the model's folder."""
     config = f"{{device: '{device}', memory: {memory}}}\n"
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
         daemon.wait_until_ready()
@@ -186,7 +195,7 @@ def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngi
         budget = djinn.status(address=daemon.address).devices[0].budget_bytes
         with DirectEngine(device, budget) as engine:
             engine.load(model, info.path)
-            yield daemon.address, engine
+            yield daemon.address, engine, Path(info.path)
 
 
 def _told(costs: Costs) -> str:
@@ -247,9 +256,10 @@ def main(
     path: Path | None,
     recorded: bool,
 ) -> None:
-    with both(model, device, memory) as (address, engine):
-        costs = Costs(round_trips(address, calls), signals(address, model, calls))
-        found = {n: throughput(address, model, engine, Workload(n, tokens), rounds) for n in sessions}
+    with both(model, device, memory) as (address, engine, folder):
+        prompt = prompt_of(folder)
+        costs = Costs(round_trips(address, calls), signals(address, model, prompt, calls))
+        found = {n: throughput(address, model, engine, Workload(prompt, n, tokens), rounds) for n in sessions}
         on = djinn.status(address=address).devices[0].description
     Console().print(table(costs, found))
     parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}

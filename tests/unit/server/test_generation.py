@@ -58,9 +58,9 @@ def test_text_that_nobody_waits_for_is_read_many_tokens_at_a_time(tiny, story):
         def __init__(self, stream):
             self.stream, self.asked = stream, []
 
-        def feed(self, token):
-            self.asked.append(token)
-            return self.stream.feed(token)
+        def feed_all(self, tokens):
+            self.asked += tokens
+            return self.stream.feed_all(tokens)
 
         def finish(self):
             return self.stream.finish()
