@@ -4,6 +4,7 @@ else is in the batch. test_whitebox_sessions.py has what edits come to in a sess
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,9 +183,11 @@ def check_cases(folder: Path, model: str, address: str) -> None:
     for (name, case), (tokens, cache) in zip(cases().items(), told, strict=True):
         prompt = prompts[name]
         assert tokens == cache.generated.token_ids == model_.greedy(prompt, NEW, case.changes), name
+        ran, changes = [*prompt, *tokens[:-1]], case.changes
         wanted = ["logits", "blocks.2.hook_attn_out", "blocks.3.hook_resid_post"]
-        for point, seen in model_.run([*prompt, *tokens[:-1]], case.changes, wanted)[1].items():
-            assert_close(cache[point][0], seen, f"{name} at {point}")
+        for point, seen in model_.run(ran, changes, wanted)[1].items():
+            rounding = functools.partial(model_.rounding, ran, changes, point)
+            assert_close(cache[point][0], seen, f"{name} at {point}", rounding)
 
 
 @EACH_FAMILY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +35,14 @@ def vector(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape or (WIDTH,), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
+def assert_close(found: Tensor, expected: Tensor, what: str, rounding: Callable[[], float] = lambda: 0.0) -> None:
     """To 1e-4. Where numbers are far larger than elsewhere (a Gemma of random weights has hundreds), to 5e-5 of the
-    largest: transformers' own float32 is 2e-5 of it from its float64."""
+    largest: transformers' own float32 is 2e-5 of it from its float64. `rounding`: how far that is here, which differs
+    from processor to processor; asked for, and added, only where 1e-4 does not do."""
     largest = float(expected.abs().max())
     near = 1e-4 if largest < 30 else 5e-5 * largest
+    if float((found - expected).abs().max()) > near:
+        near += rounding()
     torch.testing.assert_close(found, expected, rtol=0, atol=near, msg=lambda told: f"{what}: {told}")
 
 

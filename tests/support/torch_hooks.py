@@ -7,6 +7,7 @@ changed there is changed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tests.support import reference
 from tests.support.ops import Act
@@ -42,7 +44,7 @@ class Change:
         if not at:
             return value
         value = value.clone()
-        value[at] = self.act(value[at])
+        value[at] = self.act(value[at]).to(value.dtype)
         return value
 
 
@@ -50,8 +52,11 @@ class Hooked:
     """The model of a checkpoint, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = reference.model_of(folder)
-        base = self._model.base_model
+        self._use(reference.model_of(folder))
+
+    def _use(self, model: PreTrainedModel) -> None:
+        self._model = model
+        base = model.base_model
         self._base = getattr(base, "decoder", base)
         self._layers = next(child for child in self._base.children() if isinstance(child, nn.ModuleList))
 
@@ -67,6 +72,13 @@ class Hooked:
                 hooks.callback(self._hook(point, _passing(point, here, seen)).remove)
             logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.clone(), {point: seen[point] for point in wanted}
+
+    def rounding(self, tokens: Sequence[int], changes: Sequence[Change], point: str) -> float:
+        """By how much what passes a point differs, at most, from the same in float64."""
+        exact = Hooked.__new__(Hooked)
+        exact._use(copy.deepcopy(self._model).double())
+        own, true = (each.run(tokens, changes, [point])[1][point] for each in (self, exact))
+        return float((own - true).abs().max())
 
     def greedy(self, prompt: Sequence[int], count: int, changes: Sequence[Change] = ()) -> list[int]:
         """As reference.greedy: no two tokens may be so near that rounding would decide."""
