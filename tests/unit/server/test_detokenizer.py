@@ -47,6 +47,18 @@ def test_text_comes_with_its_tokens(tokenizer: Tokenizer):
     assert told[-1] == "" and all(told[:-1])
 
 
+def test_many_tokens_take_as_many_windows_as_one(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    def windows(tokens: list[int]) -> int:
+        detokenizer, decoded = Detokenizer(tokenizer), []
+        stream, decode = detokenizer.stream(), detokenizer.decode
+        monkeypatch.setattr(detokenizer, "decode", lambda some: decoded.append(1) or decode(some))
+        assert stream.feed_all(tokens) == tokenizer.decode(tokens)
+        return len(decoded)
+
+    tokens = tokenizer.encode("the lazy dog", add_special_tokens=False).ids
+    assert len(tokens) > 1 and windows(tokens) == windows(tokens[:1])
+
+
 def test_a_character_comes_whole_with_its_last_byte(byte_fallback: Tokenizer):
     assert pieces(byte_fallback, byte_tokens(byte_fallback, "€😀".encode())) == ["", "", "€", "", "", "", "😀", ""]
 

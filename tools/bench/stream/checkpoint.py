@@ -11,7 +11,6 @@ from typing import NamedTuple
 from djinn_client.errors import InvalidRequest
 from tools.bench.stream.experiment import Shape
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAKE_MODEL = Path(__file__).resolve().parents[2] / "make_model.py"
 
 
@@ -32,9 +31,11 @@ def find(folder: Path) -> Checkpoint:
 
 def handed_over(shape: Shape) -> Checkpoint:
     """One that is on no disk."""
+    from tools.checkpoints.random_model import DTYPES
     from tools.checkpoints.shapes import config_of
 
-    return Checkpoint(None, config_of(shape.shape, dtype="", reduced=shape.reduced)["vocab_size"], _DTYPES[shape.dtype])
+    config = config_of(shape.shape, dtype=str(DTYPES[shape.dtype]).removeprefix("torch."), reduced=shape.reduced)
+    return Checkpoint(None, config["vocab_size"], config["torch_dtype"])
 
 
 def make(shape: Shape, folder: Path, device: str) -> None:

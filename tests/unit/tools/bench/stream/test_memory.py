@@ -39,6 +39,16 @@ def test_the_peak_is_that_of_the_watched_phase() -> None:
     assert memory.phases[0].ended <= memory.phases[1].began
 
 
+def test_what_was_in_use_before_it_begins_anew_is_no_peak() -> None:
+    meter = ScriptedMeter([0, 3 * GIB, GIB])
+    with DeviceMemory(meter) as memory, memory.watch("handed over") as watched:
+        assert meter.said.wait(PATIENCE)
+        memory.begin_anew()
+        meter.said.clear()
+        assert meter.said.wait(PATIENCE)
+    assert watched.peak == GIB
+
+
 def test_the_curve_has_both_ends_of_every_change_and_no_more() -> None:
     meter = ScriptedMeter([GIB, GIB, GIB + 1, 2 * GIB, 2 * GIB, 0])
     with DeviceMemory(meter) as memory:
