@@ -7,7 +7,8 @@ It is an object of the arena, which outlives the engine: the table, as in kvcach
 
 While the driver pins, whatever else the process asks of it waits: 21 GB in pieces of 1 GiB kept a first token for two
 seconds. So pieces are small, and a thread pins one after another, those first that somebody wants to copy to or from,
-the others half of the time while steps are run.
+the others half of the time while steps are run, and not before those have had their calls answered who have waited for
+the model.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
+HEAD_START = 2.0  # seconds that who has waited for the model has before pieces are pinned that nobody wants yet
+_LOOK = 0.01  # seconds between looks, meanwhile, whether somebody wants one
 _PAUSE = 0.001  # seconds after a piece; beside steps as long as it took, where nobody waits for one
 _LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
 
@@ -63,6 +66,9 @@ class HostPages:
         began, rest = time.monotonic(), iter(range(len(self._pieces)))
         while not self._closed.is_set():
             is_wanted = bool(self._wanted)
+            if not is_wanted and time.monotonic() < began + HEAD_START:
+                self._closed.wait(_LOOK)
+                continue
             index = self._wanted.pop() if is_wanted else next(rest, None)
             if index is None:
                 log.info("host_pages_pinned bytes=%d seconds=%.2f", self._slots.nbytes, time.monotonic() - began)

@@ -8,7 +8,7 @@ waited longer, a session has its next row within (k + 1) * `after` seconds and t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from djinnd.core.session import Session
 
@@ -34,14 +34,17 @@ class Ageing:
         if session is self._first:
             self._first = None
 
-    def served(self, session: Session, now: float) -> None:
-        """It has a row in the step that begins now."""
-        session.row_at = now
-        self._waiting[session.id] = self._waiting.pop(session.id)
-        if session is self._first:
-            self._rows -= 1
-            if not self._rows:
-                self._first = None
+    def served(self, sessions: Iterable[Session], now: float) -> None:
+        """They have a row in the step that begins now."""
+        waiting, first = self._waiting, self._first
+        for session in sessions:
+            session.row_at = now
+            name = session.id
+            waiting[name] = waiting.pop(name)
+            if session is first:
+                self._rows -= 1
+                if not self._rows:
+                    self._first = None
 
     def first(self, now: float) -> Session | None:
         """Who comes before all others, if anybody does."""

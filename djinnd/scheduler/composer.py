@@ -9,7 +9,7 @@ from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row, blocks_of
-from djinnd.core.request import RequestState
+from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.scheduler.ageing import Ageing
@@ -165,6 +165,15 @@ class Composer:
             if room.is_full:
                 break
             tokens = len(session.tokens)
+            if not is_part and self._merely_decodes(session, aged, is_moving):
+                decoders[session.klass].discard(session)
+                if room.take_one(session.klass, shields=not session.bulk):
+                    rows.append(self._one(session, step))
+                else:
+                    session.passed_over = ROOM
+                    if self._is_closed(session.klass, room, decoders):
+                        closed.add(session.klass)
+                continue
             remaining = session.remaining
             count = room.share(session.klass, remaining)
             if remaining == 1:
@@ -207,12 +216,25 @@ class Composer:
         residence.claimed = None
         if short or self._takes_pages:
             self._short_until = step + SHORT_STEPS
-        for row in rows:
-            self._ageing.served(row.session, now)
+        self._ageing.served([row.session for row in rows], now)
         if rows:
             self.served = step
         rows.sort(key=_is_chunk)
         return tuple(rows)
+
+    def _merely_decodes(self, session: Session, aged: Session | None, is_moving: Test | None) -> bool:
+        """It needs room for one token, which goes through all blocks, and nothing else: most, in most steps."""
+        request, tokens = session.request, len(session.tokens)
+        assert request is not None
+        return (
+            tokens - session.computed == 1
+            and session.stage is None
+            and not request.stops
+            and session is not aged
+            and session is not self._turn
+            and self._kv.fits(session.id, tokens)
+            and (is_moving is None or not is_moving(session))
+        )
 
     def _survey(self, is_moving: Test | None) -> Decoders:
         """Those that can have a row. Notes who has much to read, too."""
@@ -301,14 +323,13 @@ class Composer:
                 return session, count
         return None, 0
 
+    def _one(self, session: Session, step: int) -> Row:
+        """Of a session that merely decodes."""
+        request = self._begun(session, step)
+        return Row(session, request, session.computed, 1, 0, self._num_blocks, request.max_tokens > 0, None)
+
     def _row(self, session: Session, way: Way, count: int, step: int) -> Row:
-        request, last = session.request, way.last
-        assert request is not None
-        if request.state is RequestState.QUEUED:
-            request.move("start")
-        session.touched, session.passed_over = step, ""
-        if self._apart:
-            self._apart.pop(session.id, None)
+        request, last = self._begun(session, step), way.last
         start, stage = session.next_position, session.stage
         if last > self._num_blocks:
             last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
@@ -319,6 +340,17 @@ class Composer:
         elif way.last <= self._num_blocks:
             stage = session.stage = Stage(way.first, last, start)
         return Row(session, request, start, count, way.first, last, samples, stage)
+
+    def _begun(self, session: Session, step: int) -> Request:
+        """It has a row in this step; for this request."""
+        request = session.request
+        assert request is not None
+        if request.state is RequestState.QUEUED:
+            request.move("start")
+        session.touched, session.passed_over = step, ""
+        if self._apart:
+            self._apart.pop(session.id, None)
+        return request
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:

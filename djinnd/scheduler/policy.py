@@ -147,6 +147,20 @@ class Room:
             return 0
         return max(min(remaining, self._tokens - reserved, self._chunk), 0)
 
+    def take_one(self, klass: Class, *, shields: bool) -> bool:
+        """`share` and `take` at once, of a session that needs one token; False: there is no room for it."""
+        if klass != self._klass:
+            self._enter(klass)
+        if self._taken >= self._most_rows:
+            return False
+        self._taken += 1
+        self._tokens -= 1
+        self._rows -= 1
+        if shields and klass != CLASSES[-1]:
+            self._decoders += 1
+        self._decoding[klass] -= 1
+        return True
+
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Uses up `count` tokens, of those that `share` answered for `remaining`."""
         self._taken += 1

@@ -95,6 +95,7 @@ def measure(checkpoint: Path, device: str, memory: str) -> dict[str, Any]:
 @click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(checkpoint: Path, device: str, memory: str, path: Path | None, recorded: bool) -> None:
     checkpoint = checkpoint.resolve()
+    os.sync()  # whoever has just made it has left most of it to be written, which the journal would wait behind
     found = measure(checkpoint, device, memory)
     table = Table("start", "seconds to the first token", "the daemon's uptime then", title=checkpoint.name)
     for name, seconds in found["seconds"].items():

@@ -45,6 +45,11 @@ def device() -> Iterator[Device]:
     device.close()
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "HEAD_START", 0.0)
+
+
 def shared(slots: int) -> Tensor:
     """Beginning on a host page, as what is mapped does."""
     nbytes = object_bytes(slots, PAGE)
@@ -144,6 +149,18 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
     pinned(pages)
     assert order == [pages.slot(slot).data_ptr() for slot in (0, 4, 2, 6)]
     assert all(pages.is_ready(slot) for slot in range(8))
+    pages.release()
+
+
+def test_only_what_somebody_wants_is_pinned_before_the_head_start_is_over(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pages, "PIECE", SLOT)
+    monkeypatch.setattr(host_pages, "HEAD_START", 3600.0)
+    pages = HostPages(shared(3), PAGE, device)
+    while not pages.is_ready(1):
+        time.sleep(0.001)
+    assert device.pinned == [(pages.slot(1).data_ptr(), SLOT)]
     pages.release()
 
 

@@ -24,8 +24,8 @@ def test_the_first_stays_so_for_a_few_rows() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     for row in range(ROWS):
         assert ageing.first(20.0 + row) is a
-        ageing.served(b, 20.0 + row)
-        ageing.served(a, 20.0 + row)
+        ageing.served([b], 20.0 + row)
+        ageing.served([a], 20.0 + row)
     assert ageing.first(20.0 + ROWS) is None
 
 
@@ -38,13 +38,13 @@ def test_one_at_a_time_the_longest_without_a_row_first() -> None:
         if first is not None:
             if not chosen or chosen[-1][0] != first.id:
                 chosen.append((first.id, now))
-            ageing.served(first, now)
+            ageing.served([first], now)
     assert chosen == [("a", 20.0), ("b", 30.0), ("c", 40.0), ("a", 50.0)]
 
 
 def test_whoever_has_had_a_row_since_is_younger() -> None:
     ageing, (a, b) = ageing_of("a", "b")
-    ageing.served(a, 9.0)
+    ageing.served([a], 9.0)
     assert ageing.first(11.0) is b
 
 
@@ -52,7 +52,7 @@ def test_who_has_rows_all_the_time_never_comes_first() -> None:
     ageing, (a,) = ageing_of("a")
     for now in range(0, 100, 5):
         assert ageing.first(now) is None
-        ageing.served(a, now)
+        ageing.served([a], now)
 
 
 def test_who_leaves_is_first_no_more_and_nobody_follows_at_once() -> None:
@@ -74,6 +74,6 @@ def test_who_comes_again_begins_anew() -> None:
 
 def test_those_who_wait_are_in_the_order_of_their_last_rows() -> None:
     ageing, (a, b, c) = ageing_of("a", "b", "c")
-    ageing.served(b, 4.0)
-    ageing.served(a, 5.0)
+    ageing.served([b], 4.0)
+    ageing.served([a], 5.0)
     assert list(ageing) == [c, b, a]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 
 import pytest
 
@@ -46,12 +47,18 @@ def room(
 
 
 def shares(room: Room, sessions: list[Session]) -> list[int]:
-    """What each gets when each takes its share in turn."""
+    """What each gets when each takes its share in turn; and as much if who needs one token takes it at once."""
+    at_once = deepcopy(room)
     counts = []
     for session in sessions:
         counts.append(room.share(session.klass, session.remaining))
         if counts[-1]:
             room.take(session.remaining, counts[-1], shields=not session.bulk)
+        if session.remaining == 1 and not at_once.is_full:
+            taken = int(at_once.take_one(session.klass, shields=not session.bulk))
+        elif taken := at_once.share(session.klass, session.remaining):
+            at_once.take(session.remaining, taken, shields=not session.bulk)
+        assert taken == counts[-1]
     return counts
 
 
