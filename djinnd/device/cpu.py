@@ -94,6 +94,7 @@ class _Copy:
 
 class CpuDevice(Device):
     def __init__(self, memory: int) -> None:
+        super().__init__()
         self.torch_device = torch.device("cpu")
         self.description = f"CPU, {torch.get_num_threads()} threads"
         self.budget = MemoryBudget(memory or int(_available_memory() * _DEFAULT_SHARE))

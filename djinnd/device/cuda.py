@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 # them: 20 GB that an earlier process has left take 1.1 s. Both piece by piece on 16 threads took 2.1 s.
 _POPULATE_THREADS = 16
 _POPULATED = 64 << 20  # bytes of a part
+# The driver's lock is not fair: who registers piece right behind piece keeps steps out until all are done.
+_LET_IN_S = 0.001
+_BUSY_S = 0.1  # since a step, in which the next one is likely
 
 _libc = ctypes.CDLL(None)
 
@@ -85,6 +89,7 @@ class _Pinning:
 
 class CudaDevice(Device):
     def __init__(self, name: str, memory: int) -> None:
+        super().__init__()
         if not self.available():
             raise InvalidRequest(f"device {name} is not there: torch sees no CUDA device; `djinnctl doctor` says why")
         self.torch_device = torch.device(name)
@@ -193,6 +198,8 @@ class CudaDevice(Device):
             flags = _REGISTER_READ_ONLY if read_only else 0
             with torch.cuda.device(self.torch_device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), flags))
+            if self.idle_s < _BUSY_S:
+                time.sleep(_LET_IN_S)
 
         populate = ThreadPoolExecutor(_POPULATE_THREADS, "djinn-populate")
         registrar = ThreadPoolExecutor(1, "djinn-register")

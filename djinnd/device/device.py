@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +73,11 @@ class Device(ABC):
     budget: MemoryBudget
     reserved = 0  # bytes of the budget that are the device's own: its context and libraries
     trace: Trace | None = None  # where the step that is being run is recorded
-    computed = 0  # how often something was sent to the compute stream
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._computing = 0  # threads
+        self._computed_at = -math.inf
 
     @property
     def name(self) -> str:
@@ -165,8 +172,20 @@ class Device(ABC):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """The thread's work goes to the compute stream."""
-        self.computed += 1
-        yield
+        with self._lock:
+            self._computing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._computing -= 1
+                self._computed_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a thread has last been `computing`; 0 while one is."""
+        with self._lock:
+            return 0.0 if self._computing else time.monotonic() - self._computed_at
 
     @abstractmethod
     def synchronize(self) -> None: ...

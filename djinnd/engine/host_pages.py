@@ -6,9 +6,9 @@
 It is an object of the arena, which outlives the engine: the table, as in kvcache/tier.py, says which slots are whole.
 
 While the driver pins, whatever else the process asks of it waits: 21 GB in pieces of 1 GiB kept a first token for two
-seconds. So pieces are small, and a thread pins one after another, those first that somebody wants to copy to or from,
-the others half of the time while steps are run, and not before those have had their calls answered who have waited for
-the model.
+seconds, and small pieces right behind each other let nobody in between. So pieces are small, and a thread pins one
+after another, those first that somebody wants to copy to or from, the others with rests beside steps, and for a while
+after one, as after the steps that check a model at its load.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
-HEAD_START = 2.0  # seconds that who has waited for the model has before pieces are pinned that nobody wants yet
-_LOOK = 0.01  # seconds between looks, meanwhile, whether somebody wants one
-_PAUSE = 0.001  # seconds after a piece; beside steps as long as it took, where nobody waits for one
+_PAUSE = 0.001  # seconds after a piece, in which the driver is everybody's
+_QUIET = 1.0  # seconds that a step is ago, when pieces that nobody wants are pinned without a rest between them
+_REST = 4  # times as long as the piece before it took
 _LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
 
 
@@ -57,25 +57,31 @@ class HostPages:
         self._is_pinned = [False] * len(self._pieces)
         self.pinned = 0  # slots
         self._wanted: list[int] = []  # the last is the first to be pinned
-        self._closed = threading.Event()
+        self._closed = False
+        self._called = threading.Event()  # somebody wants a piece, or it is closed
         self.failure: OutOfMemory | None = None  # why no more is pinned
         self._thread = threading.Thread(target=self._pin, name="djinn-pin", daemon=True)
         self._thread.start()
 
     def _pin(self) -> None:
-        began, rest = time.monotonic(), iter(range(len(self._pieces)))
-        while not self._closed.is_set():
-            is_wanted = bool(self._wanted)
-            if not is_wanted and time.monotonic() < began + HEAD_START:
-                self._closed.wait(_LOOK)
+        began, others, resting_until = time.monotonic(), iter(range(len(self._pieces))), 0.0
+        while True:
+            self._called.clear()
+            if self._closed:
+                return
+            if self._wanted:
+                index = self._wanted.pop()
+            elif (seconds := resting_until - time.monotonic()) > 0:
+                self._called.wait(seconds)
                 continue
-            index = self._wanted.pop() if is_wanted else next(rest, None)
-            if index is None:
+            elif (other := next(others, None)) is not None:
+                index = other
+            else:
                 log.info("host_pages_pinned bytes=%d seconds=%.2f", self._slots.nbytes, time.monotonic() - began)
                 return
             if self._is_pinned[index]:
                 continue
-            pinning, computed = time.monotonic(), self._device.computed
+            pinning = time.monotonic()
             try:
                 self._device.pin([self._pieces[index]])
             except OutOfMemory as error:
@@ -84,8 +90,10 @@ class HostPages:
                 return
             self._is_pinned[index] = True
             self.pinned += self._pieces[index].numel() // self._slots.shape[1]
-            spares = not is_wanted and self._device.computed > computed
-            self._closed.wait(max(_PAUSE, time.monotonic() - pinning) if spares else _PAUSE)
+            now = time.monotonic()
+            if self._device.idle_s < _QUIET:
+                resting_until = now + _REST * (now - pinning)
+            time.sleep(_PAUSE)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +107,7 @@ class HostPages:
             return True
         if piece not in self._wanted:
             self._wanted.append(piece)
+            self._called.set()
         return False
 
     @property
@@ -120,7 +129,8 @@ class HostPages:
 
     def stop(self) -> None:
         """No more of it is pinned."""
-        self._closed.set()
+        self._closed = True
+        self._called.set()
         self._thread.join()
 
     def release(self) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -39,4 +42,19 @@ def test_work_is_done_on_the_thread_that_computes() -> None:
     with device.computing():
         out = torch.ones(3) + 1
     assert out.tolist() == [2.0] * 3
+    device.close()
+
+
+def test_a_device_is_idle_since_the_last_thread_has_done_its_work() -> None:
+    device = open_device("cpu", 1 << 20)
+    assert device.idle_s == math.inf
+    with device.computing():
+        with device.computing():
+            assert device.idle_s == 0
+        assert device.idle_s == 0
+    first = device.idle_s
+    assert 0 <= first <= device.idle_s < math.inf
+    with suppress(ZeroDivisionError), device.computing():
+        raise ZeroDivisionError
+    assert device.idle_s < math.inf
     device.close()

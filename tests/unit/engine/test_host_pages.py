@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,11 +44,6 @@ def device() -> Iterator[Device]:
     device = Device()
     yield device
     device.close()
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "HEAD_START", 0.0)
 
 
 def shared(slots: int) -> Tensor:
@@ -152,42 +148,38 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
     pages.release()
 
 
-def test_only_what_somebody_wants_is_pinned_before_the_head_start_is_over(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("idle_s", "rests"), [(0.0, True), (0.9, True), (1.1, False), (math.inf, False)])
+def test_it_rests_beside_steps_and_for_a_second_after_them(
+    device: Device, monkeypatch: pytest.MonkeyPatch, idle_s: float, rests: bool
 ) -> None:
-    monkeypatch.setattr(host_pages, "PIECE", SLOT)
-    monkeypatch.setattr(host_pages, "HEAD_START", 3600.0)
-    pages = HostPages(shared(3), PAGE, device)
-    while not pages.is_ready(1):
-        time.sleep(0.001)
-    assert device.pinned == [(pages.slot(1).data_ptr(), SLOT)]
-    pages.release()
-
-
-@pytest.mark.parametrize("steps_run", [True, False])
-def test_only_beside_steps_it_rests_for_as_long_as_it_pins(
-    device: Device, monkeypatch: pytest.MonkeyPatch, steps_run: bool
-) -> None:
-    rests: list[float] = []
-
-    class Closed(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            rests.append(timeout or 0.0)
-            return self.is_set()
+    at: list[float] = []
 
     def pin(pieces: Sequence[Tensor]) -> None:
+        at.append(time.monotonic())
         time.sleep(0.01)
-        if steps_run:
-            with device.computing():
-                pass
 
-    monkeypatch.setattr(host_pages, "threading", SimpleNamespace(Event=Closed, Thread=threading.Thread))
     monkeypatch.setattr(host_pages, "PIECE", SLOT)
+    monkeypatch.setattr(host_pages, "_REST", 10 if rests else 1e6)
+    monkeypatch.setattr(Device, "idle_s", idle_s)
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "unpin", lambda pieces: None)
     pages = pinned(HostPages(shared(3), PAGE, device))
-    assert len(rests) == 3
-    assert all(rest >= 0.01 for rest in rests) if steps_run else rests == [0.001] * 3
+    assert len(at) == 3
+    if rests:
+        assert all(later - earlier >= 0.11 for earlier, later in pairwise(at))
+    pages.release()
+
+
+def test_who_wants_a_slot_does_not_wait_for_a_rest_to_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "PIECE", SLOT)
+    monkeypatch.setattr(host_pages, "_REST", 1e6)
+    monkeypatch.setattr(device, "pin", lambda pieces: time.sleep(0.01))
+    monkeypatch.setattr(device, "unpin", lambda pieces: None)
+    with device.computing():
+        pages = HostPages(shared(3), PAGE, device)
+        while not pages.is_ready(2):
+            time.sleep(0.001)
+        assert not pages.is_ready(1), "it is nobody's yet"
     pages.release()
 
 
