@@ -22,6 +22,8 @@ from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 MODEL = "streamed"
 ALONE = 4  # tokens of the prompt
+WARM_UPS = 2  # first tokens that do not count
+PAUSE_S = 0.2  # before each: in it a ring becomes full, and the daemon is quiet
 
 
 class Serving(NamedTuple):
@@ -114,14 +116,16 @@ def prompt_logits(serving: Serving, address: str) -> npt.NDArray[np.float32]:
 
 
 def first_token_s(serving: Serving, address: str) -> list[float]:
-    """Of fresh sessions, one after another, each with a prompt of its own; the first warms up and does not count."""
+    """Of fresh sessions, one after another, each with a prompt that nobody has read, the logits' neither. The first
+    ones do not count: one runs a step of that shape for the first time, and the next waits for its capture."""
     times = []
-    for run in range(serving.runs + 1):
+    for run in range(WARM_UPS + serving.runs):
+        time.sleep(PAUSE_S)
         with djinn.Session(MODEL, address=address) as session:
             began = time.perf_counter()
-            session.generate(prompt(serving.prompt, serving.vocab, run), max_tokens=1, ignore_eos=True)
+            session.generate(prompt(serving.prompt, serving.vocab, 1 + run), max_tokens=1, ignore_eos=True)
             times.append(time.perf_counter() - began)
-    return times[1:]
+    return times[WARM_UPS:]
 
 
 async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
