@@ -22,10 +22,11 @@ demo: $(VENV)/demo.stamp
 	@echo "==> djinnd's demo"
 	@$(RUN) -m tools.demo
 
-# With bytecode, even where an image does without: the tests start hundreds of processes.
+# With bytecode, even where an image does without: the tests start hundreds of processes. With one thread each for
+# torch: there are as many workers as cores, and threads that wait for each other keep the others from theirs.
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	@echo "==> lint"
