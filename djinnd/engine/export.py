@@ -150,7 +150,8 @@ class Passages:
         if stale:  # before they are written: a later step would zero them then
             with self._device.computing():
                 runner.model.zero_pages(stale)
-        session.computed = session.foreign_tokens = tokens
+        session.foreign_tokens = tokens
+        self._scheduler.residence(session.model).advance(session, tokens)  # its pages have keys, as any session's
         session.touched = max(other.touched for other in self._scheduler.sessions())
 
     def _present(self, session_id: str) -> Session:

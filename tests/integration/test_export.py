@@ -91,6 +91,17 @@ def test_edited_kv_says_something_else_and_nobody_else_hears_of_it(session: djin
     assert greedy(session) == told[NEW:]
 
 
+def test_a_prompt_behind_kv_of_a_client_where_there_are_lower_tiers(session: djinn.Session, daemon: Daemon) -> None:
+    """Which are asked for what the session lacks, by the keys of its full pages; when it is woken, too."""
+    with daemon.client() as client:
+        wait_for(lambda: all(model.host_pages for model in client.models() if model.name == MODEL))
+    kv = session.kv()
+    with djinn.from_kv(MODEL, kv.tokens, kv, address=daemon.address) as other:
+        other.signal("IO_WAIT")
+        other.signal("COMPUTE")
+        assert greedy(other, [7, 8, 9]) == greedy(session, [7, 8, 9])
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_kv_of_a_client_comes_back_from_the_lower_tiers(session: djinn.Session, tier: djinn.protocol.Tier) -> None:
     address = session._steps._address
