@@ -1,0 +1,55 @@
+"""Shared memory: the server creates it, the engine says how much, and fills it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Holding = Literal["weights", "pages"]
+
+# --- server to engine -----------------------------------------------------------------------------------------------
+
+
+class ArenaReady(msgspec.Struct, tag="arena_ready"):
+    """`complete`: an earlier engine, or a client, filled it with the same fingerprint; nothing need be read from disk.
+
+    Of a model that a client shares there is no name but a descriptor, which is the receiver's: `fd` is its number."""
+
+    request: int
+    name: str
+    offset: int  # bytes of header before the first block
+    complete: bool
+    fd: int = -1
+
+
+class ArenaRefused(msgspec.Struct, tag="arena_refused"):
+    request: int
+    message: str
+    data: dict[str, Any] = {}
+
+
+# --- engine to server -----------------------------------------------------------------------------------------------
+
+
+class NeedArena(msgspec.Struct, tag="need_arena"):
+    """`holds`: the model's weights, or pages of its sessions."""
+
+    request: int
+    model: str
+    nbytes: int
+    fingerprint: str  # of checkpoint and layout
+    holds: Holding = "weights"
+
+
+class ArenaFilled(msgspec.Struct, tag="arena_filled"):
+    """One-way: all blocks are in the arena; the server marks it complete."""
+
+    model: str
+
+
+class HostReleased(msgspec.Struct, tag="host_released"):
+    """One-way: no block of the model needs the arena any more, and it is not mapped. The server removes the object; a
+    later engine gets an empty one."""
+
+    model: str

@@ -1,0 +1,66 @@
+"""What the engine says of itself: a report of what it has and has done, and a trace of its steps."""
+
+from __future__ import annotations
+
+import msgspec
+
+from djinn_client.protocol import ModelInfo, Span
+
+# --- server to engine -----------------------------------------------------------------------------------------------
+
+
+class Inquire(msgspec.Struct, tag="inquire"):
+    request: int
+    check: bool = False
+
+
+class Trace(msgspec.Struct, tag="trace"):
+    """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with what there is then; by
+    Failed(retry) where one is being recorded already."""
+
+    request: int
+    steps: int
+    seconds: float
+
+
+# --- engine to server -----------------------------------------------------------------------------------------------
+
+
+class SessionUse(msgspec.Struct, array_like=True):
+    """Pages on the device are held; those of the lower tiers are what is found there of the session's other pages."""
+
+    session: str
+    state: str  # idle, waiting, arriving, paused, or that of its request
+    kv_tokens: int  # on the device
+    pages: int
+    host_pages: int = 0
+    disk_pages: int = 0
+    idle_s: float = 0.0
+
+
+class TenantUse(msgspec.Struct, array_like=True):
+    """Bytes of pages that the tenant has in each tier, of all models."""
+
+    tenant: int
+    device_kv: int
+    host_kv: int
+    disk_kv: int
+
+
+class Report(msgspec.Struct, tag="report"):
+    request: int
+    budget_bytes: int
+    used_bytes: int
+    steps: int
+    generated_tokens: int
+    running: int
+    queued: int
+    models: list[ModelInfo]
+    sessions: list[SessionUse]
+    tenants: list[TenantUse] = []
+    findings: list[str] = []
+
+
+class Traced(msgspec.Struct, tag="traced"):
+    request: int
+    spans: list[Span]

@@ -1,0 +1,100 @@
+"""All messages by direction, and their bytes: a frame holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from djinn_client.errors import ProtocolError
+from djinn_client.protocol import framed
+from djinnd.messages import arenas, engine, figures, models, runs, scheduling, sessions
+
+ToEngine = (
+    engine.SetBudget
+    | engine.Shutdown
+    | models.Load
+    | models.Unload
+    | models.Plan
+    | models.DescribeImage
+    | models.PublicPrefix
+    | arenas.ArenaReady
+    | arenas.ArenaRefused
+    | sessions.Open
+    | sessions.Fork
+    | sessions.Close
+    | sessions.Truncate
+    | sessions.AddEdit
+    | sessions.EndEdits
+    | sessions.ExportKv
+    | sessions.ImportKv
+    | runs.Run
+    | runs.CancelRun
+    | runs.Halt
+    | runs.Hold
+    | scheduling.SetClass
+    | scheduling.Signal
+    | scheduling.Pause
+    | scheduling.Resume
+    | scheduling.SetTenants
+    | scheduling.SetPolicy
+    | scheduling.Explain
+    | figures.Inquire
+    | figures.Trace
+)
+
+FromEngine = (
+    engine.Ready
+    | engine.Alive
+    | engine.BudgetSet
+    | engine.Failed
+    | models.Loading
+    | models.Loaded
+    | models.Unloaded
+    | models.Planned
+    | models.ImageDescribed
+    | arenas.NeedArena
+    | arenas.ArenaFilled
+    | arenas.HostReleased
+    | sessions.KvExported
+    | runs.Stepped
+    | runs.Finished
+    | runs.LogitsReady
+    | scheduling.Paused
+    | scheduling.Explained
+    | figures.Report
+    | figures.Traced
+)
+
+MAX_FRAME = 256 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
+    return framed(_encoder.encode(message), fds)
+
+
+def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
+    """`fds`: the descriptors that came with the frame, which are the message's then."""
+    message: ToEngine = _decode(_to_engine, payload)
+    if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
+        (message.fd,) = fds or (-1,)
+    else:
+        assert not fds, message
+    return message
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    message: FromEngine = _decode(_from_engine, payload)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:  # both sides are ours: a difference of versions between them
+        raise ProtocolError(f"server and engine disagree: {error}") from error
