@@ -1,12 +1,15 @@
 """The journal as the event loop sees it: what happens to sessions is written before anybody is told of it.
 
-    changed ─► gathering ──hand over──► writing (a thread) ──committed──► what was held is told
-                   ▲                        │
+    changed ─► gathering ──end of the loop's turn──► written ──committed──► what was held is told
+                   ▲                                    │
                    └── while one group is written, the next gathers, with what depends on it
 
 Whoever tells a client something does so by `after`: at once where all that has happened so far is committed, else when
 it is. That holds for every word, not only for those that depend on a change, so the order stays. A turn of the loop
 makes one commit, and while the disk is slow several turns do.
+
+The loop writes by itself, which is a copy to the page cache: a thread would take ten times as long to wake up, twice.
+The thread has what waits for the disk: tidying, and for some time every commit, after one that was slow or failed.
 
 Where a commit fails (a full disk), nothing is held back any more: what runs goes on, new work is refused
 (`expect_writable`), and what could not be written is tried again until it can.
@@ -47,6 +50,8 @@ from djinnd.server.stopping import leave_signals_to_the_loop
 log = logging.getLogger("djinnd.server")
 
 RETRY = 1.0  # seconds between attempts to write what could not be written
+SLOW_S = 0.02  # a commit that takes the loop longer
+CAUTIOUS_S = 10.0  # for so long after one, the thread writes
 
 
 class Journalled(Protocol):
@@ -94,7 +99,8 @@ class Journal:
         self._groups: queue.SimpleQueue[list[Change] | None] = queue.SimpleQueue()
         self._gathering = _Group()
         self._writing: _Group | None = None
-        self._due = False  # a hand-over is
+        self._due = False  # the end of the turn is to write
+        self._cautious_until = 0.0
         self._settled = asyncio.Event()
         self._settled.set()
         self._fault = ""  # why the last commit failed
@@ -146,7 +152,7 @@ class Journal:
         """Its tokens from `journalled` on are new, or what was behind that is gone."""
         if self._thread is not None:
             self._gathering.sessions[session.id] = session
-            self._hand_over_soon()
+            self._write_soon()
 
     def reclassified(self, session: Journalled) -> None:
         self._note(Reclassified(session.id, session.priority))
@@ -191,20 +197,22 @@ class Journal:
     def _note(self, change: Change) -> None:
         if self._thread is not None:
             self._gathering.changes.append(change)
-            self._hand_over_soon()
+            self._write_soon()
 
     # --- on its way to the disk -------------------------------------------------------------------------------------
 
-    def _hand_over_soon(self) -> None:
+    def _write_soon(self) -> None:
         """When this turn's work is gathered."""
         self._settled.clear()
         if not self._due and self._writing is None:
             self._due = True
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_soon(self._write_gathered)
 
-    def _hand_over(self) -> None:
+    def _write_gathered(self) -> None:
         self._due = False
         group = self._gathering
+        if self._writing is not None:
+            return  # this comes when that is written
         if group.is_empty:
             self._settled.set()
             return
@@ -212,14 +220,37 @@ class Journal:
         for session in group.sessions.values():
             group.changes.append(Extended(session.id, session.journalled, session.tokens[session.journalled :]))
             session.journalled = len(session.tokens)
-        self._groups.put(group.changes)
+        if self._wrote_at_once(group.changes):
+            self._written()
+        else:
+            self._groups.put(group.changes)
+
+    def _wrote_at_once(self, changes: list[Change]) -> bool:
+        """False: the thread is to write them. It has nothing in hand: nothing is being written."""
+        assert self._file is not None
+        began = time.monotonic()
+        if self._fault or began < self._cautious_until:
+            return False
+        try:
+            self._file.append(changes)
+        except Exception:  # the thread finds it, too, and says so
+            return False
+        ended = time.monotonic()
+        if ended - began > SLOW_S:
+            self._cautious_until = ended + CAUTIOUS_S
+        return True
 
     def _written(self) -> None:
-        assert self._writing is not None
+        assert self._writing is not None and self._file is not None
         held, self._writing = self._writing.held, None
         for act, arguments in held:
             act(*arguments)
-        self._hand_over()
+        if self._file.wants_tidying:
+            self._settled.clear()
+            self._writing = _Group()
+            self._groups.put([])
+        elif not self._due:
+            self._write_gathered()
 
     def _attempted(self, fault: str) -> None:
         if fault and not self._fault:
@@ -237,9 +268,9 @@ class Journal:
         failed = False
         while True:
             try:
-                changes = self._groups.get(timeout=RETRY if failed else None)
+                changes, is_retry = self._groups.get(timeout=RETRY if failed else None), False
             except queue.Empty:
-                changes = []
+                changes, is_retry = [], True
             unwritten += changes or []
             fault = _commit(file, unwritten)
             if not fault:
@@ -249,21 +280,20 @@ class Journal:
             failed = bool(fault)
             if changes is None:
                 return
-            if changes:
+            if not is_retry:
                 self._loop.call_soon_threadsafe(self._written)
 
 
 def _commit(file: JournalFile, changes: list[Change]) -> str:
-    """Why it failed, or nothing."""
-    if not changes:
-        return ""
-    try:
-        file.append(changes)
-    except Exception as error:  # whatever it is: nobody may wait for this thread for ever
-        return str(error)
-    if file.wants_fold:
+    """Why it failed, or nothing. Tidies, too."""
+    if changes:
         try:
-            file.fold()
+            file.append(changes)
+        except Exception as error:  # whatever it is: nobody may wait for this thread for ever
+            return str(error)
+    if file.wants_tidying:
+        try:
+            file.tidy()
         except Exception as error:  # nothing is lost: the changes are there
-            log.warning("journal_not_folded path=%s error=%s", file.path, error)
+            log.warning("journal_not_tidied path=%s error=%s", file.path, error)
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from djinn_client.errors import JournalUnavailable
 from djinnd.server import journal
 from djinnd.server.journal import Journal
-from djinnd.server.journal_file import JournalFile
+from djinnd.server.journal_file import FOLD_BYTES, JournalFile
 from tests.support.journalled import Session
 
 
@@ -25,9 +26,13 @@ class Disk:
         self.free.set()
         self.error: Exception | None = None
         self.commits = 0
+        self.takes_s = 0.0
+        self.by_the_loop: list[bool] = []  # each attempt: it was the loop's thread
         append = JournalFile.append
 
         def slow(file: JournalFile, changes: list) -> None:
+            self.by_the_loop.append(threading.current_thread() is threading.main_thread())
+            time.sleep(self.takes_s)
             assert self.free.wait(60)
             if self.error is not None:
                 raise self.error
@@ -36,6 +41,12 @@ class Disk:
 
         monkeypatch.setattr(JournalFile, "append", slow)
         monkeypatch.setattr(journal, "RETRY", 0.01)
+
+    async def be_slow_once(self, there: Journal) -> None:
+        self.takes_s = 1.5 * journal.SLOW_S
+        there.opened(Session("slow"))
+        await there.settled()
+        self.takes_s, self.commits = 0.0, 0
 
 
 @pytest.fixture
@@ -69,6 +80,7 @@ def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_p
         told: list[object] = []
         there.after(told.append, "at once")
         assert told == ["at once"]
+        await disk.be_slow_once(there)
         disk.free.clear()
         session = Session("a")
         there.opened(session)
@@ -89,12 +101,13 @@ def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_p
         there.after(told.append, "at once again")
         assert told[-1] == "at once again"
 
-    assert play(tmp_path, act) == {"a": [1, 2, 3]}
+    assert play(tmp_path, act) == {"slow": [], "a": [1, 2, 3]}
 
 
 def test_what_depends_on_nothing_new_waits_for_the_commit_before_it_only(tmp_path: Path, disk: Disk) -> None:
     async def act(there: Journal) -> None:
         told: list[str] = []
+        await disk.be_slow_once(there)
         disk.free.clear()
         session = Session("a")
         there.opened(session)
@@ -110,7 +123,72 @@ def test_what_depends_on_nothing_new_waits_for_the_commit_before_it_only(tmp_pat
         await there.settled()
         assert told == ["ping", "token"]
 
-    assert play(tmp_path, act) == {"a": [1]}
+    assert play(tmp_path, act) == {"slow": [], "a": [1]}
+
+
+def test_the_loop_writes_unless_the_disk_has_been_slow_of_late(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(there: Journal) -> None:
+        told: list[str] = []
+
+        async def note(word: str) -> bool:
+            """→ whether the loop has written it by itself."""
+            session.tokens.append(len(told))
+            there.changed(session)
+            there.after(told.append, word)
+            await asyncio.sleep(0)
+            at_once = told[-1:] == [word]
+            await there.settled()
+            assert told[-1] == word
+            return at_once
+
+        session = Session("a")
+        there.opened(session)
+        assert await note("quick")
+        await disk.be_slow_once(there)
+        assert not await note("cautious")
+        monkeypatch.setattr(there, "_cautious_until", 0.0)
+        assert await note("quick again")
+        disk.error = OSError(28, "No space left")
+        assert not await note("failed")
+        disk.error = None
+        assert disk.by_the_loop[:5] == [True, True, False, True, True]
+        assert not disk.by_the_loop[5], "the thread has tried again"
+
+    assert play(tmp_path, act) == {"slow": [], "a": [0, 1, 2, 3]}
+
+
+def test_tidying_is_the_thread_s_and_what_happens_meanwhile_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, tidied = threading.Event(), []
+    tidy = JournalFile.tidy
+
+    def slow(file: JournalFile) -> None:
+        assert free.wait(60)
+        tidy(file)
+        tidied.append(threading.current_thread() is threading.main_thread())
+
+    monkeypatch.setattr(JournalFile, "tidy", slow)
+
+    async def act(there: Journal) -> None:
+        told: list[str] = []
+        session = Session("a", [0] * FOLD_BYTES)
+        there.opened(session)
+        there.after(told.append, "long")
+        await asyncio.sleep(0.02)
+        assert told == ["long"], "it is written, and the thread tidies"
+        session.tokens.append(1)
+        there.changed(session)
+        there.after(told.append, "meanwhile")
+        await asyncio.sleep(0.02)
+        assert told == ["long"]
+        free.set()
+        await there.settled()
+        assert told == ["long", "meanwhile"] and tidied == [False]
+
+    assert play(tmp_path, act) == {"a": [0] * FOLD_BYTES + [1]}
 
 
 def test_cut_and_closed_in_one_turn_with_what_was_before(tmp_path: Path) -> None:

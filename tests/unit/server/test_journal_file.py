@@ -91,13 +91,30 @@ def test_folding_changes_nothing_and_happens_by_itself(tmp_path: Path) -> None:
             file.fold()
             (session,) = file.sessions()
             assert session.tokens.tolist() == list(range(start + 3))
-    assert not file.wants_fold
+    assert not file.wants_tidying
     file.append([Extended("one", 600, [1 << 20] * journal_file.FOLD_BYTES)])
-    assert file.wants_fold
-    file.fold()
-    assert not file.wants_fold
+    assert file.wants_tidying
+    file.tidy()
+    assert not file.wants_tidying
     file.close()
     assert len(kept(tmp_path)["one"]) == 600 + journal_file.FOLD_BYTES
+
+
+def test_a_long_log_is_copied_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "LOG_BYTES", 1 << 18)
+    file = JournalFile(str(tmp_path))
+    log = tmp_path / f"{NAME}-wal"
+    file.append([ONE])
+    commits = 0
+    while not file.wants_tidying:
+        file.append([Extended("one", commits, [commits])])
+        commits += 1
+    assert log.stat().st_size >= 1 << 18
+    file.tidy()
+    assert (log.stat().st_size, file.wants_tidying) == (0, False)
+    file.append([Extended("one", commits, [commits])])
+    file.close()
+    assert kept(tmp_path) == {"one": list(range(commits + 1))}
 
 
 def test_public_prefixes_are_kept_until_they_are_withdrawn(tmp_path: Path) -> None:
@@ -204,7 +221,7 @@ def test_edits_go_with_their_session(tmp_path: Path) -> None:
 def test_values_count_as_what_is_to_be_folded(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     file.append([ONE, added("one", 1, Extent(0), values=bytes(journal_file.FOLD_BYTES))])
-    assert file.wants_fold
+    assert file.wants_tidying
     file.fold()
     (edits,) = file.edits().values()
     assert len(edits.edits[0].values) == journal_file.FOLD_BYTES
