@@ -133,7 +133,7 @@ class Engine:
                 self._tiers.begin_copies()  # unless the step has
                 busy = stepped or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
-                if moving and not busy:
+                if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()
                 busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
                 collector.turn(quiet and not busy, time.monotonic())

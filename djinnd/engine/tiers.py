@@ -151,6 +151,14 @@ class Tiers:
         """Something is under way, or about to be."""
         return any(model.paging.is_busy for model in self._models.values())
 
+    def follow(self) -> bool:
+        """For when the device has nothing to do: who waits for the last of a transfer goes on behind it. → whether
+        anybody does."""
+        over = {name: model.transfers.follow() for name, model in self._models.items() if model.paging.is_busy}
+        for name, transfers in over.items():
+            self._scheduler.over(name, transfers)
+        return any(over.values())
+
     def wait(self) -> None:
         """For when there is nothing to do but what is under way."""
         busy = next((model for model in self._models.values() if model.paging.is_busy), None)

@@ -65,6 +65,7 @@ class Move:
     target: int
     checksum: int | None = None
     page: int = 0  # where a fetched page goes next
+    is_followed: bool = False  # the device computes with it no sooner than it is there
     on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
     on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
 
@@ -388,20 +389,31 @@ class Paging:
     def is_busy(self) -> bool:
         return bool(self._waiting or self._under_way or self._unsealed)
 
+    def followed(self, move: Move) -> list[Transfer]:
+        """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as
+        good as there. Only its source is still read, until it has landed. → transfers that are over with this."""
+        assert move.way is Way.PROMOTE and move in self._under_way and not move.is_followed
+        move.is_followed = True
+        self.kv.unprotect(move.target)
+        del self._arriving[move.key]
+        return _over(move.on_landing)
+
     def landed(self, move: Move) -> list[Transfer]:
         """The bytes are at the target. → transfers that are over with this."""
-        self._under_way.remove(move)
+        over: list[Transfer] = []
         if move.way is Way.PROMOTE:
             assert self.host is not None
+            if not move.is_followed:
+                over = self.followed(move)
             self.host.unpin(move.source)
             self._unproven[self.host].discard(move.key)
-            self.kv.unprotect(move.target)
-            del self._arriving[move.key]
         else:
             self._unsealed.add(move)
             if move.way is Way.DEMOTE:
                 self.kv.unprotect(move.source)
-        return _over(move.on_landing)
+            over = _over(move.on_landing)
+        self._under_way.remove(move)
+        return over
 
     def sealed(self, move: Move, checksum: int) -> list[Transfer]:
         """The checksum of what has landed in a slot: it is found there now. → transfers that are over with this."""
@@ -425,6 +437,7 @@ class Paging:
 
     def failed(self, move: Move, *, bad: bool) -> list[Transfer]:
         """The bytes did not come. `bad`: those at the source are not what they were. → transfers that are over."""
+        assert not move.is_followed, "a step may have been computed with what has not come"
         self._under_way.remove(move)
         assert self.host is not None
         match move.way:
@@ -472,7 +485,8 @@ class Paging:
             self._filling.values()
         ), "what fills the host and what moves there differ"
         pages = [m.source for m in moves if m.way is Way.DEMOTE and m not in self._unsealed]
-        pages += [m.target for m in moves if m.way is Way.PROMOTE] + [m.page for m in moves if m.way is Way.FETCH]
+        pages += [m.target for m in moves if m.way is Way.PROMOTE and not m.is_followed]
+        pages += [m.page for m in moves if m.way is Way.FETCH]
         assert sorted(pages) == sorted(self.kv.protected), "pages that move and pages that are protected differ"
 
 

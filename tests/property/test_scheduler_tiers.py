@@ -32,6 +32,7 @@ class Copier:
         self.memory: dict[str, dict[int, Bytes]] = {"host": {}, "disk": {}}
         self.lanes: dict[Way, list[Move]] = {way: [] for way in Way}
         self.landed: list[Move] = []
+        self.followed: dict[Move, Bytes] = {}  # before it has landed: what its source held
 
     def go(self, choice: Random, failing: float) -> None:
         """Does one thing, if there is one to do."""
@@ -44,9 +45,12 @@ class Copier:
         if lane is self.landed:
             self.seal(lane.pop(choice.randrange(len(lane))))
             return
+        if lane is self.lanes[Way.PROMOTE] and choice.random() < 0.3:
+            self.follow(lane)
+            return
         in_order = lane is self.lanes[Way.DEMOTE] or lane is self.lanes[Way.PROMOTE]
         move = lane.pop(0 if in_order else choice.randrange(len(lane)))
-        if choice.random() < failing:
+        if choice.random() < failing and not move.is_followed:
             bad = move.way in (Way.PROMOTE, Way.FETCH) or choice.random() < 0.5
             self.ended(self.paging.failed(move, bad=bad))
         else:
@@ -57,7 +61,24 @@ class Copier:
         while self.paging.is_busy:
             self.go(choice, failing=0.0)
 
+    def follow(self, lane: list[Move]) -> None:
+        """What the device is given from now on comes behind the next copy."""
+        move = next((move for move in lane if not move.is_followed), None)
+        if move is not None:
+            self.carry(move)
+            self.followed[move] = self.memory["host"][move.source]
+            self.ended(self.paging.followed(move))
+
     def land(self, move: Move) -> None:
+        if move.is_followed:
+            assert self.memory["host"][move.source] is self.followed.pop(move), "its source was given away"
+        else:
+            self.carry(move)
+        if move.way is not Way.PROMOTE:
+            self.landed.append(move)
+        self.ended(self.paging.landed(move))
+
+    def carry(self, move: Move) -> None:
         size = self.paging.kv.page_size
         slots = {name: range(page * size, (page + 1) * size) for name, page in self.pages(move).items()}
         match move.way:
@@ -72,9 +93,6 @@ class Copier:
                 self.memory["disk"][move.target] = self.memory["host"][move.source]
             case Way.FETCH:
                 self.memory["host"][move.target] = self.memory["disk"][move.source]
-        if move.way is not Way.PROMOTE:
-            self.landed.append(move)
-        self.ended(self.paging.landed(move))
 
     def pages(self, move: Move) -> dict[str, int]:
         """Of the device."""

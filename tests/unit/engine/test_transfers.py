@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinnd.device import Lane, Mark
+from djinnd.device import Lane, Mark, Rates
 from djinnd.device.cpu import CpuDevice, _CopyEvent
 from djinnd.engine import host_pages, transfers
 from djinnd.engine.host_pages import HostPages, object_bytes
@@ -32,6 +32,17 @@ PAGES, HOST, DISK = 32, 24, 24
 TENANT = 1000
 
 
+class HeldCopy(_CopyEvent):
+    """That happens when a test says so. A compute stream waits for it, the host does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = False
+
+    def order(self) -> None:
+        self.is_awaited = True
+
+
 class Device(CpuDevice):
     """Remembers what was copied, and fails those copies whose names a test has put into `fails`."""
 
@@ -40,7 +51,7 @@ class Device(CpuDevice):
         self.copied: list[str] = []
         self.fails = ""
         self.holds = False  # copies that are queued do not happen
-        self._held: list[_CopyEvent] = []
+        self._held: list[HeldCopy] = []
 
     def copy(
         self,
@@ -57,7 +68,7 @@ class Device(CpuDevice):
             event.finish(RuntimeError("the bus is on fire"))
             return event
         if self.holds:
-            self._held.append(_CopyEvent())
+            self._held.append(HeldCopy())
             return self._held[-1]
         return super().copy(target, source, after, name, lane)
 
@@ -239,6 +250,43 @@ def test_no_more_is_in_flight_than_the_bus_needs(
         landed += 1
         floor.transfers.turn()
         assert transfer.missing == 7 - landed
+
+
+def test_a_step_follows_the_last_copies_of_a_transfer_when_they_are_about_to_end(
+    floor: Floor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / transfers.AHEAD_S, memory=1.0, products=1.0))
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
+    floor.device.holds = True
+    floor.turn()
+    held = floor.device._held
+    assert len(held) == 7 and floor.transfers.follow() == [], "seven are too many"
+    for event in held[:4]:
+        event.finish()
+    assert floor.transfers.turn() == []
+    assert floor.transfers.follow() == [transfer]
+    assert [event.is_awaited for event in held] == [False] * 4 + [True] * 3
+    assert transfer.is_over and not transfer.failed and floor.paging.is_busy
+    assert floor.transfers.follow() == []
+    for event in held[4:]:
+        assert floor.paging.is_busy
+        event.finish()
+        assert floor.transfers.turn() == []
+    assert not floor.paging.is_busy
+    floor.paging.check_integrity()
+
+
+def test_nobody_follows_a_copy_that_has_failed(floor: Floor) -> None:
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
+    floor.device.fails = "promote"
+    floor.turn()
+    assert floor.transfers.follow() == [] and not transfer.is_over
+    assert floor.settle() == [transfer] and transfer.failed
 
 
 class EndsWhileLookedAt(Future[int]):

@@ -204,6 +204,24 @@ def test_pages_arrive_in_pages_of_the_session() -> None:
     assert desk.kv.adopt("other", TENANT, tokens, 0, 10) == 8, "full pages are found on the device again"
 
 
+def test_who_is_followed_has_its_pages_at_once_while_their_sources_are_read_until_they_have_landed() -> None:
+    desk, tokens = saved(8)
+    found = desk.find(tokens)
+    transfer = desk.paging.load("back", TENANT, found)
+    first, last = moves = desk.take()
+    assert desk.paging.followed(first) == [] and desk.paging.followed(last) == [transfer]
+    desk.kv.arrived("back", found.keys, transfer.tokens)
+    assert desk.kv.trim("back", 8) == 8, "its pages may be written into"
+    host = desk.paging.host
+    assert host is not None and all(host.is_pinned(move.source) for move in moves) and desk.paging.is_busy
+    desk.paging.check_integrity()
+    for move in moves:
+        assert desk.paging.landed(move) == []
+        assert not host.is_pinned(move.source)
+    assert not desk.paging.is_busy
+    desk.paging.check_integrity()
+
+
 def test_where_pages_are_short_nothing_is_changed() -> None:
     desk, tokens = saved(10)
     desk.kv.reserve("hog", TENANT, 14 * PAGE)
