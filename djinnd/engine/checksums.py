@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.paging import Move
+from djinnd.kvcache.moves import Move
 
 # One may keep up with a bus where a core reads 30 GB/s; where cores or memory are slower it takes several. More than
 # four were felt by the steps (docs/log.md).

@@ -17,7 +17,8 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.engine.channel import Channel
 from djinnd.engine.model_runner import ModelRunner
-from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.kvcache.moves import Transfer
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier as Cache
 from djinnd.scheduler.scheduler import Scheduler

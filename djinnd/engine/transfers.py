@@ -25,8 +25,9 @@ from torch import Tensor
 from djinnd.device import Device, Event, Lane, Mark
 from djinnd.engine.checksums import Checksums
 from djinnd.engine.host_pages import HostPages
+from djinnd.kvcache.moves import Move, Transfer, Way
 from djinnd.kvcache.page_file import BadPage, PageFile
-from djinnd.kvcache.paging import Move, Paging, Transfer, Way
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 
@@ -90,7 +91,7 @@ class Transfers:
             return over
         self._end_copies(over)
         self._end_jobs(over)
-        while (move := self._paging.take()) is not None:
+        while (move := self._paging.moves.take()) is not None:
             self._begin(move)
         if any(self._queued.values()):
             self._mark = self._device.mark()
@@ -113,7 +114,7 @@ class Transfers:
                 copy.event.order()
         except Exception:
             return []  # `turn` finds it
-        return [transfer for copy in copies for move in copy.moves for transfer in self._paging.followed(move)]
+        return [transfer for copy in copies for move in copy.moves for transfer in self._paging.moves.followed(move)]
 
     def _last_copies(self) -> list[_Copy]:
         """The next copies to the device, up to the first that ends a transfer, if that is soon."""
@@ -204,7 +205,7 @@ class Transfers:
                     if outcome:
                         over += self._lose(move, f"{way.value}: {outcome}", bad=way is Way.PROMOTE)
                         continue
-                    over += self._paging.landed(move)
+                    over += self._paging.moves.landed(move)
                     if way is Way.DEMOTE:
                         self._sum(move.target, move)
 
@@ -237,7 +238,7 @@ class Transfers:
     def _end_jobs(self, over: list[Transfer]) -> None:
         for move, summed in self._checksums.take():
             if move.way is Way.DEMOTE:
-                over += self._paging.sealed(move, summed)
+                over += self._paging.moves.sealed(move, summed)
             elif summed == move.checksum:
                 self._queued[move.way].append(move)
             else:
@@ -262,7 +263,7 @@ class Transfers:
             self.disk_rate = self._fetched / (time.monotonic() - self._fetching_since)
             summed = move.checksum
         assert summed is not None
-        return self._paging.landed(move) + self._paging.sealed(move, summed)
+        return self._paging.moves.landed(move) + self._paging.moves.sealed(move, summed)
 
     def _lose(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
         """A page less in a tier: it is computed anew when it is needed. One that cannot be read is as good as `bad`:
@@ -271,7 +272,7 @@ class Transfers:
         if bad or now - self._failed_at > 60:
             log.warning("page_lost reason=%r", why)
             self._failed_at = now
-        return self._paging.failed(move, bad=bad)
+        return self._paging.moves.failed(move, bad=bad)
 
     def close(self) -> None:
         """Nothing is under way."""

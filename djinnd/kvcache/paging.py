@@ -1,73 +1,25 @@
-"""Pages between the tiers: which move, and what holds them while they do. Decides; whoever owns the bytes copies.
-
-                 demote                  write out
-    device page ────────► host slot ─────────────► disk slot        prepare ─► (copy) ─► landed ─► sealed
-                ◄────────           ◄─────────────                  both ends are protected until it has landed
-                 promote                   fetch
+"""Pages between the tiers: which are to move, for whom. Decides; whoever owns the bytes copies.
 
 KV follows from tokens, so a tier is a cache (tier.py): a page that is nowhere is computed anew, and a page that is
-there already need not be copied again. It is the same tenant's in every tier. Whatever moves belongs to transfers,
-each of one session: its pages leave the device, or arrive there, and it is the scheduler's to say what becomes of the
-session when the last of them has landed.
-
-A page that moves has one more reference than page tables give it, so nobody is given it and nobody writes into it; a
-session that goes on meanwhile only writes behind what is being copied. A slot that fills is nobody's to find; one that
-is read is pinned. A page that has landed on the host is free on the device at once; it is found there when its checksum
-has been taken (sealed), which takes no part in any step.
+there already need not be copied again. It is the same tenant's in every tier. Whatever moves (moves.py) belongs to
+transfers, each of one session: its pages leave the device, or arrive there, and it is the scheduler's to say what
+becomes of the session when the last of them has landed.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Moves, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
 
 WRITE_OUT_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
-
-
-class Way(Enum):
-    DEMOTE = "demote"
-    PROMOTE = "promote"
-    WRITE_OUT = "write out"
-    FETCH = "fetch"
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Pages of one session on their way. It is over when nothing of it is missing."""
-
-    session: str
-    tokens: int  # whose KV is there when it is over, unless it has failed
-    missing: int = 0  # moves
-    failed: bool = False  # something has not come, or had no room to come to
-
-    @property
-    def is_over(self) -> bool:
-        return self.missing == 0
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """One page. `source` and `target`: a page of the pool or a slot, by the way it goes. `checksum`: what the bytes at
-    the source are to have, where it is not this process that put them there; None: they are good."""
-
-    way: Way
-    key: Key
-    source: int
-    target: int
-    checksum: int | None = None
-    page: int = 0  # where a fetched page goes next
-    is_followed: bool = False  # the device computes with it no sooner than it is there
-    on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
-    on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
 
 
 class Left(NamedTuple):
@@ -97,25 +49,18 @@ class Paging:
         self.disk: Tier | None = None
         self.is_coming = False  # the host tier, some time
         self.is_expected = False  # the same, in a moment, with what an earlier process has left there
-        self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has left
-        self._waiting: deque[Move] = deque()  # for the copies to begin
-        self._under_way: set[Move] = set()  # taken, and not landed
-        self._unsealed: set[Move] = set()  # landed
-        self._arriving: dict[Key, Move] = {}  # what is on its way to the device
-        self._filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
-        self._writing_out: dict[Key, Move] = {}  # the same, to disk
-        self._written_out: set[Key] = set()  # of the host's oldest pages, those that have been since they are
+        self.moves = Moves(kv)
 
     def use_host(self, tier: Tier) -> None:
         """The host tier is there, with what an earlier process has left in it."""
         assert self.host is None
         self.host = tier
-        self._unproven[tier] = tier.keys()
+        self.moves.use_host(tier)
 
     def use_disk(self, tier: Tier) -> None:
         assert self.disk is None
         self.disk = tier
-        self._unproven[tier] = tier.keys()
+        self.moves.use_disk(tier)
 
     def close(self) -> None:
         """Nothing is under way. The tiers stay as they are, for who comes next, and count for no tenant any more."""
@@ -141,13 +86,13 @@ class Paging:
         for start, key, page in zip(range(0, tokens, size), keys, pages, strict=True):
             if self.host.peek(key) is not None:
                 continue
-            move = self._filling.get(key) or self._demote(key, page, min(tokens - start, size))
+            move = self.moves.filling.get(key) or self.moves.demote(key, page, min(tokens - start, size))
             if move is None:
                 transfer.failed = True
                 break
             if sealed:
                 move.on_sealing.append(transfer)
-            elif move in self._unsealed:
+            elif self.moves.has_landed(move):
                 continue
             else:
                 move.on_landing.append(transfer)
@@ -156,16 +101,6 @@ class Paging:
             self.host.unpin(slot)
         self._end_first_gives_way(keys)
         return transfer
-
-    def _demote(self, key: Key, page: int, tokens: int) -> Move | None:
-        assert self.host is not None
-        slot = self.host.prepare(key, self.kv.pool.tenant(page))
-        if slot is None:
-            return None
-        self.kv.protect(page, tokens)
-        move = self._filling[key] = Move(Way.DEMOTE, key, page, slot)
-        self._waiting.append(move)
-        return move
 
     def _end_first_gives_way(self, keys: Sequence[Key]) -> None:
         """The beginning of a session is worth more than what follows: it is looked for first."""
@@ -227,7 +162,7 @@ class Paging:
                 break
             found.append(key)
             on_disk += key not in self.host
-            on_the_way |= key in self._filling or key in self._arriving
+            on_the_way |= key in self.moves.filling or key in self.moves.arriving
             at = end
             if end % size:
                 break
@@ -271,12 +206,11 @@ class Paging:
             if not pages:
                 pages = self.kv.extend(session, tenant, 1 if found.on_disk else len(found.keys))[::-1]
             page = pages.pop()
-            self.kv.protect(page, size)
             transfer.missing += 1
             if slot is not None:
-                self._promote(key, slot, page, transfer)
+                self.moves.promote(key, slot, page, transfer)
             else:
-                self._fetch(key, page, transfer)
+                self.moves.fetch(key, page, transfer)
         if found.on_disk:
             self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
         return transfer
@@ -295,25 +229,6 @@ class Paging:
         source = self.disk.peek(key) if self.disk is not None else None
         return source is not None and self.host.has_room(self._tenant_on_disk(source))
 
-    def _promote(self, key: Key, slot: int, page: int, transfer: Transfer) -> None:
-        assert self.host is not None
-        self.host.pin(slot)
-        proof = self.host.checksum(slot) if key in self._unproven[self.host] else None
-        move = self._arriving[key] = Move(Way.PROMOTE, key, slot, page, proof, on_landing=[transfer])
-        self._waiting.append(move)
-
-    def _fetch(self, key: Key, page: int, transfer: Transfer) -> None:
-        """By way of the host."""
-        assert self.host is not None and self.disk is not None
-        source = self.disk.find(key)
-        assert source is not None
-        slot = self.host.prepare(key, self.disk.tenants[source])
-        assert slot is not None
-        self.disk.pin(source)
-        move = Move(Way.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])
-        self._filling[key] = self._arriving[key] = move
-        self._waiting.append(move)
-
     # --- pages go to disk -------------------------------------------------------------------------------------------
 
     def write_out(self, session: str, keys: Sequence[Key]) -> Transfer:
@@ -321,7 +236,7 @@ class Paging:
         where the disk does not take all of them."""
         transfer = Transfer(session, 0)
         for key in keys:
-            move = self._writing_out.get(key) or self._write_out(key)
+            move = self.moves.writing_out.get(key) or self.moves.write_out(key)
             if move is not None:
                 move.on_sealing.append(transfer)
                 transfer.missing += 1
@@ -337,25 +252,11 @@ class Paging:
             return 0
         oldest = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
         near = [self.host.key(slot) for slot in oldest if not self.host.is_spare(slot)]
-        self._written_out.intersection_update(near)
-        lacking = (key for key in near if key not in self._written_out and self._write_out(key) is not None)
+        self.moves.written_out.intersection_update(near)
+        lacking = (key for key in near if key not in self.moves.written_out and self.moves.write_out(key) is not None)
         begun = list(islice(lacking, most))
-        self._written_out.update(begun)
+        self.moves.written_out.update(begun)
         return len(begun)
-
-    def _write_out(self, key: Key) -> Move | None:
-        """None where it is on disk already, or on its way, or has no room there, or is not on the host."""
-        assert self.host is not None and self.disk is not None
-        source = self.host.peek(key)
-        if source is None or key in self.disk:
-            return None
-        slot = self.disk.prepare(key, self.host.tenants[source])
-        if slot is None:
-            return None
-        self.host.pin(source)
-        move = self._writing_out[key] = Move(Way.WRITE_OUT, key, source, slot, self.host.checksum(source))
-        self._waiting.append(move)
-        return move
 
     def are_on_their_way(self, keys: Sequence[Key]) -> bool:
         """Whether a slot is being filled with one of these pages."""
@@ -375,98 +276,9 @@ class Paging:
             if slot is not None and self.disk.peek(key) is not None and not self.host.is_pinned(slot):
                 self.host.abandon(slot)
 
-    # --- what becomes of moves --------------------------------------------------------------------------------------
-
-    def take(self) -> Move | None:
-        """The next move, for its copy to begin. It lands or fails."""
-        if not self._waiting:
-            return None
-        move = self._waiting.popleft()
-        self._under_way.add(move)
-        return move
-
     @property
     def is_busy(self) -> bool:
-        return bool(self._waiting or self._under_way or self._unsealed)
-
-    def followed(self, move: Move) -> list[Transfer]:
-        """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as
-        good as there. Only its source is still read, until it has landed. → transfers that are over with this."""
-        assert move.way is Way.PROMOTE and move in self._under_way and not move.is_followed
-        move.is_followed = True
-        self.kv.unprotect(move.target)
-        del self._arriving[move.key]
-        return _over(move.on_landing)
-
-    def landed(self, move: Move) -> list[Transfer]:
-        """The bytes are at the target. → transfers that are over with this."""
-        over: list[Transfer] = []
-        if move.way is Way.PROMOTE:
-            assert self.host is not None
-            if not move.is_followed:
-                over = self.followed(move)
-            self.host.unpin(move.source)
-            self._unproven[self.host].discard(move.key)
-        else:
-            self._unsealed.add(move)
-            if move.way is Way.DEMOTE:
-                self.kv.unprotect(move.source)
-            over = _over(move.on_landing)
-        self._under_way.remove(move)
-        return over
-
-    def sealed(self, move: Move, checksum: int) -> list[Transfer]:
-        """The checksum of what has landed in a slot: it is found there now. → transfers that are over with this."""
-        self._unsealed.remove(move)
-        assert self.host is not None and move.way is not Way.PROMOTE
-        if move.way is Way.WRITE_OUT:
-            assert self.disk is not None
-            self.disk.complete(move.target, checksum)
-            self.host.unpin(move.source)
-            del self._writing_out[move.key]
-            return _over(move.on_sealing)
-        self.host.complete(move.target, checksum)
-        del self._filling[move.key]
-        if move.way is Way.DEMOTE:
-            return _over(move.on_sealing)
-        assert self.disk is not None
-        self.disk.unpin(move.source)
-        arriving, *others = move.on_sealing
-        self._promote(move.key, move.target, move.page, arriving)
-        return _over(others)
-
-    def failed(self, move: Move, *, bad: bool) -> list[Transfer]:
-        """The bytes did not come. `bad`: those at the source are not what they were. → transfers that are over."""
-        assert not move.is_followed, "a step may have been computed with what has not come"
-        self._under_way.remove(move)
-        assert self.host is not None
-        match move.way:
-            case Way.DEMOTE:
-                self.kv.unprotect(move.source)
-                self.host.abandon(move.target)
-                del self._filling[move.key]
-            case Way.PROMOTE:
-                self.kv.unfilled(move.target)
-                self.kv.unprotect(move.target)
-                del self._arriving[move.key]
-                _leave(self.host, move, bad=bad)
-            case Way.WRITE_OUT:
-                assert self.disk is not None
-                self.disk.abandon(move.target)
-                del self._writing_out[move.key]
-                self._written_out.discard(move.key)
-                _leave(self.host, move, bad=bad)
-            case Way.FETCH:
-                assert self.disk is not None
-                self.kv.unfilled(move.page)
-                self.kv.unprotect(move.page)
-                self.host.abandon(move.target)
-                del self._filling[move.key], self._arriving[move.key]
-                _leave(self.disk, move, bad=bad)
-        transfers = move.on_landing + move.on_sealing
-        for transfer in transfers:
-            transfer.failed = True
-        return _over(transfers)
+        return self.moves.is_busy
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
@@ -480,24 +292,4 @@ class Paging:
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.check_integrity()
-        moves = {*self._waiting, *self._under_way, *self._unsealed}
-        assert {m for m in moves if m.key in self._filling and m.way in (Way.DEMOTE, Way.FETCH)} == set(
-            self._filling.values()
-        ), "what fills the host and what moves there differ"
-        pages = [m.source for m in moves if m.way is Way.DEMOTE and m not in self._unsealed]
-        pages += [m.target for m in moves if m.way is Way.PROMOTE and not m.is_followed]
-        pages += [m.page for m in moves if m.way is Way.FETCH]
-        assert sorted(pages) == sorted(self.kv.protected), "pages that move and pages that are protected differ"
-
-
-def _leave(tier: Tier, move: Move, *, bad: bool) -> None:
-    """Its source. (Another move may have found it to be bad before.)"""
-    if bad and tier.peek(move.key) == move.source:
-        tier.abandon(move.source)
-    tier.unpin(move.source)
-
-
-def _over(transfers: Sequence[Transfer]) -> list[Transfer]:
-    for transfer in transfers:
-        transfer.missing -= 1
-    return [transfer for transfer in transfers if transfer.is_over]
+        self.moves.check_integrity()

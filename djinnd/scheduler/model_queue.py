@@ -18,7 +18,8 @@ from djinn_client.protocol import Class
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.kvcache.moves import Transfer
+from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.composer import Composer
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.policy import DEFAULT, SCARCE, Policy, eviction_order, has_gone_quiet

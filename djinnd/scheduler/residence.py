@@ -18,8 +18,9 @@ from itertools import chain
 
 from djinnd.core.session import Session
 from djinnd.core.stops import next_stop
+from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Left, Paging, Transfer
+from djinnd.kvcache.paging import Found, Left, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.scheduler.policy import LEAST_CHUNK
 

@@ -24,7 +24,8 @@ from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage, Stop, next_stop
 from djinnd.kvcache.manager import KvManager, PageCopy
-from djinnd.kvcache.paging import Paging, Transfer
+from djinnd.kvcache.moves import Transfer
+from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.device_quotas import DeviceQuotas
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 from djinnd.scheduler.policy import DEFAULT, Policy

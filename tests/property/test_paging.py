@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Move, Transfer, Way
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Move, Paging, Transfer, Way
+from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
@@ -321,9 +322,9 @@ class PagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.slots["disk"] and self.paging.host.used)
     @rule(most=st.integers(1, 4))
     def write_out_oldest(self, most: int) -> None:
-        host, begun = self.paging.host, set(self.paging._writing_out)
+        host, begun = self.paging.host, set(self.paging.moves.writing_out)
         assert host and self.paging.write_out_oldest(most) <= most
-        new = self.paging._writing_out.keys() - begun
+        new = self.paging.moves.writing_out.keys() - begun
         assert not any(host.is_spare(host.peek(key)) for key in new), "it is on the device, and is written out"
 
     @precondition(lambda self: self.slots["disk"])
@@ -375,11 +376,11 @@ class PagingMachine(RuleBasedStateMachine):
 
     # --- the copies -------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.paging._waiting)
+    @precondition(lambda self: self.paging.moves._waiting)
     @rule(most=st.integers(1, 6))
     def take(self, most: int) -> None:
         for _ in range(most):
-            move = self.paging.take()
+            move = self.paging.moves.take()
             if move is None:
                 return
             self.taken.append(move)
@@ -417,7 +418,7 @@ class PagingMachine(RuleBasedStateMachine):
                 self.write("host", target, bytes_)
         if move.way is not Way.PROMOTE:
             self.landed.append(move)
-        self.end_all(self.paging.landed(move))
+        self.end_all(self.paging.moves.landed(move))
 
     def write(self, name: str, slot: int, bytes_: Page) -> None:
         self.memory[name][slot] = bytes_
@@ -430,7 +431,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     def seal_move(self, move: Move) -> None:
         memory = self.memory["disk" if move.way is Way.WRITE_OUT else "host"]
-        self.end_all(self.paging.sealed(move, summed(memory[move.target])))
+        self.end_all(self.paging.moves.sealed(move, summed(memory[move.target])))
 
     @precondition(lambda self: self.taken)
     @rule(pick=PICKS, bad=st.booleans())
@@ -441,7 +442,7 @@ class PagingMachine(RuleBasedStateMachine):
         """A slot that it was to be copied to holds anything now, a page of the device what it did."""
         if move.way is not Way.PROMOTE:
             self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
-        self.end_all(self.paging.failed(move, bad=bad))
+        self.end_all(self.paging.moves.failed(move, bad=bad))
 
     @precondition(lambda self: self.taken or self.paging.is_busy)
     @rule()

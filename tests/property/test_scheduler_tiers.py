@@ -13,7 +13,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from djinn_client.protocol import Class
 from djinnd.core.batch import Batch
 from djinnd.core.session import Session
-from djinnd.kvcache.paging import Move, Paging, Way
+from djinnd.kvcache.moves import Move, Way
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.residence import Costs
 from tests.property.test_scheduler import MODELS, QUIET, WHO, Call, Places, SchedulerMachine, Shadow, Written
@@ -36,7 +37,7 @@ class Copier:
 
     def go(self, choice: Random, failing: float) -> None:
         """Does one thing, if there is one to do."""
-        while choice.random() < 0.9 and (move := self.paging.take()) is not None:
+        while choice.random() < 0.9 and (move := self.paging.moves.take()) is not None:
             self.lanes[move.way].append(move)
         things = [lane for lane in (*self.lanes.values(), self.landed) if lane]
         if not things:
@@ -52,7 +53,7 @@ class Copier:
         move = lane.pop(0 if in_order else choice.randrange(len(lane)))
         if choice.random() < failing and not move.is_followed:
             bad = move.way in (Way.PROMOTE, Way.FETCH) or choice.random() < 0.5
-            self.ended(self.paging.failed(move, bad=bad))
+            self.ended(self.paging.moves.failed(move, bad=bad))
         else:
             self.land(move)
 
@@ -67,7 +68,7 @@ class Copier:
         if move is not None:
             self.carry(move)
             self.followed[move] = self.memory["host"][move.source]
-            self.ended(self.paging.followed(move))
+            self.ended(self.paging.moves.followed(move))
 
     def land(self, move: Move) -> None:
         if move.is_followed:
@@ -76,7 +77,7 @@ class Copier:
             self.carry(move)
         if move.way is not Way.PROMOTE:
             self.landed.append(move)
-        self.ended(self.paging.landed(move))
+        self.ended(self.paging.moves.landed(move))
 
     def carry(self, move: Move) -> None:
         size = self.paging.kv.page_size
@@ -99,7 +100,7 @@ class Copier:
         return {"source": move.source} if move.way is Way.DEMOTE else {"target": move.target}
 
     def seal(self, move: Move) -> None:
-        self.ended(self.paging.sealed(move, 7))
+        self.ended(self.paging.moves.sealed(move, 7))
 
 
 class TiersMachine(SchedulerMachine):

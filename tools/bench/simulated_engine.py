@@ -25,7 +25,8 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Move, Paging, Way
+from djinnd.kvcache.moves import Move, Way
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
@@ -235,11 +236,11 @@ class SimulatedEngine:
             while lane and lane[0][0] <= self.now:
                 move = lane.popleft()[1]
                 self.moved[way] += 1
-                over = self._paging.landed(move)
+                over = self._paging.moves.landed(move)
                 if way is Way.DEMOTE:
-                    over = over + self._paging.sealed(move, 0)
+                    over = over + self._paging.moves.sealed(move, 0)
                 self.scheduler.over(MODEL, over)
-        while (next_move := self._paging.take()) is not None:
+        while (next_move := self._paging.moves.take()) is not None:
             lane = self._lanes[next_move.way]
             rate = self.machine.up if next_move.way is Way.PROMOTE else self.machine.down
             free = lane[-1][0] if lane else self.now + self.machine.moving

@@ -11,7 +11,7 @@ import pytest
 from djinnd.engine import checksums
 from djinnd.engine.checksums import THREADS, Checksums
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.paging import Move, Way
+from djinnd.kvcache.moves import Move, Way
 
 PATIENCE_S = 10.0
 

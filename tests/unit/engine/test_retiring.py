@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from djinnd import messages
-from djinnd.kvcache.paging import Transfer
+from djinnd.kvcache.moves import Transfer
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 

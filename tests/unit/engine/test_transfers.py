@@ -22,8 +22,9 @@ from djinnd.engine import host_pages, transfers
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_file import PageFile
-from djinnd.kvcache.paging import Found, Paging, Transfer
+from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import root
 from tests.support.loaded import MEMORY
 

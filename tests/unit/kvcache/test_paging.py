@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Move, Transfer, Way
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Move, Paging, Transfer, Way
+from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.kvcache.tenancy import ANYBODY
 from djinnd.kvcache.tier import Tier
@@ -41,7 +42,7 @@ class Desk:
 
     def take(self) -> list[Move]:
         moves = []
-        while (move := self.paging.take()) is not None:
+        while (move := self.paging.moves.take()) is not None:
             moves.append(move)
         return moves
 
@@ -50,9 +51,9 @@ class Desk:
         over = []
         while self.paging.is_busy:
             for move in self.take():
-                over += self.paging.landed(move)
+                over += self.paging.moves.landed(move)
                 if move.way is not Way.PROMOTE:
-                    over += self.paging.sealed(move, move.key[0])
+                    over += self.paging.moves.sealed(move, move.key[0])
         self.paging.check_integrity()
         return over
 
@@ -74,9 +75,9 @@ def test_it_is_over_when_all_has_landed_or_when_all_is_found_on_the_host() -> No
     tokens = desk.session("a", 4)
     landing, sealing = desk.save("a", tokens), desk.save("a", tokens, sealed=True)
     (move,) = desk.take()
-    assert desk.paging.landed(move) == [landing]
+    assert desk.paging.moves.landed(move) == [landing]
     assert desk.find(tokens).on_the_way
-    assert desk.paging.sealed(move, 0) == [sealing]
+    assert desk.paging.moves.sealed(move, 0) == [sealing]
     assert not desk.find(tokens).on_the_way
     assert desk.save("a", tokens).is_over
 
@@ -89,7 +90,7 @@ def test_a_page_that_moves_is_given_to_nobody_before_it_has_landed() -> None:
         desk.kv.reserve("b", TENANT, 1)
     assert desk.kv.stranded == 2
     for move in desk.take():
-        desk.paging.landed(move)
+        desk.paging.moves.landed(move)
     desk.kv.reserve("b", TENANT, 8)
 
 
@@ -209,14 +210,14 @@ def test_who_is_followed_has_its_pages_at_once_while_their_sources_are_read_unti
     found = desk.find(tokens)
     transfer = desk.paging.load("back", TENANT, found)
     first, last = moves = desk.take()
-    assert desk.paging.followed(first) == [] and desk.paging.followed(last) == [transfer]
+    assert desk.paging.moves.followed(first) == [] and desk.paging.moves.followed(last) == [transfer]
     desk.kv.arrived("back", found.keys, transfer.tokens)
     assert desk.kv.trim("back", 8) == 8, "its pages may be written into"
     host = desk.paging.host
     assert host is not None and all(host.is_pinned(move.source) for move in moves) and desk.paging.is_busy
     desk.paging.check_integrity()
     for move in moves:
-        assert desk.paging.landed(move) == []
+        assert desk.paging.moves.landed(move) == []
         assert not host.is_pinned(move.source)
     assert not desk.paging.is_busy
     desk.paging.check_integrity()
@@ -243,7 +244,7 @@ def test_who_could_not_be_filled_is_zeroed_before_anybody_reads_it() -> None:
     desk.kv.take_stale()
     desk.paging.load("back", TENANT, desk.find(tokens))
     (move,) = desk.take()
-    (transfer,) = desk.paging.failed(move, bad=True)
+    (transfer,) = desk.paging.moves.failed(move, bad=True)
     assert transfer.failed
     desk.kv.drop("back")
     assert desk.kv.take_stale() == [move.target]
@@ -268,9 +269,10 @@ def test_what_is_on_disk_comes_by_way_of_the_host_and_stays_there() -> None:
     found = desk.find(tokens)
     assert (found.tokens, found.on_disk) == (8, 2)
     transfer = desk.paging.load("back", TENANT, found)
-    assert [move.way for move in desk.take() if not desk.paging.landed(move)] == [Way.FETCH] * 2
-    for move in list(desk.paging._unsealed):
-        assert desk.paging.sealed(move, 0) == []
+    moves = desk.take()
+    assert [move.way for move in moves if not desk.paging.moves.landed(move)] == [Way.FETCH] * 2
+    for move in moves:
+        assert desk.paging.moves.sealed(move, 0) == []
     assert desk.copy_all() == [transfer]
     assert desk.paging.count(found.keys) == (2, 0)
 
@@ -335,7 +337,7 @@ def test_a_page_that_two_moves_find_bad_is_forgotten_once() -> None:
     desk.paging.load("back", TENANT, desk.find(tokens))
     desk.paging.write_out("a", desk.keys("a", tokens))
     for move in desk.take():
-        (transfer,) = desk.paging.failed(move, bad=True)
+        (transfer,) = desk.paging.moves.failed(move, bad=True)
         assert transfer.failed
     desk.paging.check_integrity()
     assert desk.find(tokens).keys == ()
@@ -422,5 +424,5 @@ def test_what_another_process_has_left_is_checked_the_first_time() -> None:
         later.paging.load("back", TENANT, found)
         (move,) = later.take()
         assert move.checksum == checksum
-        later.paging.landed(move)
+        later.paging.moves.landed(move)
         later.kv.drop("back")

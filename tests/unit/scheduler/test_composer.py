@@ -9,7 +9,8 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Paging, Way
+from djinnd.kvcache.moves import Way
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
@@ -24,10 +25,10 @@ SLOW = rising(0.1, 0.01)
 def copy_all(scheduler: Scheduler, model: str) -> None:
     """What is under way in the model's tiers happens now."""
     paging = scheduler.residence(model).paging
-    while (move := paging.take()) is not None:
-        over = paging.landed(move)
+    while (move := paging.moves.take()) is not None:
+        over = paging.moves.landed(move)
         if move.way is not Way.PROMOTE:
-            over += paging.sealed(move, 0)
+            over += paging.moves.sealed(move, 0)
         scheduler.over(model, over)
 
 

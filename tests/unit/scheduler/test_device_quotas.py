@@ -11,7 +11,7 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Way
+from djinnd.kvcache.moves import Way
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
 
@@ -226,10 +226,10 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
 
     def copy_all() -> None:
-        while (move := paging.take()) is not None:
-            over = paging.landed(move)
+        while (move := paging.moves.take()) is not None:
+            over = paging.moves.landed(move)
             if move.way is not Way.PROMOTE:
-                over += paging.sealed(move, 0)
+                over += paging.moves.sealed(move, 0)
             daemon.scheduler.over("m", over)
 
     for name in "abcd":

@@ -7,7 +7,8 @@ from djinnd.core.batch import Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Paging, Way
+from djinnd.kvcache.moves import Way
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 from djinnd.scheduler.policy import QUIET_S
@@ -313,17 +314,17 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
     queue.wait(session)
     moves = []
-    while (move := paging.take()) is not None:
+    while (move := paging.moves.take()) is not None:
         moves.append(move)
-        queue.over(paging.landed(move))
+        queue.over(paging.moves.landed(move))
     assert session.computed == 0
     queue.wake(session)
     assert queue.awaited and not queue.residence.is_arriving(session)
     for move in moves:
-        queue.over(paging.sealed(move, 0))
+        queue.over(paging.moves.sealed(move, 0))
     assert not queue.awaited and queue.residence.is_arriving(session)
-    while (move := paging.take()) is not None:
-        queue.over(paging.landed(move))
+    while (move := paging.moves.take()) is not None:
+        queue.over(paging.moves.landed(move))
     assert session.computed == PAGE + 1
     queue.check_integrity()
 
@@ -360,10 +361,10 @@ def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
 
 def copy_all(queue: ModelQueue) -> None:
     paging = queue.residence.paging
-    while (move := paging.take()) is not None:
-        queue.over(paging.landed(move))
+    while (move := paging.moves.take()) is not None:
+        queue.over(paging.moves.landed(move))
         if move.way is not Way.PROMOTE:
-            queue.over(paging.sealed(move, 0))
+            queue.over(paging.moves.sealed(move, 0))
     queue.check_integrity()
 
 

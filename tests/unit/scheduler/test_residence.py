@@ -9,7 +9,8 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.paging import Found, Paging, Way
+from djinnd.kvcache.moves import Way
+from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.policy import LEAST_CHUNK
 from djinnd.scheduler.residence import Costs, Residence
@@ -41,13 +42,13 @@ class House:
         session.request = Request(1, first, first + prompt, max_tokens=8)
 
     def copy_all(self, *, failing: bool = False) -> None:
-        while (move := self.paging.take()) is not None:
+        while (move := self.paging.moves.take()) is not None:
             if failing:
-                self.over(self.paging.failed(move, bad=True))
+                self.over(self.paging.moves.failed(move, bad=True))
                 continue
-            self.over(self.paging.landed(move))
+            self.over(self.paging.moves.landed(move))
             if move.way is not Way.PROMOTE:
-                self.over(self.paging.sealed(move, 0))
+                self.over(self.paging.moves.sealed(move, 0))
 
     def over(self, transfers: Iterable) -> None:  # type: ignore[type-arg]
         for transfer in transfers:
@@ -117,11 +118,11 @@ def test_leaving_sealed_is_over_later_than_leaving() -> None:
     session = house.session("a", 4)
     landing = house.residence.leave(session)
     sealing = house.residence.leave(session, sealed=True)
-    (move,) = iter(house.paging.take, None)
-    house.over(house.paging.landed(move))
+    (move,) = iter(house.paging.moves.take, None)
+    house.over(house.paging.moves.landed(move))
     assert landing is not None and landing.is_over
     assert sealing is not None and not sealing.is_over and house.residence.is_leaving(session)
-    house.over(house.paging.sealed(move, 0))
+    house.over(house.paging.moves.sealed(move, 0))
     assert sealing.is_over and house.kv.pages_held("a") == 0
 
 

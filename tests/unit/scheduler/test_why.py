@@ -96,9 +96,9 @@ def test_one_whose_pages_come_says_so() -> None:
     session = device.open("s", prompt=2 * PAGE, max_tokens=1)
     device.step()
     device.scheduler.wait("s")
-    while (move := paging.take()) is not None:
-        device.scheduler.over("m", paging.landed(move))
-        device.scheduler.over("m", paging.sealed(move, 0))
+    while (move := paging.moves.take()) is not None:
+        device.scheduler.over("m", paging.moves.landed(move))
+        device.scheduler.over("m", paging.moves.sealed(move, 0))
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
     kv = device.kv["m"]
     kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # the device remembers nothing
