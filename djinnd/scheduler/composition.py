@@ -1,0 +1,179 @@
+"""The rows of one step while they are chosen: sessions are asked in their order, and each has a row or is told what it
+is passed over for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from djinn_client.protocol import Class
+from djinnd.core.batch import Row
+from djinnd.core.request import Request, RequestState
+from djinnd.core.session import Session
+from djinnd.core.stops import Stage
+from djinnd.scheduler.company import Company, Way, way_of, whole_way
+from djinnd.scheduler.policy import LEAST_CHUNK, Room
+from djinnd.scheduler.step_pages import Order, StepPages
+from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.why import ROOM
+
+Decoders = dict[Class, set[Session]]  # who needs one token, by class
+
+
+class Composition:
+    """While it is made, no place in line changes."""
+
+    def __init__(
+        self,
+        step: int,
+        order: Order,
+        decoders: Decoders,
+        room: Room,
+        pages: StepPages,
+        times: StepTimes,
+        num_blocks: int,
+        aged: Session | None,
+        turn: tuple[Session | None, int],
+    ) -> None:
+        """`decoders`: those that can have a row. `aged`: the first of the order, if ageing has put it there. `turn`:
+        who comes before all, as it waited for a step apart, and its tokens."""
+        self.rows: list[Row] = []
+        self.apart: list[tuple[Session, int]] = []  # who is passed over for a step apart, and with how many tokens
+        self._step = step
+        self._order = order
+        self._decoders = decoders  # that have not been asked
+        self._room = room
+        self._pages = pages
+        self._fits = pages.kv.fits
+        self._company = Company(self.rows, times, num_blocks)
+        self._num_blocks = num_blocks
+        self._whole = whole_way(num_blocks)
+        self._aged = aged
+        self._turn, self._turn_tokens = turn
+        self._closed: set[Class] = set()  # of which nobody more can have a row
+        self._is_part = False  # somebody goes through a part of the blocks
+
+    def compose(self) -> Session | None:
+        """→ the first that was asked. None: nobody can be."""
+        room, rows, decoders = self._room, self.rows, self._decoders
+        asked = self._to_ask()
+        first = next(asked, None)
+        if first is None:
+            return None
+        for session in chain((first,), asked):
+            if room.is_full:
+                break
+            if self._is_part or not self._merely_decodes(session):
+                self._ask(session)
+                continue
+            decoders[session.klass].discard(session)
+            if room.take_one(session.klass, shields=not session.bulk):
+                rows.append(self._one(session))
+            else:
+                self._leave_out(session)
+        return first
+
+    def _to_ask(self) -> Iterator[Session]:
+        """The sessions, first to last, but those that move when the first is asked; lazily, as classes are closed
+        meanwhile: of these, nobody more."""
+        turn, closed, moves = self._turn, self._closed, self._pages.moves
+        if turn is not None:
+            yield turn
+        for sessions in self._order:
+            for session in sessions:
+                if session is turn or (moves is not None and moves(session)):
+                    continue
+                yield session
+                if session.klass in closed:
+                    break
+
+    def _merely_decodes(self, session: Session) -> bool:
+        """It needs room for one token, which goes through all blocks, and nothing else: most, in most steps."""
+        request, tokens, pages = session.request, len(session.tokens), self._pages
+        assert request is not None
+        return (
+            tokens - session.computed == 1
+            and session.stage is None
+            and not request.stops
+            and session is not self._aged
+            and session is not self._turn
+            and self._fits(session.id, tokens)
+            and (pages.moves is None or not pages.moves(session))
+        )
+
+    def _ask(self, session: Session) -> None:
+        """One that may need more than that."""
+        remaining = session.remaining
+        if remaining == 1:
+            self._decoders[session.klass].discard(session)
+        count = self._share(session, remaining)
+        if count == 0:
+            self._leave_out(session)
+        elif self._pages.suffice(session, remaining):
+            self._join(session, remaining, count)
+
+    def _share(self, session: Session, remaining: int) -> int:
+        """Tokens that there is room for."""
+        count = self._room.share(session.klass, remaining)
+        if session is self._aged:
+            count = min(count, LEAST_CHUNK)
+        if session is self._turn:
+            count = min(count, self._turn_tokens)
+        return count
+
+    def _leave_out(self, session: Session) -> None:
+        """There is no room for it. Who has come out of turn says nothing of the others of its class."""
+        session.passed_over = ROOM
+        if session is not self._aged and session is not self._turn and self._is_closed(session.klass):
+            self._closed.add(session.klass)
+
+    def _is_closed(self, klass: Class) -> bool:
+        """Nobody more of the class that is being asked can have a row: there is no room for who reads, and who decodes
+        has been asked, or has given up its pages meanwhile."""
+        left = self._decoders[klass]
+        if (left and not self._pages.are_taken) or self._room.share(klass, 2):
+            return False
+        return all(map(self._pages.are_given_up_by, left))
+
+    def _join(self, session: Session, remaining: int, count: int) -> None:
+        """It has a row of so many tokens at most, unless one in a step apart takes less time. `remaining`: of when it
+        was asked."""
+        way, request = self._whole, session.request
+        if remaining > 1:  # fewer, if it has been spared some
+            count = min(count, session.remaining)
+        if session.stage is not None or (request is not None and request.stops):
+            way, self._is_part = way_of(session, way), True
+            count = min(count, way.end - session.next_position)
+        if self._is_part and self._company.is_slower_with(way, count):
+            self.apart.append((session, count))
+            session.passed_over = ROOM
+            return
+        self._room.take(remaining, count, shields=not session.bulk and session is not self._aged)
+        self.rows.append(self._row(session, way, count))
+
+    def _one(self, session: Session) -> Row:
+        """Of a session that merely decodes."""
+        request = self._begun(session)
+        return Row(session, request, session.computed, 1, 0, self._num_blocks, request.max_tokens > 0, None)
+
+    def _row(self, session: Session, way: Way, count: int) -> Row:
+        request, last = self._begun(session), way.last
+        start, stage = session.next_position, session.stage
+        if last > self._num_blocks:
+            last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
+        else:
+            samples = False
+        if stage is not None:
+            stage.last = way.last
+        elif way.last <= self._num_blocks:
+            stage = session.stage = Stage(way.first, last, start)
+        return Row(session, request, start, count, way.first, last, samples, stage)
+
+    def _begun(self, session: Session) -> Request:
+        """It has a row in this step; for this request."""
+        request = session.request
+        assert request is not None
+        if request.state is RequestState.QUEUED:
+            request.move("start")
+        session.touched, session.passed_over = self._step, ""
+        return request

@@ -1,0 +1,121 @@
+"""The pages that a step has for its rows, and at whose cost.
+
+Whoever stands behind another in line gives its pages up for that one. So the first in line can have every page there
+is, and always goes on.
+
+Once pages are short, nobody who holds none starts: those further back must not live on what the first in line waits
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+from djinn_client.protocol import CLASSES
+from djinnd.core.session import Session
+from djinnd.scheduler.device_quotas import DeviceQuotas
+from djinnd.scheduler.line import Line
+from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.why import PAGES, QUOTA
+
+Order = list[list[Session]]  # class by class, see line.py
+Evictable = Callable[[Iterable[Session]], Iterable[Session]]
+Test = Callable[[Session], bool]
+
+
+class StepPages:
+    """Of one step. Its sessions are asked in their `order`, but `turn` before all. `last_step`: that was this model's.
+    `evictable`: see Composer."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        quotas: DeviceQuotas,
+        evictable: Evictable,
+        line: Line,
+        order: Order,
+        turn: Session | None,
+        last_step: int,
+    ) -> None:
+        self.kv = residence.kv
+        self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: nobody does
+        self.are_refused = False  # to somebody, for want of pages
+        self.are_taken = False  # or would be, from who waits for a row, too
+        self._residence = residence
+        self._quotas = quotas
+        self._evictable = evictable
+        self._line = line
+        self._order = order
+        self._turn = turn
+        self._last_step = last_step
+        self._victims: list[Session] | None = None  # most steps need none
+        self._at_quota: set[int] = set()  # tenants
+        residence.claimed = 0
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        self._residence.claimed = None
+
+    @property
+    def are_short(self) -> bool:
+        return self.are_refused or self.are_taken
+
+    def suffice(self, session: Session, remaining: int) -> bool:
+        """Whether it has the pages for a row. False: it is passed over."""
+        holds_none = session.id not in self.kv.sessions
+        if (self.are_refused and holds_none) or (self.moves is not None and self.moves(session)):
+            session.passed_over = PAGES
+            return False
+        if holds_none and session.tenant in self._at_quota:
+            session.passed_over = QUOTA
+            return False
+        if remaining == 1 and self.kv.fits(session.id, len(session.tokens)):
+            return True
+        is_secured = self._secured(session)
+        if self._residence.sessions_move:  # it may have come to that just now, for this one or for its victims
+            self.moves = self._residence.is_moving
+        if is_secured:
+            return True
+        if session.passed_over == QUOTA:
+            self._at_quota.add(session.tenant)
+        elif not self._residence.is_arriving(session):
+            self.are_refused = True
+        return False
+
+    def are_given_up_by(self, session: Session) -> bool:
+        """Who could have decoded with what it held, and cannot any more."""
+        return session.remaining > 1 or self._residence.is_moving(session)
+
+    def _secured(self, session: Session) -> bool:
+        if not self._quotas.make_way(session, self._residence, lambda: self._behind(session)):
+            session.passed_over = QUOTA
+            return False
+        session.passed_over = PAGES
+        return self._residence.secure(session, self._behind(session))
+
+    def _behind(self, session: Session) -> Iterator[Session]:
+        """Whose pages make room for it: nobody's who stands before it, or has a row out of turn."""
+        holders = self.kv.sessions
+        if self._victims is None:
+            self._victims = list(self._evictable(chain.from_iterable(self._order)))
+        for other in self._victims:
+            if other is session:
+                return
+            if other.id in holders and other is not self._turn and not self._is_spared(other, session):
+                self.are_taken = self.are_taken or other in self._line
+                yield other
+
+    def _is_spared(self, other: Session, session: Session) -> bool:
+        """Where what leaves is lost, as a stage is anywhere, two long prompts would be interrupted by each other for
+        ever, by turns of their tenants or by ageing: no other of its class or a lower one interrupts one that is being
+        read. Nobody else begins meanwhile."""
+        return (
+            (self._residence.paging.host is None or other.stage is not None)
+            and session.remaining > 1
+            and other in self._line
+            and len(other.tokens) - other.computed > 1
+            and other.touched == self._last_step
+            and self.kv.fits(other.id, len(other.tokens))
+            and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
+        )
