@@ -127,8 +127,6 @@ class GenerateRun(SessionRun):
         self._capturing = capturing
         self._breaking = breaking
         self._extend(prompt)
-        text = vocabulary.text_after(session.tokens)
-        self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
         self._fault: BaseException | None = None
         self._halted = False
         seed = request.sampling.seed
@@ -146,11 +144,18 @@ class GenerateRun(SessionRun):
             stops=breaking.stops,
             resume_block=breaking.resume_block,
         )
+        try:  # while the engine has its work
+            text = vocabulary.text_after(session.tokens)
+            self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
+        except BaseException as fault:
+            self._blame(fault)
+            self.cancel()
 
     def started(self, at: float, woken: bool) -> None:
         super().started(at, woken)
         self._place.started(at)
-        self._generation.started(at)
+        if self._fault is None:
+            self._generation.started(at)
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
         if self._fault is not None:

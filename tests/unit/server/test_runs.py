@@ -11,7 +11,7 @@ import pytest
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import Generate, Piece
 from djinnd.config import Quota
-from djinnd.messages import Finished, Truncate
+from djinnd.messages import CancelRun, Finished, Truncate
 from djinnd.server.breakpoint_list import BreakpointList, Reach
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.detokenizer import Detokenizer
@@ -72,10 +72,12 @@ class Panic(BaseException):
 
 
 class Panicking:
-    """Text that fails at a token, or at the end."""
+    """Text that fails at its beginning, at a token, or at the end."""
 
     def __init__(self, at: str) -> None:
         self.at = at
+        if at == "beginning":
+            raise Panic
 
     def feed(self, token: int) -> str:
         if self.at == "token":
@@ -106,11 +108,12 @@ def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) ->
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("at", ["token", "end"])
+@pytest.mark.parametrize("at", ["beginning", "token", "end"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool) -> None:
     async def main() -> None:
         stage = Stage(lambda tokens: Panicking(at), stream=stream)
+        stage.run.started(0.0, False)
         for number in range(3):
             stage.run.token(number, None, float(number))
         stage.end()
@@ -118,5 +121,6 @@ def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool)
             await stage.run.done
         assert stage.session.tokens == [7]
         assert Truncate("s", 1) in stage.sent
+        assert at != "beginning" or CancelRun(1) in stage.sent
 
     asyncio.run(main())
