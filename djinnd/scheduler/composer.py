@@ -129,9 +129,9 @@ class Composer:
         A chunk that goes through a part of the blocks has a step apart where that takes less time; who is passed over
         for that is the first of the next step.
         """
+        decoders = self._survey()
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
-        order, turn, decoders = self._by_class(now), self._next_apart(), self._survey()
-        room = (max_tokens, max_rows)
+        order, turn, room = self._by_class(now), self._next_apart(), (max_tokens, max_rows)
         first, made, pages = self._made(step, order, turn, decoders, room, now)
         if self._is_stuck(first, made):  # room is kept for who decodes, and has no pages for that
             decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in decoders.items()}

@@ -61,6 +61,23 @@ def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
     assert device.rows["a"] + device.rows["b"] < 2 * (4 + 50) + 8
 
 
+def test_room_is_not_kept_for_who_decodes_and_gets_no_page() -> None:
+    """How long it takes alone is to be learnt, so no prompt is to join it; and what it lacks has who reads one."""
+    scheduler = Scheduler(max_batch_tokens=32, max_rows=16)
+    scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
+    decodes = ask(scheduler, "decodes", "m", PAGE, 1, max_tokens=9)
+    run(scheduler)
+    scheduler.hold(1)
+    reads = ask(scheduler, "reads", "m", 15 * PAGE, 2)
+    run(scheduler)
+    scheduler.release(1)  # comes behind
+    batch = run(scheduler)
+    assert batch is not None and [row.session for row in batch.rows] == [reads]
+    while run(scheduler):
+        pass
+    assert reads.request is None and decodes.request is None
+
+
 # --- long prompts and little more to read ---------------------------------------------------------------------------
 
 
