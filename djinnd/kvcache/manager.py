@@ -125,12 +125,15 @@ class KvManager:
         for page, key in enumerate(own[first:], first):
             self._know(key, int(self._table[self._row[session_id], page]))
 
-    def protect(self, page: int, tokens: int) -> None:
-        """It is moving: nobody is given it, and nobody writes into its first `tokens` tokens, until it is unprotected
-        as often."""
-        self.pool.hold(page)
-        self._protected[page] += 1
-        self._read[page] = max(tokens, self._read.get(page, 0))
+    def protect(self, pages: Sequence[int], tokens: int) -> None:
+        """They are moving: nobody is given one, and nobody writes into its first `tokens` tokens, until it is
+        unprotected as often."""
+        self.pool.hold(pages)
+        self._protected.update(pages)
+        read = self._read
+        for page in pages:
+            if read.get(page, 0) < tokens:
+                read[page] = tokens
 
     def unprotect(self, page: int) -> None:
         self._protected[page] -= 1

@@ -14,7 +14,7 @@ has been taken (sealed), which takes no part in any step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -92,26 +92,36 @@ class Moves:
         slot = self.host.prepare(key, self.kv.pool.tenant(page))
         if slot is None:
             return None
-        self.kv.protect(page, tokens)
+        self.kv.protect([page], tokens)
         move = self.filling[key] = Move(Way.DEMOTE, key, page, slot)
         self._waiting.append(move)
         return move
 
-    def promote(self, key: Key, slot: int, page: int, transfer: Transfer) -> None:
-        self.kv.protect(page, self.kv.page_size)
-        self._begin_promoting(key, slot, page, transfer)
-
-    def _begin_promoting(self, key: Key, slot: int, page: int, transfer: Transfer) -> None:
+    def promote(self, keys: Sequence[Key], pages: Sequence[int], transfer: Transfer) -> None:
+        """The host has them all."""
         assert self.host is not None
-        self.host.pin(slot)
-        proof = self.host.checksum(slot) if key in self._unproven[self.host] else None
-        move = self.arriving[key] = Move(Way.PROMOTE, key, slot, page, proof, on_landing=[transfer])
-        self._waiting.append(move)
+        slots = [self.host.pin(slot) for key in keys if (slot := self.host.peek(key)) is not None]
+        self.kv.protect(pages, self.kv.page_size)
+        transfer.missing += len(pages)
+        self._begin_promoting(zip(keys, slots, pages, strict=True), transfer)
 
-    def fetch(self, key: Key, page: int, transfer: Transfer) -> None:
-        """By way of the host, which has a slot for it."""
+    def _begin_promoting(self, found: Iterable[tuple[Key, int, int]], transfer: Transfer) -> None:
+        """Key, slot and page of each; both ends are protected."""
+        assert self.host is not None
+        unproven, checksum = self._unproven[self.host], self.host.checksum
+        moves = [
+            Move(Way.PROMOTE, key, slot, page, checksum(slot) if key in unproven else None, on_landing=[transfer])
+            for key, slot, page in found
+        ]
+        self.arriving.update((move.key, move) for move in moves)
+        self._waiting.extend(moves)
+
+    def fetch(self, key: Key, pages: Sequence[int], transfer: Transfer) -> None:
+        """Into the one page, by way of the host, which has a slot for it."""
         assert self.host is not None and self.disk is not None
-        self.kv.protect(page, self.kv.page_size)
+        (page,) = pages
+        self.kv.protect(pages, self.kv.page_size)
+        transfer.missing += 1
         source = self.disk.find(key)
         assert source is not None
         slot = self.host.prepare(key, self.disk.tenants[source])
@@ -192,7 +202,7 @@ class Moves:
         assert self.disk is not None
         self.disk.unpin(move.source)
         arriving, *others = move.on_sealing
-        self._begin_promoting(move.key, move.target, move.page, arriving)
+        self._begin_promoting([(move.key, self.host.pin(move.target), move.page)], arriving)
         return _over(others)
 
     def failed(self, move: Move, *, bad: bool) -> list[Transfer]:
@@ -227,6 +237,10 @@ class Moves:
         for transfer in transfers:
             transfer.failed = True
         return _over(transfers)
+
+    def is_on_the_way(self, key: Key) -> bool:
+        """To the device or the host."""
+        return key in self.filling or key in self.arriving
 
     def has_landed(self, move: Move) -> bool:
         """And is not sealed."""

@@ -107,10 +107,11 @@ class PagePool:
     def is_public(self, page: int) -> bool:
         return self._last_tenant[page] == ANYBODY
 
-    def hold(self, page: int) -> None:
-        """Adds a reference to a page that somebody holds."""
-        assert self._references[page] > 0, f"page {page} is held by nobody"
-        self._references[page] += 1
+    def hold(self, pages: Sequence[int]) -> None:
+        """Adds a reference to each, which somebody holds."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is held by nobody"
+            self._references[page] += 1
 
     def release(self, pages: Sequence[int], of_use: Container[int] = ()) -> None:
         """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix

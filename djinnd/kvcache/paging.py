@@ -146,6 +146,9 @@ class Paging:
         found: list[Key] = []
         if self.host is None:
             return Found(start, computed, ())
+        if left is not None and (all_of_it := self._left_on_host(left, start, most)):
+            end = max(min(left.tokens, most), computed)
+            return Found(start, end, tuple(all_of_it), on_the_way=any(map(self.moves.is_on_the_way, all_of_it)))
         last, public = self.kv.last_key(session, start // size), self.kv.public
         keys = public.last_keys(origin, last, tokens[:start], size)
         on_disk, on_the_way = 0, False
@@ -162,11 +165,20 @@ class Paging:
                 break
             found.append(key)
             on_disk += key not in self.host
-            on_the_way |= key in self.moves.filling or key in self.moves.arriving
+            on_the_way |= self.moves.is_on_the_way(key)
             at = end
             if end % size:
                 break
         return Found(start, max(min(at, most), computed), tuple(found), on_disk, on_the_way)
+
+    def _left_on_host(self, left: Left, start: int, most: int) -> list[Key]:
+        """The pages from token `start` on, if they hold all that is of use and the host has them all, as after most
+        waits; else none."""
+        assert self.host is not None
+        size = self.kv.page_size
+        keys = left.keys[start // size : self.kv.pages_for(min(left.tokens, most))]
+        is_all = left.tokens >= most or left.tokens % size  # behind a page that is filled in part, nothing is found
+        return keys if is_all and not self.host.lacks(keys) else []
 
     def _page_ends(self, start: int, length: int, ends: Sequence[int]) -> list[int]:
         """Where a page that starts there may end, the fullest first."""
@@ -195,24 +207,20 @@ class Paging:
         if len(found.keys) > self.kv.pool.free:
             raise OutOfPages(len(found.keys), self.kv.pool.free)
         transfer = Transfer(session, found.tokens)
-        if found.on_disk:
-            self._end_first_gives_way(found.keys)  # none of them, if there is another
-        pages: list[int] = []
+        if not found.on_disk:
+            self.moves.promote(found.keys, self.kv.extend(session, tenant, len(found.keys)), transfer)
+            return transfer
+        self._end_first_gives_way(found.keys)  # none of them, if there is another
         for key in found.keys:
-            slot = self.host.peek(key)
-            if slot is None and not self._can_fetch(key):
+            if self.host.peek(key) is None and not self._can_fetch(key):
                 transfer.tokens = found.start + transfer.missing * size
                 break
-            if not pages:
-                pages = self.kv.extend(session, tenant, 1 if found.on_disk else len(found.keys))[::-1]
-            page = pages.pop()
-            transfer.missing += 1
-            if slot is not None:
-                self.moves.promote(key, slot, page, transfer)
+            pages = self.kv.extend(session, tenant, 1)
+            if key in self.host:
+                self.moves.promote([key], pages, transfer)
             else:
-                self.moves.fetch(key, page, transfer)
-        if found.on_disk:
-            self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
+                self.moves.fetch(key, pages, transfer)
+        self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
         return transfer
 
     def is_back(self, keys: Sequence[Key]) -> None:

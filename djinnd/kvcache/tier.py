@@ -209,10 +209,11 @@ class Tier:
         self._free.append(slot)
         self.tenancy.freed(self._tenant.pop(slot), self.page_bytes)
 
-    def pin(self, slot: int) -> None:
-        """The page is being read and does not give way, until as many `unpin`. Neither is a use."""
+    def pin(self, slot: int) -> int:
+        """The page is being read and does not give way, until as many `unpin`. Neither is a use. → the slot"""
         assert slot in self._order, f"slot {slot} is not complete"
         self._pins[slot] = self._pins.get(slot, 0) + 1
+        return slot
 
     def unpin(self, slot: int) -> None:
         assert slot in self._pins, f"slot {slot} is not pinned"

@@ -133,7 +133,8 @@ def chosen(woken: Sequence[dict[str, Any]]) -> str:
 
 def lines(found: dict[str, Any]) -> list[Line]:
     """The table's, from results."""
-    ceilings, nbytes, step = found["ceilings"], found["session_bytes"], found["step_s"]
+    ceilings, step = found["ceilings"], found["step_s"]
+    nbytes = statistics.median(one["nbytes"] for one in found["from_host"])  # tokens that follow may fill one page more
     drawn = []
     for name, label, ceiling in (
         ("demote", "demote", ceilings["down"]),
