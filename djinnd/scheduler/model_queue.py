@@ -236,7 +236,7 @@ class ModelQueue:
         if self.residence.is_moving(session) or session.stage is not None:
             return
         waiting = (other for other in self._evictable() if other.waits)  # lazily: most find room
-        pages = self.kv.pages_for(min(session.left_at, len(session.tokens)))
+        pages = self.kv.pages_for(len(session.tokens))  # others of its tenant may have computed more than it had
         excess = self._quotas.excess(session, self.kv, pages)
         if excess > 0:
             if not self.residence.give_way(excess, session.tenant, waiting):

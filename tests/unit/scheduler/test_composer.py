@@ -13,8 +13,9 @@ from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
-from djinnd.scheduler.why import ROOM
+from djinnd.scheduler.why import QUOTA, ROOM
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
@@ -65,6 +66,8 @@ def test_room_is_not_kept_for_who_decodes_and_gets_no_page() -> None:
     """How long it takes alone is to be learnt, so no prompt is to join it; and what it lacks has who reads one."""
     scheduler = Scheduler(max_batch_tokens=32, max_rows=16)
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
+    for _ in range(2):  # of chunks it is known
+        scheduler._queues["m"].composer.times.note(1, 16, 0.01)
     decodes = ask(scheduler, "decodes", "m", PAGE, 1, max_tokens=9)
     run(scheduler)
     scheduler.hold(1)
@@ -76,6 +79,25 @@ def test_room_is_not_kept_for_who_decodes_and_gets_no_page() -> None:
     while run(scheduler):
         pass
     assert reads.request is None and decodes.request is None
+
+
+def test_nor_where_the_first_waits_for_its_tenant_s_pages_that_who_reads_holds() -> None:
+    scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=16, policy=Policy(ageing=1.0))
+    scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
+    for _ in range(2):
+        scheduler._queues["m"].composer.times.note(1, 16, 0.01)
+    scheduler.set_tenant(MINE, 1.0, 3)
+    old = ask(scheduler, "old", "m", 2 * PAGE, 1)
+    scheduler.set_class("old", "batch")
+    reads = ask(scheduler, "reads", "m", 3 * PAGE - 1, 2)
+    run(scheduler)
+    brief = ask(scheduler, "brief", "m", 1, 3)
+    scheduler.tick(2.0)  # now `old` comes first
+    batch = run(scheduler)
+    assert batch is not None and [row.session for row in batch.rows] == [reads] and old.passed_over == QUOTA
+    while run(scheduler):
+        pass
+    assert [session.request for session in (old, reads, brief)] == [None] * 3
 
 
 # --- long prompts and little more to read ---------------------------------------------------------------------------

@@ -250,6 +250,19 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
 
 
+def test_nor_does_one_of_whom_others_have_computed_more_than_it_had() -> None:
+    """It never ran, and finds all pages of its prompt on the device, which nobody holds any more."""
+    daemon = Daemon()
+    daemon.run(daemon.submit("gone", 13, max_tokens=0))
+    prompt = list(daemon.scheduler.session("gone").tokens)
+    daemon.scheduler.close("gone")
+    daemon.run(daemon.submit("idle", 6))
+    daemon.limit(MINE, 4)
+    daemon.scheduler.open(Session("new", "m", MINE, "agent", tokens=prompt))
+    daemon.scheduler.wake("new")
+    assert daemon.held(MINE) <= 4
+
+
 def test_what_leaves_already_counts_before_others_have_to() -> None:
     daemon = Daemon()
     paging = daemon.scheduler.residence("m").paging

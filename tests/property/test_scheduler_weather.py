@@ -1,0 +1,239 @@
+"""The scheduler in all weathers: one or two models, some with lower tiers, tenants with weights and quotas, and for a
+while whatever clients may do, at random; then it clears up, and all who have asked for something come to their end. The
+machines of test_scheduler.py look closer; here things meet that they do not have: quotas, tiers, deadlines, stages, and
+steps of which nobody knows yet how long they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
+from djinn_client.protocol import CLASSES
+from djinnd.core.batch import Batch
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.core.stops import Stop
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.scheduler import Scheduler
+from tests.support.virtual import measured, rising
+
+DAYS = 160
+STEPS = 150  # of one
+NUM_BLOCKS = 4
+PAGE_BYTES = 1 << 20
+END = 9  # a token at which some stop
+MISHAPS = 0.03  # of copies
+EVERY = 10  # steps, between two audits
+
+
+class Copier:
+    """Of one model: what is asked for happens some time, in any order, and not always with success."""
+
+    def __init__(self, paging: Paging, over: Callable[[list[Transfer]], None], random: Random) -> None:
+        self.paging = paging
+        self._over = over
+        self._random = random
+        self._under_way: list[Move] = []
+        self._landed: list[Move] = []
+
+    def copy(self, most: int, mishaps: float) -> None:
+        """So many things."""
+        while (move := self.paging.moves.take()) is not None:
+            self._under_way.append(move)
+        for _ in range(most):
+            moves = self._random.choice([some for some in (self._under_way, self._landed) if some] or [[]])
+            if not moves:
+                return
+            move = moves.pop(self._random.randrange(len(moves)))
+            if moves is self._landed:
+                self._over(self.paging.moves.sealed(move, 7))
+            elif self._random.random() < mishaps:
+                self._over(self.paging.moves.failed(move, bad=move.way in (Way.PROMOTE, Way.FETCH)))
+            else:
+                if move.way is not Way.PROMOTE:
+                    self._landed.append(move)
+                self._over(self.paging.moves.landed(move))
+
+
+class Day:
+    """All that happens is made of the seed, and of what the scheduler does."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        pick = self.random.choice
+        policy = Policy(pick([1.0, 1.25, 3.0, 1e6]), pick([0.0, 0.0, 0.05]), pick([0.1, 1.0, 10.0]))
+        self.scheduler = Scheduler(pick([4, 16, 16, 64]), pick([2, 4, 8, 32]), policy)
+        self.seconds = rising(*pick([(0.01, 0.0001), (0.01, 0.0), (0.001, 0.005), (0.2, 0.0)]))
+        self.page = pick([2, 4, 16])  # tokens
+        self.copiers: dict[str, Copier] = {}
+        pages, host, disk = pick([8, 20, 20, 60]), pick([0, 0, 10, 200]), pick([0, 0, 30])
+        for model in pick(["m", "m", "mn"]):
+            self.add_model(model, pages, host, disk)
+        self.tenants = range(pick([1, 2, 4]))
+        self.limits: dict[int, int] = {}  # bytes of pages, by tenant
+        for tenant in self.tenants:
+            limit = pick([None, None, 4, 10, 30])
+            if limit is not None:
+                self.limits[tenant] = limit * PAGE_BYTES
+            self.scheduler.set_tenant(tenant, pick([0.5, 1.0, 4.0]), self.limits.get(tenant))
+        self.most_sessions = pick([6, 15, 40])
+        self.stops = pick([0.0, 0.0, 0.4])  # of calls
+        self.now = 0.0
+        self.ids = 0
+
+    def add_model(self, name: str, pages: int, host: int, disk: int) -> None:
+        kv = KvManager(pages + 1, self.page, PAGE_BYTES, self.page * 24)
+        paging = Paging(kv)
+        if host:
+            paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
+            if disk:
+                paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
+        self.scheduler.add_model(name, kv, kv.max_context, NUM_BLOCKS, paging)
+        self.copiers[name] = Copier(paging, lambda transfers: self.scheduler.over(name, transfers), self.random)
+        if self.happens(0.3):  # else how long steps take is to be learnt
+            measured(self.scheduler._queues[name].composer.times, self.seconds)
+
+    def happens(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def next_id(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    # --- what clients do --------------------------------------------------------------------------------------------
+
+    def call(self, session: Session) -> None:
+        pick = self.random.choice
+        resumes = session.stage.first if session.stage is not None and session.remaining and self.happens(0.7) else None
+        prompt = [] if resumes is not None else [pick([1, 2, 3])] * pick([1, 1, 2, 5, 20, self.page * 9, 140])
+        first = len(session.tokens)
+        request = Request(self.next_id(), first, first + len(prompt), pick([0, 1, 4, 20, 60]), resume_block=resumes)
+        if self.happens(0.3):
+            request.stop_tokens = frozenset([END])
+        if self.happens(0.2):
+            request.deadline, request.expected_tokens = self.now + pick([0.1, 2.0]), pick([0, 10])
+        if self.happens(self.stops):
+            stops = [Stop(self.random.randrange(NUM_BLOCKS + 1), first + pick([0, 0, 1, 3])) for _ in range(2)]
+            request.stops = tuple(stop for stop in stops if resumes is None or stop.block > resumes)
+        try:
+            self.scheduler.submit(session.id, request, prompt)
+        except (OutOfMemory, PromptTooLong, QuotaExceeded):
+            self.scheduler.truncate(session.id, self.random.randrange(first + 1))
+
+    def happen(self) -> None:
+        """One thing."""
+        pick, scheduler, sessions = self.random.choice, self.scheduler, list(self.scheduler.sessions())
+        if len(sessions) < self.most_sessions and self.happens(0.3):
+            session = Session(f"s{self.next_id()}", pick([*self.copiers]), pick(self.tenants), pick(CLASSES))
+            session.bulk = self.happens(0.15)
+            scheduler.open(session)
+        elif sessions:
+            session = pick(sessions)
+        else:
+            return
+        name, request = session.id, session.request
+        match self.random.randrange(16):
+            case 0 | 1 | 2 | 3 | 4 | 5 | 6 if request is None and not session.paused:
+                self.call(session)
+            case 7:
+                scheduler.set_class(name, pick(CLASSES))
+            case 8 if request is not None:
+                scheduler.hold(request.id)
+            case 9 if request is not None:
+                scheduler.release(request.id)
+            case 10 if request is not None:
+                scheduler.cancel(request.id)
+            case 11 if self.happens(0.5):
+                scheduler.close(name)
+            case 12:
+                scheduler.wait(name, pick([0.0, self.now + 1.0]))
+            case 13:
+                scheduler.wake(name)
+            case 14 if session.paused:
+                scheduler.resume(name)
+            case 14 if self.happens(0.5):
+                scheduler.pause(name)
+            case 15 if request is None and len(sessions) < self.most_sessions:
+                scheduler.fork(name, f"s{self.next_id()}", pick(CLASSES))
+
+    def relent(self, probability: float) -> None:
+        """Who is held or paused is so no more."""
+        for session in self.scheduler.sessions():
+            if self.happens(probability):
+                self.scheduler.resume(session.id)
+                if session.request is not None:
+                    self.scheduler.release(session.request.id)
+
+    # --- what the engine does ---------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            for _ in range(self.random.choice([0, 0, 1, 1, 3])):
+                self.happen()
+            self.relent(0.1)
+            self.step(self.random.choice([0, 1, 2, 10, 200]), MISHAPS)
+            if step % EVERY == 0:
+                self.scheduler.check_integrity()
+
+    def clear_up(self) -> int:
+        """Nobody asks for more. → steps until all have what they asked for. Nobody ages: where what leaves is lost, and
+        three read longer than that takes, they would take their pages from each other for ever."""
+        self.scheduler.set_policy(replace(self.scheduler.policy, ageing=math.inf))
+        self.relent(1.0)
+        waiting = [session for session in self.scheduler.sessions() if session.request is not None]
+        most = sum(len(s.tokens) + s.request.max_tokens + 2 for s in waiting if s.request) * (1 + len(waiting))
+        steps = 0
+        while waiting := [session for session in waiting if session.request is not None]:
+            assert steps < most, f"these starve: {[session.id for session in waiting]}"
+            self.step(200, 0.0)
+            steps += 1
+        return steps
+
+    def step(self, copies: int, mishaps: float) -> None:
+        for copier in self.copiers.values():
+            copier.copy(copies, mishaps)
+        if self.happens(0.1):
+            self.scheduler.tend(self.now)
+        batch = self.scheduler.next_batch()
+        self.check(batch)
+        seconds = 0.02
+        if batch is not None:
+            seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: nobody waited for it
+            tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
+            self.scheduler.complete(batch, tokens, seconds)
+        self.now += seconds
+        self.scheduler.tick(self.now)
+
+    def check(self, batch: Batch | None) -> None:
+        for tenant, limit in self.limits.items():
+            held = sum(copier.paging.kv.pool.used_by(tenant) for copier in self.copiers.values()) * PAGE_BYTES
+            assert held <= limit, f"tenant {tenant} holds {held} bytes of pages, and may have {limit}"
+        if batch is None:
+            waits = any(queue.active for queue in self.scheduler._queues.values())
+            moves = any(copier.paging.is_busy for copier in self.copiers.values())
+            assert moves or not waits, "nobody runs, and nothing is on its way"
+            return
+        assert batch.tokens <= self.scheduler.max_batch_tokens and len(batch.rows) <= self.scheduler.max_rows
+        residence = self.scheduler.residence(batch.model)
+        for row in batch.rows:
+            name = row.session.id
+            assert not row.session.paused and row.request.runnable, f"{name} is held or paused, and has a row"
+            assert not residence.is_moving(row.session), f"{name} moves, and has a row"
+            assert residence.kv.fits(name, row.end), f"{name} lacks pages for its row"
+
+
+@pytest.mark.parametrize("seed", range(DAYS))
+def test_whatever_happens_all_come_to_their_end(seed: int) -> None:
+    day = Day(seed)
+    day.run(STEPS)
+    day.clear_up()
+    day.scheduler.check_integrity()

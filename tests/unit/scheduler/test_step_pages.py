@@ -1,0 +1,76 @@
+"""Who gives its pages up in a step, and what that means for the rest of it."""
+
+from __future__ import annotations
+
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Way
+from djinnd.kvcache.paging import Paging
+from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.scheduler import Scheduler
+
+PAGE = 4  # tokens, as many as a step takes
+PROMPT = list(range(3 * PAGE))
+
+
+class Crowd:
+    """Five pages on the device, and more on the host."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=4)
+        self.kv = KvManager(6, PAGE, 1, max_context=64)
+        self.paging = Paging(self.kv)
+        self.paging.use_host(Tier(bytearray(Tier.table_bytes(16)), 16))
+        self.scheduler.add_model("m", self.kv, 64, 2, self.paging)
+        self.requests = 0
+
+    def ask(self, session: Session, prompt: list[int], max_tokens: int = 1) -> Session:
+        self.requests += 1
+        self.scheduler.open(session)
+        self.scheduler.submit(session.id, Request(self.requests, 0, len(prompt), max_tokens), prompt)
+        return session
+
+    def step(self) -> list[Session]:
+        """→ who has a row."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return []
+        self.scheduler.complete(batch, [99] * sum(row.samples for row in batch.rows))
+        return [row.session for row in batch.rows]
+
+    def copy_all(self, failing: int = 0) -> None:
+        """The first do not come."""
+        while (move := self.paging.moves.take()) is not None:
+            if failing:
+                failing -= 1
+                self.scheduler.over("m", self.paging.moves.failed(move, bad=False))
+                continue
+            self.scheduler.over("m", self.paging.moves.landed(move))
+            if move.way is not Way.PROMOTE:
+                self.scheduler.over("m", self.paging.moves.sealed(move, 0))
+
+
+def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
+    """A page that was to be read into is free at once, so the other has its row; the page with KV is being copied. The
+    host has what follows, and there is room for that."""
+    crowd = Crowd()
+    victim = crowd.ask(Session("victim", "m", 1, "batch"), PROMPT)
+    crowd.step()
+    twin = crowd.ask(Session("twin", "m", 1, "agent"), PROMPT[: 2 * PAGE])
+    while twin.request is not None:
+        crowd.step()
+    crowd.scheduler.wait("twin")
+    crowd.copy_all(failing=1)
+    crowd.kv._prefixes.forget(range(1, 6))  # so the host has the second page, and nobody but the victim the first
+    first = crowd.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
+    while len(first.tokens) == 2 * PAGE:
+        crowd.step()
+    assert crowd.step() == [first]
+    residence = crowd.scheduler.residence("m")
+    assert residence.is_leaving(victim) and not residence.is_arriving(victim)
+    crowd.scheduler.check_integrity()
+    for _ in range(20):
+        crowd.copy_all()
+        crowd.step()
+    assert first.request is None and victim.request is None
