@@ -24,6 +24,9 @@ MODEL = "streamed"
 ALONE = 4  # tokens of the prompt
 WARM_UPS = 2  # first tokens that do not count
 PAUSE_S = 0.2  # before each: in it a ring becomes full, and the daemon is quiet
+WARM_UP_TOKENS = 16  # that do not count, of each number of sessions: the first of its steps are compiled and captured
+PINNING_S = 60.0  # that host pages may take to be there and pinned, at most; steps are slower until they are
+SOON_S = 2.0  # until their pinning has begun
 
 
 class Serving(NamedTuple):
@@ -92,7 +95,19 @@ def _loaded(serving: Serving, address: str) -> djinn.ModelInfo:
         return next(info for info in client.models() if info.name == MODEL)
 
 
+def _await_pages(address: str) -> None:
+    """Until the host's pages are pinned."""
+    began = time.monotonic()
+    with djinn.Client(address) as client:
+        while (waited := time.monotonic() - began) < PINNING_S:
+            info = next(info for info in client.models() if info.name == MODEL)
+            if info.host_pages_pinned == info.host_pages and waited > SOON_S:
+                break
+            time.sleep(PAUSE_S)
+
+
 def _measure(serving: Serving, address: str, info: djinn.ModelInfo) -> Served:
+    _await_pages(address)
     logits = prompt_logits(serving, address)
     first = first_token_s(serving, address) if serving.first_token else []
     steps = {n: asyncio.run(step_s(serving, address, n)) for n in serving.sessions}
@@ -137,6 +152,7 @@ async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
             s.generate(prompt(context, serving.vocab, i), max_tokens=1, ignore_eos=True) for i, s in enumerate(opened)
         )
         await asyncio.gather(*first)
+        await _run(opened, WARM_UP_TOKENS, context)
         return [await _run(opened, serving.tokens, context) for _ in range(serving.runs)]
     finally:
         for session in opened:
