@@ -152,7 +152,7 @@ async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
             s.generate(prompt(context, serving.vocab, i), max_tokens=1, ignore_eos=True) for i, s in enumerate(opened)
         )
         await asyncio.gather(*first)
-        await _run(opened, WARM_UP_TOKENS, context)
+        await _run(opened, min(WARM_UP_TOKENS, serving.tokens), context)
         return [await _run(opened, serving.tokens, context) for _ in range(serving.runs)]
     finally:
         for session in opened:
