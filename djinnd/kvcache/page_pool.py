@@ -69,11 +69,12 @@ class PagePool:
         return self._references[page]
 
     def allocate(self, count: int, tenant: int, *, overwritten: bool = False) -> list[int]:
-        """`count` pages with one reference each. `overwritten`: the caller fills them whole at once, so that nothing of
-        before is left to zero. Raises OutOfPages, and then has changed nothing."""
+        """`count` pages with one reference each, in rising order, as neighbours travel together. `overwritten`: the
+        caller fills them whole at once, so that nothing of before is left to zero. Raises OutOfPages, and then has
+        changed nothing."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
-        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
+        pages = sorted([self._free.popitem(last=False)[0] for _ in range(count)])
         for page in pages:
             if self._last_tenant[page] not in (_NOBODY, tenant):
                 self._stale.add(page)

@@ -156,4 +156,12 @@ def test_pages_of_use_are_given_last_and_the_first_that_was_freed_before_others(
     one, two, plain = pool.allocate(2, ALICE), pool.allocate(2, ALICE), pool.allocate(1, ALICE)
     for pages in (one, two, plain):
         pool.release(pages, of_use={*one, *two})
-    assert pool.allocate(5, ALICE) == [*plain, *reversed(one), *reversed(two)]
+    given = [page for _ in range(5) for page in pool.allocate(1, ALICE)]
+    assert given == [*plain, *reversed(one), *reversed(two)]
+
+
+def test_those_that_are_given_together_come_in_rising_order() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(5, ALICE)
+    pool.release(pages, of_use=set(pages))
+    assert pool.allocate(4, ALICE) == [2, 3, 4, 5]
