@@ -45,21 +45,25 @@ class Paging:
 
     def __init__(self, kv: KvManager) -> None:
         self.kv = kv
-        self.host: Tier | None = None
-        self.disk: Tier | None = None
         self.is_coming = False  # the host tier, some time
         self.is_expected = False  # the same, in a moment, with what an earlier process has left there
         self.moves = Moves(kv)
 
+    @property
+    def host(self) -> Tier | None:
+        return self.moves.host
+
+    @property
+    def disk(self) -> Tier | None:
+        return self.moves.disk
+
     def use_host(self, tier: Tier) -> None:
         """The host tier is there, with what an earlier process has left in it."""
         assert self.host is None
-        self.host = tier
         self.moves.use_host(tier)
 
     def use_disk(self, tier: Tier) -> None:
         assert self.disk is None
-        self.disk = tier
         self.moves.use_disk(tier)
 
     def close(self) -> None:

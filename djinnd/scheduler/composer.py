@@ -134,7 +134,7 @@ class Composer:
         order, turn, room = self._by_class(now), self._next_apart(), (max_tokens, max_rows)
         first, made, pages = self._made(step, order, turn, decoders, room, now)
         if self._is_stuck(first, made):  # room is kept for who decodes, and has no pages for that
-            decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in decoders.items()}
+            decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in self._survey().items()}
             first, made, pages = self._made(step, order, turn, decoders, room, now)
             waits_elsewhere = first is not None and first.passed_over == QUOTA  # for its tenant's, on another model
             assert waits_elsewhere or not self._is_stuck(first, made), f"step {step}: nobody of those active goes on"
@@ -159,7 +159,8 @@ class Composer:
         most: tuple[int, int],
         now: float,
     ) -> tuple[Session | None, Composition, StepPages]:
-        """With room for these `decoders` kept in a step of so many tokens and rows at `most`. → who was asked first."""
+        """With room kept for these `decoders`, of which those are left that were not asked, in a step of so many tokens
+        and rows at `most`. → who was asked first."""
         pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0], self.served)
         room, aged = self._room(decoders, *most), self._ageing.first(now)
         made = Composition(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
@@ -195,7 +196,7 @@ class Composer:
         """Whose turn it is of those who wait for a step apart, and its tokens. It holds its pages, so that it can go
         on; if there is no room for it, it comes after the others."""
         for session, count in self._apart.values():
-            if self._kv.fits(session.id, len(session.tokens)) and not self._residence.is_moving(session):
+            if self._holds_its_pages(session) and not self._residence.is_moving(session):
                 del self._apart[session.id]
                 return session, count
         return None, 0

@@ -26,7 +26,7 @@ WARM_UPS = 2  # first tokens that do not count
 PAUSE_S = 0.2  # before each: in it a ring becomes full, and the daemon is quiet
 WARM_UP_TOKENS = 16  # that do not count, of each number of sessions: the first of its steps are compiled and captured
 PINNING_S = 60.0  # that host pages may take to be there and pinned, at most; steps are slower until they are
-SOON_S = 2.0  # until their pinning has begun
+SOON_S = 2.0  # until they are there, if there will be some
 
 
 class Serving(NamedTuple):
@@ -101,7 +101,7 @@ def _await_pages(address: str) -> None:
     with djinn.Client(address) as client:
         while (waited := time.monotonic() - began) < PINNING_S:
             info = next(info for info in client.models() if info.name == MODEL)
-            if info.host_pages_pinned == info.host_pages and waited > SOON_S:
+            if info.host_pages_pinned == info.host_pages and (info.host_pages or waited > SOON_S):
                 break
             time.sleep(PAUSE_S)
 
