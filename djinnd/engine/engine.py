@@ -159,7 +159,7 @@ class Engine:
         started, began = self._note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
-                sampled = self._runners[batch.model].run(batch, self._tiers.begin_copies)
+                sampled = self._runners[batch.model].run(batch, self._tiers.beside_step)
         except Exception as error:
             self._fail_batch(batch, error)
             return True

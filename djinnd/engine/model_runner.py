@@ -162,9 +162,9 @@ class ModelRunner:
             self.model.copy_page(source, target)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> Sampled:
+    def run(self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False) -> Sampled:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
-        go to their windows. `meanwhile`: is called when the device has its work, before it is waited for."""
+        go to their windows. `meanwhile`: is called when the device has its work, and again while it says so."""
         self._ran = None
         with self.device.computing():
             stale = self.kv.take_stale()

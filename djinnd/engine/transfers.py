@@ -86,15 +86,19 @@ class Transfers:
 
     def turn(self) -> list[Transfer]:
         """Ends what can be, and finds what may begin; waits for nothing. → the transfers that are over."""
-        over: list[Transfer] = []
-        if not self._paging.is_busy:
-            return over
-        self._end_copies(over)
-        self._end_jobs(over)
+        over = self.end()
         while (move := self._paging.moves.take()) is not None:
             self._begin(move)
         if any(self._queued.values()):
             self._mark = self._device.mark()
+        return over
+
+    def end(self) -> list[Transfer]:
+        """What has happened, also while a step runs; waits for nothing. → the transfers that are over."""
+        over: list[Transfer] = []
+        if self._paging.is_busy:
+            self._end_copies(over)
+            self._end_jobs(over)
         return over
 
     def begin_copies(self) -> None:

@@ -7,10 +7,14 @@ kernel reads and writes pinned host memory by itself, in turn with what else is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+_NAP = 0.0002  # seconds between two calls of `meanwhile`
+_LOOKS_AWAY = 0.8  # of the time that the last read took: behind that the event alone is waited for, and seen at once
 
 
 def send(target: Tensor, source: Tensor) -> None:
@@ -31,10 +35,11 @@ class Inbox:
     def __init__(self) -> None:
         self._staging = torch.empty(0, dtype=torch.int64)
         self._event: torch.cuda.Event | None = None
+        self._seconds = 0.0  # that the last read has waited
 
-    def read(self, values: Tensor, meanwhile: Callable[[], object]) -> list[int]:
-        """int64 [n], on the device. Waits for it, and for what the current stream has to do before; calls `meanwhile`
-        first."""
+    def read(self, values: Tensor, meanwhile: Callable[[], bool]) -> list[int]:
+        """int64 [n], on the device. Waits for it, and for what the current stream has to do before. Calls `meanwhile`
+        first, and again and again while that says so, though hardly when it would hold up who waits."""
         if not (values.is_cuda and values.numel()):
             meanwhile()
             return list[int](values.tolist())
@@ -46,6 +51,10 @@ class Inbox:
             self._event = torch.cuda.Event()
         cross(values.contiguous(), self._staging[:count])
         self._event.record()
-        meanwhile()
+        began = time.perf_counter()
+        until = began + self._seconds * _LOOKS_AWAY
+        while meanwhile() and time.perf_counter() < until and not self._event.query():
+            time.sleep(_NAP)
         self._event.synchronize()
+        self._seconds = time.perf_counter() - began
         return list[int](self._staging[:count].tolist())

@@ -79,12 +79,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, sessions: Sequence[Session], meanwhile: Callable[[], object] = lambda: None
+        self, logits: Tensor, sessions: Sequence[Session], meanwhile: Callable[[], bool] = lambda: False
     ) -> Sampled:
         """Chooses each session's token at position len(tokens), as its request says. Appending it is the caller's.
 
         logits: [rows, vocab], any float dtype, left as they are. Each session has a request, and that has a seed where
-        its temperature is above 0. `meanwhile`: is called before the device is waited for.
+        its temperature is above 0. `meanwhile`: see Inbox.read.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)

@@ -64,10 +64,31 @@ def test_nor_does_the_way_back(bulk: tuple[Tensor, Tensor]) -> None:
     host, device = bulk
     inbox, seen = Inbox(), list[bool]()
     values = torch.arange(5, device="cuda")
-    assert inbox.read(values, lambda: None) == [0, 1, 2, 3, 4]  # compiles
+    assert inbox.read(values, lambda: False) == [0, 1, 2, 3, 4]  # compiles
     all_of_it = begin(host, device)
-    assert inbox.read(values, lambda: seen.append(all_of_it.query())) == [0, 1, 2, 3, 4]
+    assert inbox.read(values, lambda: bool(seen.append(all_of_it.query()))) == [0, 1, 2, 3, 4]
     assert seen == [False] and not all_of_it.query()
+
+
+def test_what_there_is_to_do_meanwhile_is_done_again_while_the_device_is_busy() -> None:
+    inbox, calls = Inbox(), list[int]()
+    values = torch.arange(5, device="cuda")
+
+    def there_is_more() -> bool:
+        calls.append(0)
+        return True
+
+    def calls_beside(cycles: int) -> int:
+        torch.cuda.synchronize()
+        calls.clear()
+        torch.cuda._sleep(cycles)
+        assert inbox.read(values, there_is_more) == [0, 1, 2, 3, 4]
+        return len(calls)
+
+    some_ten_milliseconds = 50_000_000
+    assert calls_beside(some_ten_milliseconds) == 1, "nobody knows yet how long it takes"
+    assert calls_beside(some_ten_milliseconds) > 5
+    assert calls_beside(1) < 5
 
 
 def test_inputs_are_filled_again_when_the_device_has_taken_them() -> None:
@@ -90,6 +111,6 @@ def test_more_numbers_than_before() -> None:
     inbox = Inbox()
     for count in (1, 2, 7, 300, 4, 4097):
         values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
-        assert inbox.read(values, lambda: None) == values.tolist()
-        assert inbox.read(values[::2], lambda: None) == values[::2].tolist()
-    assert inbox.read(values[:0], lambda: None) == []
+        assert inbox.read(values, lambda: False) == values.tolist()
+        assert inbox.read(values[::2], lambda: False) == values[::2].tolist()
+    assert inbox.read(values[:0], lambda: False) == []

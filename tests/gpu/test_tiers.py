@@ -49,8 +49,13 @@ class Tiered:
         if batch is None:
             self.transfers.begin_copies()
         else:
-            self.served.complete(batch, self.served.runner.run(batch, self.transfers.begin_copies))
+            self.served.complete(batch, self.served.runner.run(batch, self.beside_step))
             self.served.runner.settle()
+
+    def beside_step(self) -> bool:
+        self.transfers.begin_copies()
+        self.served.scheduler.over("m", self.transfers.end())
+        return self.residence.paging.is_busy
 
     def settle(self) -> None:
         self.served.scheduler.over("m", self.transfers.settle())

@@ -49,6 +49,9 @@ class Copier:
         """So many things."""
         while (move := self.paging.moves.take()) is not None:
             self._under_way.append(move)
+        self.end(most, mishaps)
+
+    def end(self, most: int, mishaps: float) -> None:
         for _ in range(most):
             moves = self._random.choice([some for some in (self._under_way, self._landed) if some] or [[]])
             if not moves:
@@ -209,6 +212,8 @@ class Day:
         if batch is not None:
             seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: nobody waited for it
             tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
+            for copier in self.copiers.values():
+                copier.end(copies // 2, mishaps)
             self.scheduler.complete(batch, tokens, seconds)
         self.now += seconds
         self.scheduler.tick(self.now)
