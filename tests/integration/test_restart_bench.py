@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from tests.support.models import tiny_model
+from tools.bench.restart_sessions import Work, measure, summary
+
+
+def test_sessions_are_there_again_with_their_kv_and_go_on() -> None:
+    sizes = {"kv": "4MiB", "host_kv": "32MiB"}
+    found = measure(tiny_model(), "cpu", "512MiB", sizes, Work(sessions=4, context=300, new=3))
+    assert found["same_tokens"] == found["kept"] == found["sessions"] == 4
+    assert found["pages"] < 8, "of four sessions of two pages each, some have to come from the host"
+    seconds, uptime = found["seconds"], found["uptime_s"]
+    assert list(seconds) == ["all attached", "the first went on", "all went on"]
+    assert all(0 < uptime[what] < seconds[what] for what in seconds)
+    assert "4 with all their KV, 4 with the tokens as if never stopped" in summary(found)
