@@ -130,7 +130,7 @@ class Engine:
                 self._models.turn()
                 moving = self._tiers.turn()
                 stepped = self._step()
-                self._tiers.begin_copies()  # unless the step has
+                self._tiers.step_over()
                 busy = stepped or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy and not self._tiers.follow():

@@ -21,6 +21,7 @@ from djinnd.engine.memory import tier_pages
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.pauses import NO_PAGES, Pauses
 from djinnd.engine.transfers import Transfers
+from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
@@ -52,6 +53,7 @@ class Tiers:
         self._models: dict[str, _Model] = {}
         self._on_host, self._on_disk = Tenancy(), Tenancy()
         self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
+        self._over_beside: list[tuple[str, Transfer]] = []  # by a step: by model
         self._tended_at = 0.0
         self._waits = Waits()
 
@@ -141,19 +143,22 @@ class Tiers:
             self._retiring.pop(name)()
         return self.is_busy
 
-    def begin_copies(self) -> None:
-        """Those that the last turn has found may begin."""
+    def beside_step(self) -> bool:
+        """While the device runs a step, queueing the copies that the last turn has found costs nothing, nor do the
+        books of those that end: a wake-up's take half a millisecond, for which the device would wait between two steps.
+        What they lead to has to wait for `step_over`: whoever is in the step stays as it is. → whether more may end."""
+        for name, model in self._models.items():
+            model.transfers.begin_copies()
+            self._over_beside += [(name, transfer) for transfer in model.transfers.end()]
+        return self.is_busy
+
+    def step_over(self) -> None:
+        """Or there was none, and copies may begin."""
         for model in self._models.values():
             model.transfers.begin_copies()
-
-    def beside_step(self) -> bool:
-        """While the device runs a step, queueing copies costs nothing, nor do the books of those that end: a wake-up's
-        take half a millisecond, for which the device would wait between two steps. → whether more may end soon."""
-        self.begin_copies()
-        for name, model in self._models.items():
-            if model.paging.is_busy:
-                self._scheduler.over(name, model.transfers.end())
-        return self.is_busy
+        for name, transfer in self._over_beside:
+            self._scheduler.over(name, [transfer])
+        self._over_beside.clear()
 
     @property
     def is_busy(self) -> bool:

@@ -94,7 +94,8 @@ class Transfers:
         return over
 
     def end(self) -> list[Transfer]:
-        """What has happened, also while a step runs; waits for nothing. → the transfers that are over."""
+        """Does the books of what has happened, also while a step runs; waits for nothing. → the transfers that are
+        over."""
         over: list[Transfer] = []
         if self._paging.is_busy:
             self._end_copies(over)

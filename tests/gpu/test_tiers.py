@@ -49,13 +49,16 @@ class Tiered:
         if batch is None:
             self.transfers.begin_copies()
         else:
-            self.served.complete(batch, self.served.runner.run(batch, self.beside_step))
-            self.served.runner.settle()
+            over = []
 
-    def beside_step(self) -> bool:
-        self.transfers.begin_copies()
-        self.served.scheduler.over("m", self.transfers.end())
-        return self.residence.paging.is_busy
+            def beside() -> bool:
+                self.transfers.begin_copies()
+                over.extend(self.transfers.end())
+                return self.residence.paging.is_busy
+
+            self.served.complete(batch, self.served.runner.run(batch, beside))
+            self.served.scheduler.over("m", over)
+            self.served.runner.settle()
 
     def settle(self) -> None:
         self.served.scheduler.over("m", self.transfers.settle())

@@ -6,7 +6,6 @@ steps of which nobody knows yet how long they take."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -38,33 +37,34 @@ EVERY = 10  # steps, between two audits
 class Copier:
     """Of one model: what is asked for happens some time, in any order, and not always with success."""
 
-    def __init__(self, paging: Paging, over: Callable[[list[Transfer]], None], random: Random) -> None:
+    def __init__(self, paging: Paging, random: Random) -> None:
         self.paging = paging
-        self._over = over
         self._random = random
         self._under_way: list[Move] = []
         self._landed: list[Move] = []
 
-    def copy(self, most: int, mishaps: float) -> None:
-        """So many things."""
+    def copy(self, most: int, mishaps: float) -> list[Transfer]:
+        """So many things. → the transfers that are over."""
         while (move := self.paging.moves.take()) is not None:
             self._under_way.append(move)
-        self.end(most, mishaps)
+        return self.end(most, mishaps)
 
-    def end(self, most: int, mishaps: float) -> None:
+    def end(self, most: int, mishaps: float) -> list[Transfer]:
+        over: list[Transfer] = []
         for _ in range(most):
             moves = self._random.choice([some for some in (self._under_way, self._landed) if some] or [[]])
             if not moves:
-                return
+                break
             move = moves.pop(self._random.randrange(len(moves)))
             if moves is self._landed:
-                self._over(self.paging.moves.sealed(move, 7))
+                over += self.paging.moves.sealed(move, 7)
             elif self._random.random() < mishaps:
-                self._over(self.paging.moves.failed(move, bad=move.way in (Way.PROMOTE, Way.FETCH)))
+                over += self.paging.moves.failed(move, bad=move.way in (Way.PROMOTE, Way.FETCH))
             else:
                 if move.way is not Way.PROMOTE:
                     self._landed.append(move)
-                self._over(self.paging.moves.landed(move))
+                over += self.paging.moves.landed(move)
+        return over
 
 
 class Day:
@@ -101,7 +101,7 @@ class Day:
             if disk:
                 paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
         self.scheduler.add_model(name, kv, kv.max_context, NUM_BLOCKS, paging)
-        self.copiers[name] = Copier(paging, lambda transfers: self.scheduler.over(name, transfers), self.random)
+        self.copiers[name] = Copier(paging, self.random)
         if self.happens(0.3):  # else how long steps take is to be learnt
             measured(self.scheduler._queues[name].composer.times, self.seconds)
 
@@ -202,8 +202,8 @@ class Day:
         return steps
 
     def step(self, copies: int, mishaps: float) -> None:
-        for copier in self.copiers.values():
-            copier.copy(copies, mishaps)
+        for model, copier in self.copiers.items():
+            self.scheduler.over(model, copier.copy(copies, mishaps))
         if self.happens(0.1):
             self.scheduler.tend(self.now)
         batch = self.scheduler.next_batch()
@@ -212,9 +212,10 @@ class Day:
         if batch is not None:
             seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: nobody waited for it
             tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
-            for copier in self.copiers.values():
-                copier.end(copies // 2, mishaps)
+            beside = {model: copier.end(copies // 2, mishaps) for model, copier in self.copiers.items()}
             self.scheduler.complete(batch, tokens, seconds)
+            for model, over in beside.items():
+                self.scheduler.over(model, over)
         self.now += seconds
         self.scheduler.tick(self.now)
 
