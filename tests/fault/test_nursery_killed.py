@@ -40,7 +40,9 @@ def next_engine(daemon: Daemon, after: int) -> int:
     return daemon.device().pid
 
 
-def test_killed_it_comes_back_and_so_does_the_engine(fragile: Daemon) -> None:
+def test_killed_it_comes_back_and_so_does_the_engine_and_a_killed_daemon_takes_it_along(
+    fragile: Daemon, start_daemon: DaemonStarter
+) -> None:
     with djinn.Session(MODEL, address=fragile.address) as whole:
         expected = whole.generate(PROMPT, max_tokens=BEFORE + AFTER, ignore_eos=True).token_ids
     engine = fragile.device().pid
@@ -53,6 +55,14 @@ def test_killed_it_comes_back_and_so_does_the_engine(fragile: Daemon) -> None:
     assert not is_alive(engine) and not is_alive(nursery)
     assert parent_of(parent_of(successor)) == fragile.pid
     assert djinn.status(check=True, address=fragile.address).integrity == []
+
+    nursery = parent_of(successor)
+    fragile.kill()
+    assert not is_alive(nursery)
+    next_daemon = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")}, cold=True)
+    assert parent_of(parent_of(fragile.device().pid)) == next_daemon.pid
+    djinn.load(MODEL, address=fragile.address)  # what was left is adopted
+    djinn.unload(MODEL, address=fragile.address)
 
 
 def test_it_survives_engines_and_restarts(fragile: Daemon) -> None:
@@ -73,13 +83,3 @@ def test_it_survives_engines_and_restarts(fragile: Daemon) -> None:
             assert (parent_of(engine), inherited_by(engine)) == (nursery, descriptors)
             assert client.status(check=True).integrity == []
     assert "nursery_lost" not in fragile.log
-
-
-def test_a_killed_daemon_takes_it_along(fragile: Daemon, start_daemon: DaemonStarter) -> None:
-    nursery = parent_of(fragile.device().pid)
-    fragile.kill()
-    assert not is_alive(nursery)
-    successor = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")}, cold=True)
-    assert parent_of(parent_of(fragile.device().pid)) == successor.pid
-    djinn.load(MODEL, address=fragile.address)  # what was left is adopted
-    djinn.unload(MODEL, address=fragile.address)

@@ -84,10 +84,10 @@ def check_untouched(folder: Path, model: str, address: str) -> None:
 
     told, beside = asyncio.run(together())
     for prompt, tokens in zip(others, beside, strict=True):
-        assert tokens == reference.greedy(folder, prompt, 3 * NEW), f"a bystander of {len(prompt)} tokens"
+        assert tokens == reference.greedy(folder, prompt, 3 * NEW, tokens), f"a bystander of {len(prompt)} tokens"
     hooked = Hooked(folder)
     for (point, prompt), (tokens, hits) in zip(prompts.items(), told, strict=True):
-        assert tokens == reference.greedy(folder, prompt, NEW), point
+        assert tokens == reference.greedy(folder, prompt, NEW, tokens), point
         length = len(prompt)
         assert [hit.positions for hit in hits] == [
             range(length),

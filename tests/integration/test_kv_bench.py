@@ -15,14 +15,15 @@ from tools.bench.report import Report
 
 def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
     """What it printed, and its results."""
-    command = [warm_python(), "-m", f"tools.bench.{name}", str(tiny_model()), "--device=cpu", f"--json={path}"]
+    command = [warm_python(), "-m", "tests.support.short_copies", f"tools.bench.{name}"]
+    command += [str(tiny_model()), "--device=cpu", f"--json={path}"]
     ran = subprocess.run([*command, *options], cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, msgspec.json.decode(path.read_bytes(), type=Report).results
 
 
 def test_paging_between_all_tiers(tmp_path: Path) -> None:
-    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=64")
+    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=32")
     shown, found = bench("kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
     assert "token of one on the host (copied)" in shown and "token of one computed anew (computed)" in shown
     assert found["tokens"] == 512 and found["session_bytes"] == 2 * found["page_bytes"]

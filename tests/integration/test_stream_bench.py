@@ -16,11 +16,12 @@ from tools.bench.stream.outcome import Results, Status
 from tools.bench.stream.served import Serving, measure
 
 CONFIG = ROOT / "tools" / "bench" / "configs" / "cpu-smoke.yaml"
+BENCH = ("tests.support.short_copies", "tools.bench.stream")
 
 
 def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
     chosen = [f"--only={name}" for name in ("resident", "plain", "packed", "gpu-only", "accelerate")]
-    command = [warm_python(), "-m", "tools.bench.stream", str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
+    command = [warm_python(), "-m", *BENCH, str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "2 + 0 + 4" in ran.stdout and "bit for bit" in ran.stdout
@@ -44,7 +45,7 @@ def test_weights_that_a_client_hands_over(tmp_path: Path) -> None:
     """They are on no disk, and stream as those of a checkpoint do."""
     shared = tmp_path / "shared.yaml"
     shared.write_text(CONFIG.read_text() + "weights: shared\ncontenders: [resident, packed]\n")
-    command = [warm_python(), "-m", "tools.bench.stream", str(shared), f"--json={tmp_path / 'found.json'}"]
+    command = [warm_python(), "-m", *BENCH, str(shared), f"--json={tmp_path / 'found.json'}"]
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     report = msgspec.json.decode((tmp_path / "found.json").read_bytes(), type=Report)

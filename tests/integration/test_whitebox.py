@@ -178,7 +178,8 @@ def check_cases(folder: Path, model: str, address: str) -> None:
 
     told, others = asyncio.run(together())
     for length, tokens in zip(LENGTHS, others, strict=True):
-        assert tokens == reference.greedy(folder, prompt_of(length, 90), 4 * NEW), f"a bystander of {length} tokens"
+        expected = reference.greedy(folder, prompt_of(length, 90), 4 * NEW, tokens)
+        assert tokens == expected, f"a bystander of {length} tokens"
     model_ = Hooked(folder)
     for (name, case), (tokens, cache) in zip(cases().items(), told, strict=True):
         prompt = prompts[name]

@@ -26,8 +26,19 @@ def model_of(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def greedy(folder: Path, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """What `generate` goes on with. The prompt must be one that leads to no near-tie, which rounding would decide."""
+def greedy(folder: Path, prompt: Sequence[int], new_tokens: int, told: Sequence[int] = ()) -> list[int]:
+    """What `generate` goes on with. The prompt must be one that leads to no near-tie, which rounding would decide.
+
+    `told` is what somebody else has gone on with. Where each of its tokens is the likeliest after all before it, it is
+    what `generate` gives, and one pass over the whole shows it in a twentieth of the time.
+    """
+    if len(told) == new_tokens > 0 and _likeliest(logits(folder, [*prompt, *told[:-1]])[-new_tokens:]) == list(told):
+        return list(told)
+    return list(_generated(folder, tuple(prompt), new_tokens))
+
+
+@functools.lru_cache(maxsize=1024)  # tests of one file ask for the same again and again
+def _generated(folder: Path, prompt: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
     tokens = torch.tensor([prompt])
     with torch.inference_mode():
         whole = model_of(folder).generate(
@@ -38,10 +49,18 @@ def greedy(folder: Path, prompt: Sequence[int], new_tokens: int) -> list[int]:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        likeliest, second = torch.cat(whole.logits).topk(2).values.unbind(dim=1)
+    found = whole.sequences[0, len(prompt) :].tolist()
+    assert _likeliest(torch.cat(whole.logits).numpy()) == found
+    return tuple(found)
+
+
+def _likeliest(logits: npt.NDArray[np.float32]) -> list[int]:
+    """Of each row."""
+    likeliest, second = torch.from_numpy(logits).topk(2)[0].unbind(dim=1)
     nearest = (likeliest - second).min().item()
     assert nearest > NEAR_TIE, f"two tokens whose logits differ by {nearest:.1g}: take another prompt"
-    return whole.sequences[0, len(prompt) :].tolist()
+    found: list[int] = logits.argmax(axis=1).tolist()
+    return found
 
 
 def logits(folder: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
 
-`python -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it. A third argument is the module of a
-nursery, from which it forks its engines.
+`python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it, as a fork of a process that
+has done its imports: see forked.py. A third argument is the module of a nursery, from which it forks its engines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from djinnd.server.stopping import Stopping
 from djinnd.server.succession import Inherited, succeed
 from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 RELOADED = "djinnd_reloaded "
@@ -52,7 +53,7 @@ class Served:
         self.environ = {"HF_HUB_OFFLINE": "1"}
         self._gate = -1
         self._config = {"socket": self.address, "state_dir": str(folder / "state"), "log": {"level": "debug"}} | config
-        self.process: subprocess.Popen[bytes]
+        self.process: Forked | subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
         """It listens then; its engine may be still on the way."""
@@ -90,10 +91,8 @@ class Served:
 
     def start(self) -> None:
         config, script = self.write_files()
-        command = [sys.executable, "-X", "dev", "-m", "tests.support.served", str(config), str(script), *self._nursery]
         with self.log_path.open("ab") as log:
-            environ = os.environ | self.environ
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, env=environ)
+            self.process = Forked([str(config), str(script), *self._nursery], os.environ | self.environ, log.fileno())
 
     def reload(self, **config: Any) -> None:
         """With these values changed in its file; waits until it has read that."""

@@ -65,12 +65,14 @@ def test_sessions_that_join_and_leave_get_the_tokens_of_transformers(family: str
                 served.step()
         served.run()
         for session, length, wish in zip(sessions, lengths, wishes, strict=True):
-            assert session.tokens[length:] == reference.greedy(folder, session.tokens[:length], wish)
+            told = session.tokens[length:]
+            assert told == reference.greedy(folder, session.tokens[:length], wish, told)
         for session in sessions:
             served.submit(session, [], max_tokens=3)
         served.run()
         for session in sessions:
-            assert session.tokens[-3:] == reference.greedy(folder, session.tokens[:-3], 3)
+            told = session.tokens[-3:]
+            assert told == reference.greedy(folder, session.tokens[:-3], 3, told)
 
 
 def test_preempted_sessions_get_the_same_tokens() -> None:
