@@ -154,6 +154,7 @@ class Composition:
     def _one(self, session: Session) -> Row:
         """Of a session that merely decodes."""
         request = self._begun(session)
+        session.given = self._step
         return Row(session, request, session.computed, 1, 0, self._num_blocks, request.max_tokens > 0, None)
 
     def _row(self, session: Session, way: Way, count: int) -> Row:
@@ -163,6 +164,8 @@ class Composition:
             last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
         else:
             samples = False
+        if samples:
+            session.given = self._step
         if stage is not None:
             stage.last = way.last
         elif way.last <= self._num_blocks:

@@ -3,18 +3,20 @@
 At its quota, a tenant's sessions give way to each other: on the same model those that come after the one that needs
 pages; on others the idle, and those whose clients read too slowly. Where that is not enough because sessions run on
 several models, those of one of them lead, and the others' give way to them, too: of the model where the tenant's
-foremost session runs, by class and then by age. So two that wait for each other's pages do not wait for ever, and do
-not take them from each other in turns.
+foremost session runs, by class and then by age; and what becomes free is that model's until it has what it wanted. So
+two that wait for each other's pages do not wait for ever, and do not take them from each other in turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.why import QUOTA
 
 Claim = tuple[int, int]  # the less, the earlier: rank of a class, and a request's number
 
@@ -39,10 +41,26 @@ class Holder(Protocol):
         already count. `active`: also such as wait for a row. False: there is none."""
 
 
+class _Lead(NamedTuple):
+    """A session for which some of its tenant's on other models have left."""
+
+    kv: KvManager
+    claim: Claim  # its model's, then
+    session: Session
+    request: Request | None
+
+    def lasts(self, holder: Holder) -> bool:
+        """It still waits for them, and its model still comes first."""
+        session, request = self.session, self.session.request
+        waits = request is not None and request is self.request and request.runnable and not session.paused
+        return waits and session.passed_over == QUOTA and holder.claim(session.tenant) == self.claim
+
+
 class DeviceQuotas:
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}  # bytes, by tenant; who is not there has none
         self._holders: dict[KvManager, Holder] = {}
+        self._leads: dict[int, _Lead] = {}  # by tenant
 
     def add(self, holder: Holder) -> None:
         self._holders[holder.kv] = holder
@@ -92,15 +110,29 @@ class DeviceQuotas:
         if tenant not in self._limits:
             return True
         pages = kv.pages_for(len(session.tokens))
+        if pages > kv.pages_held(session.id) and self._another_leads(tenant, kv):
+            return False
         while (excess := self.excess(session, kv, pages)) > 0:
             gave_way = residence.give_way(excess, tenant, candidates())
-            gave_way = gave_way or self._retire_elsewhere(tenant, kv, excess * kv.page_bytes)
+            gave_way = gave_way or self._retire_elsewhere(session, kv, excess * kv.page_bytes)
             if not gave_way or any(holder.leaves(tenant) for holder in self._holders.values()):
                 return False
         return True
 
-    def _retire_elsewhere(self, tenant: int, kv: KvManager, nbytes: int) -> bool:
-        """Has sessions of the tenant on other models leave, for the sake of one of this model. False: none can."""
+    def _another_leads(self, tenant: int, kv: KvManager) -> bool:
+        """Another model, which waits for what becomes free."""
+        lead = self._leads.get(tenant)
+        if lead is None or lead.kv is kv:
+            return False
+        holder = self._holders.get(lead.kv)
+        if holder is None or not lead.lasts(holder):
+            del self._leads[tenant]
+            return False
+        return True
+
+    def _retire_elsewhere(self, session: Session, kv: KvManager, nbytes: int) -> bool:
+        """Has sessions of its tenant on other models leave, for the sake of this one. False: none can."""
+        tenant = session.tenant
         others = [holder for holder in self._holders.values() if holder.kv is not kv]
         if any(holder.retire(tenant, nbytes, active=False) for holder in others):
             return True
@@ -108,9 +140,12 @@ class DeviceQuotas:
         if mine is None:
             return False
         claims = [(holder.claim(tenant), holder) for holder in others]
-        return any(
+        gave_way = any(
             holder.retire(tenant, nbytes, active=True) for claim, holder in claims if claim is not None and mine < claim
         )
+        if gave_way:
+            self._leads[tenant] = _Lead(kv, mine, session, session.request)
+        return gave_way
 
     @property
     def pages_move(self) -> bool:

@@ -268,10 +268,14 @@ class Residence:
     def leave_freely(self, session: Session) -> bool:
         """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as
         they would without a host."""
-        if session.computed and not self.paging.takes_freely(self.keys(session), session.tenant):
+        if not self.leaves_freely(session):
             return False
         self.leave(session)
         return True
+
+    def leaves_freely(self, session: Session) -> bool:
+        """Whether nothing would be lost that is nowhere else."""
+        return not session.computed or self.paging.takes_freely(self.keys(session), session.tenant)
 
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)

@@ -111,11 +111,10 @@ class StepPages:
         ever, by turns of their tenants or by ageing: no other of its class or a lower one interrupts one that is being
         read. Nobody else begins meanwhile."""
         return (
-            (self._residence.paging.host is None or other.stage is not None)
-            and session.remaining > 1
+            session.remaining > 1
             and other in self._line
-            and len(other.tokens) - other.computed > 1
-            and other.touched == self._last_step
+            and other.given < other.touched == self._last_step
             and self.kv.fits(other.id, len(other.tokens))
             and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
+            and (other.stage is not None or not self._residence.leaves_freely(other))
         )

@@ -26,6 +26,7 @@ from djinnd.scheduler.scheduler import Scheduler
 from tests.support.virtual import measured, rising
 
 DAYS = 160
+CROWDED_DAYS = [*range(40), 40, 87, 173, 205, 255, 277, 1296]  # the last ones have shown what the test is named for
 STEPS = 150  # of one
 NUM_BLOCKS = 4
 PAGE_BYTES = 1 << 20
@@ -70,7 +71,8 @@ class Copier:
 class Day:
     """All that happens is made of the seed, and of what the scheduler does."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, crowded: bool = False) -> None:
+        """`crowded`: all bring long prompts, of which the device holds two, and the host less."""
         self.random = Random(seed)
         pick = self.random.choice
         policy = Policy(pick([1.0, 1.25, 3.0, 1e6]), pick([0.0, 0.0, 0.05]), pick([0.1, 1.0, 10.0]))
@@ -79,6 +81,10 @@ class Day:
         self.page = pick([2, 4, 16])  # tokens
         self.copiers: dict[str, Copier] = {}
         pages, host, disk = pick([8, 20, 20, 60]), pick([0, 0, 10, 200]), pick([0, 0, 30])
+        self.prompts = [1, 1, 2, 5, 20, self.page * 9, 140]  # tokens of one
+        if crowded:
+            pages, host, disk = pick([16, 20, 24, 30]), pick([4, 8, 14]), 0
+            self.prompts = [2, *(self.page * count for count in (5, 9, 12, 15))]
         for model in pick(["m", "m", "mn"]):
             self.add_model(model, pages, host, disk)
         self.tenants = range(pick([1, 2, 4]))
@@ -117,7 +123,7 @@ class Day:
     def call(self, session: Session) -> None:
         pick = self.random.choice
         resumes = session.stage.first if session.stage is not None and session.remaining and self.happens(0.7) else None
-        prompt = [] if resumes is not None else [pick([1, 2, 3])] * pick([1, 1, 2, 5, 20, self.page * 9, 140])
+        prompt = [] if resumes is not None else [pick([1, 2, 3])] * pick(self.prompts)
         first = len(session.tokens)
         request = Request(self.next_id(), first, first + len(prompt), pick([0, 1, 4, 20, 60]), resume_block=resumes)
         if self.happens(0.3):
@@ -239,7 +245,15 @@ class Day:
 
 @pytest.mark.parametrize("seed", range(DAYS))
 def test_whatever_happens_all_come_to_their_end(seed: int) -> None:
-    day = Day(seed)
+    live_through(Day(seed))
+
+
+@pytest.mark.parametrize("seed", CROWDED_DAYS)
+def test_long_prompts_do_not_take_their_pages_from_each_other_for_ever(seed: int) -> None:
+    live_through(Day(seed, crowded=True))
+
+
+def live_through(day: Day) -> None:
     day.run(STEPS)
     day.clear_up()
     day.scheduler.check_integrity()
