@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -14,24 +13,21 @@ from typing import Any
 
 import torch
 
-from djinn_client.errors import Cancelled, DjinnError, OutOfMemory, SessionLost, SessionNotFound
+from djinn_client.errors import DjinnError, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
 from djinnd.core.batch import Batch
-from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.collector import Collector
 from djinnd.engine.courses import Courses
-from djinnd.engine.deliveries import Deliveries
-from djinnd.engine.export import Passages
 from djinnd.engine.figures import Figures
 from djinnd.engine.loading import LoadQueue
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.models import Models
 from djinnd.engine.pauses import Pauses
-from djinnd.engine.stop_captures import StopCaptures
+from djinnd.engine.requests import Requests
 from djinnd.engine.tiers import Tiers
 from djinnd.engine.tracing import Tracer
 from djinnd.model.sampler import Sampled
@@ -60,18 +56,22 @@ class Engine:
         self._tiers = Tiers(device, self._scheduler, self._loads, self._pauses)
         self._tracer = Tracer(device, channel.send)
         self._courses = Courses(channel)
-        self._passages = Passages(device, self._scheduler, self._runners, channel, self._courses, self._compute_kv)
-        self._deliveries = Deliveries(device, channel, self._courses, self._fail_delivery)
-        self._stop_captures = StopCaptures(self._deliveries, self._runners)
-        self._under_way: dict[int, Session] = {}  # by request
-        self._waiting: set[int] = set()  # requests that have had no row yet
-        self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._under_way)
+        self._requests = Requests(
+            device,
+            self._scheduler,
+            self._runners,
+            self._tiers,
+            channel,
+            self._courses,
+            self._spare_idle,
+        )
+        self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._requests.under_way)
         self._models = Models(
             device,
             self._scheduler,
             self._loads,
             self._tiers,
-            self._deliveries,
+            self._requests.deliveries,
             self._figures,
             self._runners,
             channel,
@@ -93,15 +93,15 @@ class Engine:
             messages.Open: self._open,
             messages.Fork: self._fork,
             messages.Close: self._close,
-            messages.Run: self._run,
-            messages.CancelRun: lambda m: self._finish(self._scheduler.cancel(m.request)),
-            messages.Halt: lambda m: self._finish(self._scheduler.halt(m.request, m.keep)),
+            messages.Run: self._requests.run,
+            messages.CancelRun: lambda m: self._requests.finish(self._scheduler.cancel(m.request)),
+            messages.Halt: lambda m: self._requests.finish(self._scheduler.halt(m.request, m.keep)),
             messages.Hold: self._hold,
             messages.Truncate: self._truncate,
             messages.AddEdit: lambda m: self._scheduler.edit(m.session, m.edit),
             messages.EndEdits: lambda m: self._scheduler.end_edits(m.session, m.edits, m.at),
-            messages.ExportKv: self._passages.export,
-            messages.ImportKv: self._passages.import_,
+            messages.ExportKv: self._requests.passages.export,
+            messages.ImportKv: self._requests.passages.import_,
             messages.Signal: self._tiers.signal,
             messages.Pause: self._pauses.ask,
             messages.Resume: lambda m: self._scheduler.resume(m.session),
@@ -154,9 +154,9 @@ class Engine:
         batch = self._scheduler.next_batch()
         if batch is None:
             return False
-        if self._fail_lost(batch) or self._fail_unseen(batch):
+        if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
-        started, began = self._note_started(batch), time.monotonic()
+        started, began = self._requests.note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
                 sampled = self._runners[batch.model].run(batch, self._tiers.beside_step)
@@ -170,11 +170,11 @@ class Engine:
         self._tell(requests, sampled, started)
         for index in sampled.unsound:
             told = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
-            self._fail(requests[index], told)
+            self._requests.fail(requests[index], told)
         waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
         for request in self._scheduler.complete(batch, sampled.tokens, seconds):
-            self._finish(request)
+            self._requests.finish(request)
         self._runners[batch.model].settle()
         return True
 
@@ -186,17 +186,6 @@ class Engine:
             self._tiers.note_prefill(batch.model, tokens, seconds)
         self._unwaited.clear()
         return seconds
-
-    def _note_started(self, batch: Batch) -> list[messages.Started]:
-        if not self._waiting:
-            return []
-        now = time.monotonic()
-        rows = [row for row in batch.rows if row.request.id in self._waiting]
-        started = [messages.Started(row.request.id, now, row.session.woken) for row in rows]
-        for row in rows:
-            self._waiting.remove(row.request.id)
-            row.session.woken = False
-        return started
 
     def _tell(self, requests: Sequence[Request], sampled: Sampled, started: list[messages.Started]) -> None:
         """What the step gave each request; those that are unsound get no token."""
@@ -215,18 +204,8 @@ class Engine:
         """Ends requests that would have to compute KV anew which a client gave, and tokens cannot say what it was."""
         lost = [row.request for row in batch.rows if row.start < row.session.foreign_tokens]
         for request in lost:
-            self._fail(request, SessionLost(LOST))
+            self._requests.fail(request, SessionLost(LOST))
         return bool(lost)
-
-    def _fail_unseen(self, batch: Batch) -> bool:
-        """Ends requests that are to stop where what is there cannot be captured."""
-        refused = self._stop_captures.capture(batch)
-        if refused:
-            self._models.spare_idle()
-            refused = self._stop_captures.capture(batch)
-        for request, error in refused:
-            self._fail(request, error)
-        return bool(refused)
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
@@ -238,9 +217,9 @@ class Engine:
             torch.cuda.empty_cache()
             told = OutOfMemory(f"the step ran out of device memory: {error}")
         for row in batch.rows:
-            self._fail(row.request, told)
+            self._requests.fail(row.request, told)
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- sessions -----------------------------------------------------------------------------------------------------
 
     def _open(self, message: messages.Open) -> None:
         session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
@@ -254,7 +233,7 @@ class Engine:
 
     def _close(self, message: messages.Close) -> None:
         runner = self._runners[self._scheduler.session(message.session).model]
-        self._finish(self._scheduler.close(message.session))
+        self._requests.finish(self._scheduler.close(message.session))
         runner.use_edits(message.session, ())
         runner.held.drop(message.session)
 
@@ -263,134 +242,10 @@ class Engine:
         with suppress(SessionNotFound):
             self._scheduler.truncate(message.session, message.length)
 
-    def _run(self, message: messages.Run) -> None:
-        try:
-            self._submit(message)
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
-
-    def _submit(self, message: messages.Run) -> None:
-        session = self._scheduler.session(message.session)
-        first = len(session.tokens)
-        seen_from = first if message.logits else FOREVER
-        if message.capture:
-            seen_from = min(first if message.tokens else now(first), session.due_from)
-        request = Request(
-            id=message.request,
-            first=first,
-            prompt_end=first + len(message.tokens),
-            max_tokens=message.max_tokens,
-            sampling=message.sampling,
-            stop_tokens=frozenset(message.stop_tokens),
-            logprobs=message.logprobs,
-            logits=message.logits,
-            capture=tuple(message.capture),
-            seen_from=seen_from,
-            stops=tuple(message.stops),
-            resume_block=message.resume_block,
-            expected_tokens=message.expected_tokens,
-            deadline=message.deadline or math.inf,
-        )
-        assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
-        in_parts = message.stops or message.resume_block is not None
-        assert not (in_parts and (message.logits or message.capture)), (
-            "a run that may stop has what is there, and nothing else"
-        )
-        self._scheduler.submit(session.id, request, message.tokens)
-        self._tiers.called(session.id)
-        try:
-            self._make_room(session, request)
-        except OutOfMemory:
-            self._models.spare_idle()
-            try:
-                self._make_room(session, request)
-            except OutOfMemory:
-                self._scheduler.rollback(request.id)
-                raise
-        self._stop_captures.expect(request)
-        self._under_way[request.id] = session
-        self._waiting.add(request.id)
-
-    def _make_room(self, session: Session, request: Request) -> None:
-        """For what the request's steps need and give beside tokens. Raises OutOfMemory."""
-        runner = self._runners[session.model]
-        runner.use_edits(session.id, session.edits)
-        if request.capture:
-            self._deliveries.open(session, request, runner)
-        if request.logits:
-            try:
-                runner.open_window(request)
-            except OSError as error:
-                raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
-
-    def _compute_kv(self, number: int, session: Session) -> None:
-        """Submits a request that computes what KV the session lacks, and gives no token."""
-        length = len(session.tokens)
-        self._runners[session.model].use_edits(session.id, session.edits)
-        self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
-        self._under_way[number] = session
-
     def _hold(self, message: messages.Hold) -> None:
         (self._scheduler.hold if message.held else self._scheduler.release)(message.request)
 
-    def _finish(self, request: Request | None) -> None:
-        """The final reply of a request that the scheduler has ended; None: it had been answered before."""
-        if request is None:
-            return
-        session = self._forget(request)
-        length = len(session.tokens)
-        window = self._runners[session.model].forget(request)
-        if self._passages.filled(request.id, _cancelled(request)):
-            return
-        if window is None or request.finish_reason == "cancelled":
-            assert request.finish_reason is not None
-            generated = length - request.prompt_end
-            reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
-            reply.stopped = self._stopped(session, request)
-            if reply.stopped is not None or (request.capture and request.finish_reason != "cancelled"):
-                self._deliveries.ended(request, reply)
-                return
-            self._deliveries.drop(request)
-            self._channel.send(reply)
-        else:
-            told = messages.LogitsReady(request.id, length, request.computed, window.tokens, window.vocab)
-            self._channel.send(told, [window.fd])
-        if window is not None:
-            window.close()
-
-    def _stopped(self, session: Session, request: Request) -> int | None:
-        """Before which block the request has ended. Where its rows are not held there, they are computed anew when the
-        session goes on."""
-        if request.stopped is None:
-            return None
-        if request.stopped.block and not self._runners[session.model].held.holds(session):
-            self._scheduler.drop_stage(session.id)
-        return request.stopped.block
-
-    def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
-        """What it captures has nowhere to go."""
-        if request.id in self._under_way:
-            self._fail(request, error)
-            return
-        if session in self._scheduler.sessions():  # idle until this is answered
-            self._scheduler.truncate(session.id, request.first)
-        self._channel.refuse(request.id, error)
-
-    def _fail(self, request: Request, error: DjinnError) -> None:
-        """Answers with the error; the session is as it was before the request."""
-        self._scheduler.rollback(request.id)
-        session = self._forget(request)
-        self._deliveries.drop(request)
-        window = self._runners[session.model].forget(request)
-        if window is not None:
-            window.close()
-        if not self._passages.filled(request.id, error):
-            self._channel.refuse(request.id, error)
-
-    def _forget(self, request: Request) -> Session:
-        self._waiting.discard(request.id)
-        self._stop_captures.forget(request)
-        return self._under_way.pop(request.id)
+    # --- the engine itself ------------------------------------------------------------------------------------------
 
     def _set_policy(self, message: messages.SetPolicy) -> None:
         policy = Policy(message.slowdown, message.between_tokens, message.ageing)
@@ -411,7 +266,8 @@ class Engine:
             return
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
 
-    # --- the engine itself ------------------------------------------------------------------------------------------
+    def _spare_idle(self) -> None:
+        self._models.spare_idle()
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -423,7 +279,3 @@ class Engine:
         if message.keep_pages:
             self._tiers.keep()
         self._stopping = True
-
-
-def _cancelled(request: Request) -> DjinnError | None:
-    return Cancelled("the request was cancelled") if request.finish_reason == "cancelled" else None

@@ -191,10 +191,12 @@ class Tiers:
 
     def keep(self) -> None:
         """For the next engine: every session's pages on the host, as far as it has room."""
+        began = time.monotonic()
         for session in list(self._scheduler.sessions()):
             self._scheduler.residence(session.model).leave(session, sealed=True)
         for name in self._models:
             self.settle(name)
+        log.info("pages_kept seconds=%.3f", time.monotonic() - began)
 
     # --- what clients say -------------------------------------------------------------------------------------------
 

@@ -256,9 +256,11 @@ class Server:
         """Bringing the pages of sessions to where the successor finds them takes longer than just ending."""
         keep_pages = self._stopping.restart == "warm"
         grace = max(STOPPING, self._config.limits.shutdown_grace) if keep_pages else STOPPING
+        began = time.monotonic()
         await self._supervisor.stop(keep_pages)
         await _first(self._supervisor.exited(), self._stopping.now.wait(), timeout=grace)
         await self._supervisor.kill()
+        log.info("engine_stopped seconds=%.3f", time.monotonic() - began)
 
     async def _beat(self) -> None:
         notifier = self._notifier

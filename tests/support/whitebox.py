@@ -64,7 +64,7 @@ class WhiteBoxEngine(EngineThread):
         report, runner, device = self.report(), self.engine._runners["m"], self.engine._device
         assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
         assert runner.held.nbytes == len(runner.held) == 0
-        assert not self.engine._stop_captures._open
+        assert not self.engine._requests._stop_captures._open
         assert report.used_bytes == device.reserved + runner.nbytes and report.models[0].pages_used == 0
 
     def edit(self, session: str, *edits: Edit) -> None:

@@ -1,0 +1,212 @@
+"""The engine's requests, from a Run to its one final reply.
+
+    Run ─► submitted ─► Started, with its first row ─► … its tokens … ─► Finished, LogitsReady or Failed
+            └─ refused: Failed                          └─ fails: rolled back, Failed
+
+What a request has beside its tokens is made room for when it is submitted, and goes with it: the window of its logits,
+what it captures, what is seen where it stops.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from djinn_client.errors import Cancelled, DjinnError, OutOfMemory
+from djinnd import messages
+from djinnd.core.batch import Batch
+from djinnd.core.edits import FOREVER, now
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.device import Device
+from djinnd.engine.channel import Channel
+from djinnd.engine.courses import Courses
+from djinnd.engine.deliveries import Deliveries
+from djinnd.engine.export import Passages
+from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.stop_captures import StopCaptures
+from djinnd.engine.tiers import Tiers
+from djinnd.scheduler.scheduler import Scheduler
+
+
+class Requests:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        scheduler: Scheduler,
+        runners: Mapping[str, ModelRunner],
+        tiers: Tiers,
+        channel: Channel,
+        courses: Courses,
+        spare_idle: Callable[[], object],
+    ) -> None:
+        """`runners`: by model, as they are at any time. `spare_idle`: makes room on the device."""
+        self.under_way: dict[int, Session] = {}  # by request
+        self.passages = Passages(device, scheduler, runners, channel, courses, self._compute_kv)
+        self.deliveries = Deliveries(device, channel, courses, self._fail_delivery)
+        self._stop_captures = StopCaptures(self.deliveries, runners)
+        self._waiting: set[int] = set()  # those that have had no row yet
+        self._scheduler = scheduler
+        self._runners = runners
+        self._tiers = tiers
+        self._channel = channel
+        self._spare_idle = spare_idle
+
+    # --- they begin ---------------------------------------------------------------------------------------------------
+
+    def run(self, message: messages.Run) -> None:
+        try:
+            self._submit(message)
+        except DjinnError as error:
+            self._channel.refuse(message.request, error)
+
+    def _submit(self, message: messages.Run) -> None:
+        session = self._scheduler.session(message.session)
+        first = len(session.tokens)
+        seen_from = first if message.logits else FOREVER
+        if message.capture:
+            seen_from = min(first if message.tokens else now(first), session.due_from)
+        request = Request(
+            id=message.request,
+            first=first,
+            prompt_end=first + len(message.tokens),
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            stop_tokens=frozenset(message.stop_tokens),
+            logprobs=message.logprobs,
+            logits=message.logits,
+            capture=tuple(message.capture),
+            seen_from=seen_from,
+            stops=tuple(message.stops),
+            resume_block=message.resume_block,
+            expected_tokens=message.expected_tokens,
+            deadline=message.deadline or math.inf,
+        )
+        assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
+        in_parts = message.stops or message.resume_block is not None
+        assert not (in_parts and (message.logits or message.capture)), (
+            "a run that may stop has what is there, and nothing else"
+        )
+        self._scheduler.submit(session.id, request, message.tokens)
+        self._tiers.called(session.id)
+        try:
+            self._make_room(session, request)
+        except OutOfMemory:
+            self._spare_idle()
+            try:
+                self._make_room(session, request)
+            except OutOfMemory:
+                self._scheduler.rollback(request.id)
+                raise
+        self._stop_captures.expect(request)
+        self.under_way[request.id] = session
+        self._waiting.add(request.id)
+
+    def _make_room(self, session: Session, request: Request) -> None:
+        """For what the request's steps need and give beside tokens. Raises OutOfMemory."""
+        runner = self._runners[session.model]
+        runner.use_edits(session.id, session.edits)
+        if request.capture:
+            self.deliveries.open(session, request, runner)
+        if request.logits:
+            try:
+                runner.open_window(request)
+            except OSError as error:
+                raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
+
+    def _compute_kv(self, number: int, session: Session) -> None:
+        """Submits a request that computes what KV the session lacks, and gives no token."""
+        length = len(session.tokens)
+        self._runners[session.model].use_edits(session.id, session.edits)
+        self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
+        self.under_way[number] = session
+
+    def note_started(self, batch: Batch) -> list[messages.Started]:
+        """Of those that have their first row."""
+        if not self._waiting:
+            return []
+        now = time.monotonic()
+        rows = [row for row in batch.rows if row.request.id in self._waiting]
+        started = [messages.Started(row.request.id, now, row.session.woken) for row in rows]
+        for row in rows:
+            self._waiting.remove(row.request.id)
+            row.session.woken = False
+        return started
+
+    def fail_unseen(self, batch: Batch) -> bool:
+        """Ends requests that are to stop where what is there cannot be captured."""
+        refused = self._stop_captures.capture(batch)
+        if refused:
+            self._spare_idle()
+            refused = self._stop_captures.capture(batch)
+        for request, error in refused:
+            self.fail(request, error)
+        return bool(refused)
+
+    # --- they end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request | None) -> None:
+        """The final reply of a request that the scheduler has ended; None: it had been answered before."""
+        if request is None:
+            return
+        session = self._forget(request)
+        length = len(session.tokens)
+        window = self._runners[session.model].forget(request)
+        if self.passages.filled(request.id, _cancelled(request)):
+            return
+        if window is None or request.finish_reason == "cancelled":
+            assert request.finish_reason is not None
+            generated = length - request.prompt_end
+            reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
+            reply.stopped = self._stopped(session, request)
+            if reply.stopped is not None or (request.capture and request.finish_reason != "cancelled"):
+                self.deliveries.ended(request, reply)
+                return
+            self.deliveries.drop(request)
+            self._channel.send(reply)
+        else:
+            told = messages.LogitsReady(request.id, length, request.computed, window.tokens, window.vocab)
+            self._channel.send(told, [window.fd])
+        if window is not None:
+            window.close()
+
+    def _stopped(self, session: Session, request: Request) -> int | None:
+        """Before which block the request has ended. Where its rows are not held there, they are computed anew when the
+        session goes on."""
+        if request.stopped is None:
+            return None
+        if request.stopped.block and not self._runners[session.model].held.holds(session):
+            self._scheduler.drop_stage(session.id)
+        return request.stopped.block
+
+    def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
+        """What it captures has nowhere to go."""
+        if request.id in self.under_way:
+            self.fail(request, error)
+            return
+        if session in self._scheduler.sessions():  # idle until this is answered
+            self._scheduler.truncate(session.id, request.first)
+        self._channel.refuse(request.id, error)
+
+    def fail(self, request: Request, error: DjinnError) -> None:
+        """Answers with the error; the session is as it was before the request."""
+        self._scheduler.rollback(request.id)
+        session = self._forget(request)
+        self.deliveries.drop(request)
+        window = self._runners[session.model].forget(request)
+        if window is not None:
+            window.close()
+        if not self.passages.filled(request.id, error):
+            self._channel.refuse(request.id, error)
+
+    def _forget(self, request: Request) -> Session:
+        self._waiting.discard(request.id)
+        self._stop_captures.forget(request)
+        return self.under_way.pop(request.id)
+
+
+def _cancelled(request: Request) -> DjinnError | None:
+    return Cancelled("the request was cancelled") if request.finish_reason == "cancelled" else None
