@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import accumulate, chain, repeat
 
+import numpy as np
+
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
 from djinnd.scheduler.shares import Shares
@@ -121,7 +123,7 @@ class Line:
             clocks = accumulate(repeat(row_s / weight, len(line) - 1), initial=shares.clock(klass, tenant))
             order += line
             places += self._with_seats(line, clocks, SEAT / weight, seated) if seated else clocks
-        return list(map(order.__getitem__, sorted(range(len(order)), key=places.__getitem__)))
+        return list(map(order.__getitem__, np.argsort(places, kind="stable").tolist()))
 
     def _with_seats(
         self, line: list[Session], clocks: Iterable[float], seat: float, seated: Set[str]
