@@ -161,7 +161,7 @@ class Composer:
     ) -> tuple[Session | None, Composition, StepPages]:
         """With room kept for these `decoders`, of which those are left that were not asked, in a step of so many tokens
         and rows at `most`. → who was asked first."""
-        pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0], self.served)
+        pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0])
         room, aged = self._room(decoders, *most), self._ageing.first(now)
         made = Composition(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
         first = made.compose()

@@ -25,8 +25,7 @@ Test = Callable[[Session], bool]
 
 
 class StepPages:
-    """Of one step. Its sessions are asked in their `order`, but `turn` before all. `last_step`: that was this model's.
-    `evictable`: see Composer."""
+    """Of one step. Its sessions are asked in their `order`, but `turn` before all. `evictable`: see Composer."""
 
     def __init__(
         self,
@@ -36,7 +35,6 @@ class StepPages:
         line: Line,
         order: Order,
         turn: Session | None,
-        last_step: int,
     ) -> None:
         self.kv = residence.kv
         self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: nobody does
@@ -48,7 +46,6 @@ class StepPages:
         self._line = line
         self._order = order
         self._turn = turn
-        self._last_step = last_step
         self._victims: list[Session] | None = None  # most steps need none
         self._at_quota: set[int] = set()  # tenants
         residence.claimed = 0
@@ -109,11 +106,11 @@ class StepPages:
     def _is_spared(self, other: Session, session: Session) -> bool:
         """Where what leaves is lost, as a stage is anywhere, two long prompts would be interrupted by each other for
         ever, by turns of their tenants or by ageing: no other of its class or a lower one interrupts one that is being
-        read. Nobody else begins meanwhile."""
+        read, and holds all that it needs for that, until it has brought a token."""
         return (
             session.remaining > 1
             and other in self._line
-            and other.given < other.touched == self._last_step
+            and other.given < other.touched
             and self.kv.fits(other.id, len(other.tokens))
             and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
             and (other.stage is not None or not self._residence.leaves_freely(other))
