@@ -28,7 +28,7 @@ class Session:
     salt: bytes = b""  # sets the keys of its pages apart: see `foreign_tokens`; its forks have it, too
     foreign_tokens: int = 0  # of the first ones, whose KV a client gave: it does not follow from them
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
-    given: int = 0  # number of the last step that gave it a token, or whatever its request is for
+    given: int = 0  # what `touched` was when it was last given a token: less while it is being read
     waits: bool = False  # its client has said that it waits for something else
     wakes_at: float = 0.0  # when that is expected to be over; 0: nobody knows
     quiet_since: float | None = None  # when it was first seen to be idle since its last request
@@ -65,4 +65,5 @@ class Session:
         del self.tokens[length:]
         self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)
+        self.left_at = min(self.left_at, length)
         self.foreign_tokens = min(self.foreign_tokens, length)

@@ -153,7 +153,8 @@ class Tiers:
         return self.is_busy
 
     def step_over(self) -> None:
-        """Or there was none, and copies may begin."""
+        """Copies begin that the step, or the turn where there was none, has asked for; and what has ended beside it is
+        told."""
         for model in self._models.values():
             model.transfers.begin_copies()
         for name, transfer in self._over_beside:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
+from djinnd.kvcache.left_pages import Left
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Moves, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
@@ -20,13 +20,6 @@ from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
 
 WRITE_OUT_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
-
-
-class Left(NamedTuple):
-    """The pages of a session that has left the device, which held the KV of its first `tokens` tokens."""
-
-    keys: list[Key]
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +223,13 @@ class Paging:
     def is_back(self, keys: Sequence[Key]) -> None:
         """A session has these pages on the device: the host can spare its own."""
         if self.host is not None:
-            for key in keys:
-                slot = self.host.peek(key)
-                if slot is not None:
-                    self.host.spare(slot)
+            _spare(self.host, keys)
+
+    def can_spare(self, keys: Sequence[Key]) -> None:
+        """No session needs these pages any more. Those that are public stay as they are."""
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                _spare(tier, [key for key in keys if key not in self.kv.public])
 
     def _can_fetch(self, key: Key) -> bool:
         """Not, too, where it was on the host only, and has given way to one before it."""
@@ -305,3 +301,11 @@ class Paging:
             if tier is not None:
                 tier.check_integrity()
         self.moves.check_integrity()
+
+
+def _spare(tier: Tier, keys: Sequence[Key]) -> None:
+    """The first of a session are worth the most, as they are looked for first: they go last."""
+    for key in reversed(keys):
+        slot = tier.peek(key)
+        if slot is not None:
+            tier.spare(slot)

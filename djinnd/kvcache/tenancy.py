@@ -3,7 +3,7 @@ which of its own pages make room for more of them.
 
     host tier of model a ──┐                     ┌ bytes     of all slots that it has, whatever their state
     host tier of model b ──┼── Tenancy ─ tenant ─┼ limit     in bytes; none by default
-    host tier of model c ──┘                     └ order     of the complete ones, least recently used first
+    host tier of model c ──┘                     └ order     of the complete ones: as they give way, see tier.py
 
 It is one for all models, as a limit is; in bytes, because their pages differ in size. At its limit, a tenant has room
 for what its own pages give up, in whichever model they are, and for nothing else: a limit never takes another tenant's
@@ -17,6 +17,7 @@ where they did: those of a model that sleeps are counted again, and go where the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Tenancy:
         self._tiers: list[Tier] = []
         self._used: Counter[int] = Counter()  # bytes, by tenant
         self._limits: dict[int, int] = {}
-        self._order: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)
+        self._order: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # oldest use first
+        self._spare: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # before them
 
     # --- what tenants have, and may have ----------------------------------------------------------------------------
 
@@ -78,9 +80,10 @@ class Tenancy:
             tier.abandon(slot)
 
     def _first_to_go(self, tenant: int, nbytes: int) -> list[Place]:
-        """Of the tenant's pages that nobody has pinned the least recently used, of so many bytes together, or all."""
+        """Of the tenant's pages that nobody has pinned those that can be spared, then the least recently used, of so
+        many bytes together, or all."""
         going: list[Place] = []
-        for tier, slot in self._order.get(tenant, ()):
+        for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
             if nbytes <= 0:
                 break
             if not tier.is_pinned(slot):
@@ -117,16 +120,19 @@ class Tenancy:
 
     def used(self, tenant: int, place: Place) -> None:
         """The page is complete there; now the tenant's most recently used."""
+        self._spare[tenant].pop(place, None)
         self._order[tenant][place] = None
         self._order[tenant].move_to_end(place)
 
     def spared(self, tenant: int, place: Place) -> None:
-        """The page can be spared: now the tenant's least recently used."""
-        self._order[tenant].move_to_end(place, last=False)
+        """The page can be spared."""
+        self._order[tenant].pop(place, None)
+        self._spare[tenant][place] = None
 
     def lost(self, tenant: int, place: Place) -> None:
         """Nobody finds the page any more."""
         self._order[tenant].pop(place, None)
+        self._spare[tenant].pop(place, None)
 
     def check_integrity(self) -> None:
         """Asserts that it has counted what its tiers hold. O(slots of all tiers)."""
@@ -140,7 +146,7 @@ class Tenancy:
         assert min(self._used.values(), default=0) >= 0, f"a tenant has fewer than no bytes: {dict(self._used)}"
         assert self.uses() == counted, f"tenants have {dict(counted)} bytes, {dict(self.uses())} are counted"
         ordered: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
-        for tenant, order in self._order.items():
-            for tier, slot in order:
+        for tenant in self._order.keys() | self._spare.keys():
+            for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
                 ordered[tenant, tier].append(slot)
         assert held == ordered, "tenants and tiers have another order of use"

@@ -19,9 +19,10 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
 A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
 it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
 next process. `touched` rises with every use; complete slots by it are the order in which they give way, which the next
-process goes on with. What a session uses on the device goes before them: so tiers hold more together than if all of one
-lay in the next, too (Wong and Wilkes, "My cache or yours? Making storage more exclusive", USENIX 2002). Of that the
-table says nothing, as the device's pages end with the process. `owner` is the tenant and one, or zero where the page is
+process goes on with. What can be spared goes before them, the first that could be first: what a session uses on the
+device, so that tiers hold more together than if all of one lay in the next, too (Wong and Wilkes, "My cache or yours?
+Making storage more exclusive", USENIX 2002), and what a session that is closed has left. Of that the table says
+nothing, as the device's pages end with the process. `owner` is the tenant and one, or zero where the page is
 public, and so nobody's: a tenant's slots are counted, and may be limited, together with those in other models' tiers
 (tenancy.py). (A machine that loses power may keep an old record beside new bytes: that is for the checksum.)
 """
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from itertools import filterfalse, islice, pairwise
+from itertools import chain, filterfalse, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +74,11 @@ class Tier:
         self._state, self._key_of = records["state"], records["key"]
         self._checksum, self._touched, self._owner = records["checksum"], records["touched"], records["owner"]
         self._slot: dict[Key, int] = {}  # of what is filling or complete
-        self._order: OrderedDict[int, None] = OrderedDict()  # the complete ones, least recently used first
+        self._order: OrderedDict[int, None] = OrderedDict()  # the complete ones that cannot be spared, oldest use first
+        self._spare: OrderedDict[int, None] = OrderedDict()  # the others, in the order in which they could be
         self._tenant: dict[int, int] = {}  # of all slots that are not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
-        self._spare: set[int] = set()  # of the complete ones; they stand first in their order
         self._adopt()
         self._free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
         self._clock = len(self._order) + 1
@@ -124,12 +125,15 @@ class Tier:
 
     def keys(self) -> set[Key]:
         """Of all pages that are complete. O(slots)."""
-        return {self.key(slot) for slot in self._order}
+        return set(map(self.key, self.complete_slots))
 
     @property
     def complete_slots(self) -> list[int]:
-        """Least recently used first. O(slots)."""
-        return list(self._order)
+        """In the order in which they give way. O(slots)."""
+        return [*self._spare, *self._order]
+
+    def _is_complete(self, slot: int) -> bool:
+        return slot in self._order or slot in self._spare
 
     @property
     def tenants(self) -> Mapping[int, int]:
@@ -187,20 +191,20 @@ class Tier:
         assert slot in self._filling, f"slot {slot} is not being filled"
         self._filling.remove(slot)
         self._checksum[slot] = checksum
-        self._order[slot] = None
         self._touch(slot)
         self._state[slot] = COMPLETE
 
     def abandon(self, slot: int) -> None:
         """The filling has failed, or the bytes were found bad: nobody finds the page any more. The slot is free, at
         once or when it is not pinned any more."""
-        assert slot in self._filling or slot in self._order, f"slot {slot} holds no page"
+        is_complete = self._is_complete(slot)
+        assert slot in self._filling or is_complete, f"slot {slot} holds no page"
         self._state[slot] = FREE
         del self._slot[self.key(slot)]
         self._filling.discard(slot)
-        self._spare.discard(slot)
-        if slot in self._order:
-            del self._order[slot]
+        if is_complete:
+            self._spare.pop(slot, None)
+            self._order.pop(slot, None)
             self.tenancy.lost(self._tenant[slot], (self, slot))
         if slot not in self._pins:
             self._vacate(slot)
@@ -211,7 +215,7 @@ class Tier:
 
     def pin(self, slot: int) -> int:
         """The page is being read and does not give way, until as many `unpin`. Neither is a use. → the slot"""
-        assert slot in self._order, f"slot {slot} is not complete"
+        assert self._is_complete(slot), f"slot {slot} is not complete"
         self._pins[slot] = self._pins.get(slot, 0) + 1
         return slot
 
@@ -220,17 +224,17 @@ class Tier:
         self._pins[slot] -= 1
         if self._pins[slot] == 0:
             del self._pins[slot]
-            if slot not in self._order:
+            if not self._is_complete(slot):
                 self._vacate(slot)
 
     def is_pinned(self, slot: int) -> bool:
         return slot in self._pins
 
     def spare(self, slot: int) -> None:
-        """The page, which is complete, can be spared: it is the first to give way, until it is used again."""
-        assert slot in self._order, f"slot {slot} is not complete"
-        self._spare.add(slot)
-        self._order.move_to_end(slot, last=False)
+        """The page, which is complete, can be spared: it gives way before all that cannot, until it is used again."""
+        assert self._is_complete(slot), f"slot {slot} is not complete"
+        self._order.pop(slot, None)
+        self._spare[slot] = None
         self.tenancy.spared(self._tenant[slot], (self, slot))
 
     def is_spare(self, slot: int | None) -> bool:
@@ -238,7 +242,7 @@ class Tier:
 
     def checksum(self, slot: int) -> int:
         """Of a complete slot."""
-        assert slot in self._order, f"slot {slot} is not complete"
+        assert self._is_complete(slot), f"slot {slot} is not complete"
         return int(self._checksum[slot])
 
     def key(self, slot: int) -> Key:
@@ -248,10 +252,11 @@ class Tier:
     def oldest(self, count: int) -> list[int]:
         """At most `count` slots that are complete and not pinned: those that can be spared, then the least recently
         used ones."""
-        return list(islice((slot for slot in self._order if slot not in self._pins), count))
+        return list(islice(filterfalse(self._pins.__contains__, chain(self._spare, self._order)), count))
 
     def _touch(self, slot: int) -> None:
-        self._spare.discard(slot)
+        self._spare.pop(slot, None)
+        self._order[slot] = None
         self._order.move_to_end(slot)
         self._touched[slot] = self._clock
         self._clock += 1
@@ -261,13 +266,15 @@ class Tier:
         """Asserts that the table says what this object does, and every slot is in one state. O(slots)."""
         states = np.zeros(self.capacity, np.uint64)
         states[list(self._filling)] = FILLING
-        states[list(self._order)] = COMPLETE
+        assert not self._spare.keys() & self._order.keys(), "a page can be spared and cannot"
+        complete = set(self.complete_slots)
+        states[list(complete)] = COMPLETE
         for slot in np.flatnonzero(states != self._state).tolist():
             raise AssertionError(f"slot {slot} is {states[slot]}, the table says {self._state[slot]}")
-        held = self._filling | self._order.keys()
+        held = self._filling | complete
         assert self._slot == {self.key(slot): slot for slot in held}, "keys and slots disagree"
-        assert len(self._slot) == len(self._filling) + len(self._order) == len(held), "a slot is filling and complete"
-        dropped = self._pins.keys() - self._order.keys()
+        assert len(self._slot) == len(self._filling) + len(complete) == len(held), "a slot is filling and complete"
+        dropped = self._pins.keys() - complete
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         assert sorted([*self._free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
         assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
@@ -275,7 +282,5 @@ class Tier:
         assert self._tenant.keys() == held | dropped, "slots that are somebody's and slots that are not free differ"
         assert all(self._tenant[slot] == tenant for slot, tenant in owners.items()), "the table names another tenant"
         self.tenancy.check_integrity()
-        assert self._spare == set(islice(self._order, len(self._spare))), "what can be spared is not the first to go"
-        used = [slot for slot in self._order if slot not in self._spare]
-        touched = [*self._touched[used].tolist(), self._clock]
+        touched = [*self._touched[list(self._order)].tolist(), self._clock]
         assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"

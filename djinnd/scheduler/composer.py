@@ -184,12 +184,14 @@ class Composer:
         self._lengthy = set()
         for klass, some in decoders.items():
             for session in self._line.of(klass):
-                stage = session.stage  # session.remaining, spelt out: in every step, for all that stand in line
-                remaining = len(session.tokens) - (session.computed if stage is None else stage.done)
-                if remaining > BRIEF:
+                stage, tokens = session.stage, session.tokens
+                # session.remaining, spelt out: in every step, for all that stand in line
+                remaining = len(tokens) - (session.computed if stage is None else stage.done)
+                if remaining == 1:
+                    if is_moving is None or not is_moving(session):
+                        some.add(session)
+                elif remaining > BRIEF and len(tokens) - session.left_at > BRIEF:  # else little, once its KV is back
                     self._lengthy.add(session.id)
-                elif remaining == 1 and (is_moving is None or not is_moving(session)):
-                    some.add(session)
         return decoders
 
     def _next_apart(self) -> tuple[Session | None, int]:

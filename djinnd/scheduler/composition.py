@@ -108,6 +108,7 @@ class Composition:
             self._decoders[session.klass].discard(session)
         count = self._share(session, remaining)
         if count == 0:
+            self._pages.bring_back(session, remaining)
             self._leave_out(session)
         elif self._pages.suffice(session, remaining):
             self._join(session, remaining, count)
@@ -154,7 +155,6 @@ class Composition:
     def _one(self, session: Session) -> Row:
         """Of a session that merely decodes."""
         request = self._begun(session)
-        session.given = self._step
         return Row(session, request, session.computed, 1, 0, self._num_blocks, request.max_tokens > 0, None)
 
     def _row(self, session: Session, way: Way, count: int) -> Row:
@@ -164,8 +164,6 @@ class Composition:
             last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
         else:
             samples = False
-        if samples:
-            session.given = self._step
         if stage is not None:
             stage.last = way.last
         elif way.last <= self._num_blocks:

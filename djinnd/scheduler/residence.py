@@ -18,9 +18,10 @@ from itertools import chain
 
 from djinnd.core.session import Session
 from djinnd.core.stops import next_stop
+from djinnd.kvcache.left_pages import Left, LeftPages
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Left, Paging
+from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.scheduler.policy import LEAST_CHUNK
 
@@ -75,7 +76,7 @@ class Residence:
         self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
         self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
         self._arriving: dict[str, _Arrival] = {}
-        self._left: dict[str, Left] = {}  # the pages of sessions that have left, where they are known
+        self._left = LeftPages()
 
     def is_leaving(self, session: Session) -> bool:
         return session.id in self._leaving
@@ -121,7 +122,7 @@ class Residence:
         else:
             if self.claimed is not None:
                 self.claimed += lacking
-        self.rewind(session, min(computed, session.computed))
+        self._trim(session, min(computed, session.computed))
         return False
 
     def leaves(self, tenant: int) -> bool:
@@ -208,6 +209,10 @@ class Residence:
     def _holds_kv_only(self, session: Session) -> bool:
         return session.stage is None and self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
 
+    def is_elsewhere(self, session: Session) -> bool:
+        """Its pages have left, and a lower tier has what would be brought back of them."""
+        return self._left.get(session.id) is not None and self._found(session) is not None
+
     # --- coming back ------------------------------------------------------------------------------------------------
 
     def _found(self, session: Session) -> Found | None:
@@ -291,10 +296,10 @@ class Residence:
         self.stay(session)
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
-        self._left.pop(session.id, None)
+        self._left.forget(session.id)
         if session.computed and session.computed == departure.reach:
             # The pages keep them, whatever becomes public meanwhile.
-            self._left[session.id] = Left(self.keys(session), session.computed)
+            self._left.remember(session.id, Left(self.keys(session), session.computed))
         if departure.reach:
             session.left_at = departure.reach
             session.woken = True
@@ -306,7 +311,8 @@ class Residence:
         an earlier engine had, those that it has left."""
         if session.computed:
             return self.kv.keys_of(session.id, _origin(session), session.names, session.computed)
-        if session.id not in self._left:
+        left = self._left.get(session.id)
+        if left is None:
             names, origin = session.names, _origin(session)
             if session.left_at:
                 reach = min(session.left_at, len(names))
@@ -316,8 +322,8 @@ class Residence:
             else:
                 found = self.paging.find(session.id, origin, names, 0, len(names), _ends(session))
                 left = Left(list(found.keys), found.tokens)
-            self._left[session.id] = left
-        return self._left[session.id].keys
+            self._left.remember(session.id, left)
+        return left.keys
 
     def keys_elsewhere(self, session: Session) -> list[Key]:
         """Of the pages with its KV, those that it does not hold on the device: some of one that comes back when what
@@ -358,6 +364,9 @@ class Residence:
         at the start of that page. What was under way for it is not waited for any more, and what was on its way through
         the blocks is lost."""
         self.forget(session)
+        self._trim(session, computed)
+
+    def _trim(self, session: Session, computed: int) -> None:
         session.stage = None
         session.computed = self.kv.trim(session.id, computed)
 
@@ -376,17 +385,28 @@ class Residence:
             self.rewind(session, min(session.computed, first))
         if left is not None:
             reach = min(left.tokens, first)
-            self._left[session.id] = Left(left.keys[: self.kv.pages_for(reach)], reach)
+            self._left.remember(session.id, Left(left.keys[: self.kv.pages_for(reach)], reach))
+
+    def close(self, session: Session) -> None:
+        """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and
+        can spare that, but for what others have left, too."""
+        left = self._left.get(session.id)
+        keys = self.keys(session) if session.computed else left.keys if left is not None else []
+        self.forget(session)
+        self.kv.drop(session.id)
+        leaving = set(chain.from_iterable(self.keys(departure.session) for departure in self._leaving.values()))
+        self.paging.can_spare([key for key in keys if key not in self._left and key not in leaving])
 
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
         self.stay(session)
         self._arriving.pop(session.id, None)
-        self._left.pop(session.id, None)
+        self._left.forget(session.id)
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()
         self.paging.check_integrity()
+        self._left.check_integrity()
         assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
         for departure in self._leaving.values():
             assert not departure.transfer.is_over, f"session {departure.session.id} has left"

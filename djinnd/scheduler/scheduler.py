@@ -108,7 +108,8 @@ class Scheduler:
         the next step. Raises SessionNotFound."""
         parent = self.session(parent_id)
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
-        child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens), touched=parent.touched)
+        child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens))
+        child.touched, child.given = parent.touched, parent.given
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
         child.edits, child.due_from = parent.edits, parent.due_from
         self.open(child)
@@ -139,8 +140,7 @@ class Scheduler:
         session = self.session(session_id)
         request = self._finish(session, "cancelled") if session.request else None
         queue = self._queues[session.model]
-        queue.residence.forget(session)
-        queue.kv.drop(session_id)
+        queue.residence.close(session)
         del queue.sessions[session_id], self._sessions[session_id]
         return request
 
@@ -439,6 +439,7 @@ def _advance(session: Session, request: Request, token: int | None, limit: int) 
     if token is None:
         return "length" if request.max_tokens == 0 and session.remaining == 0 else None
     session.tokens.append(token)
+    session.given = session.touched
     if token in request.stop_tokens:
         return "stop"
     length = len(session.tokens)

@@ -1,7 +1,8 @@
 """The pages that a step has for its rows, and at whose cost.
 
 Whoever stands behind another in line gives its pages up for that one. So the first in line can have every page there
-is, and always goes on.
+is, and always goes on. One exception, where what leaves is lost: for another prompt, who is reading one gives up
+nothing before it has brought a token; that one waits for it.
 
 Once pages are short, nobody who holds none starts: those further back must not live on what the first in line waits
 for.
@@ -38,7 +39,8 @@ class StepPages:
     ) -> None:
         self.kv = residence.kv
         self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: nobody does
-        self.are_refused = False  # to somebody, for want of pages
+        self._are_returning = False  # somebody waits for room to come back into
+        self.are_refused = False  # to others, for want of pages
         self.are_taken = False  # or would be, from who waits for a row, too
         self._residence = residence
         self._quotas = quotas
@@ -56,7 +58,7 @@ class StepPages:
 
     @property
     def are_short(self) -> bool:
-        return self.are_refused or self.are_taken
+        return self.are_refused or self.are_taken or self._are_returning
 
     def suffice(self, session: Session, remaining: int) -> bool:
         """Whether it has the pages for a row. False: it is passed over."""
@@ -77,8 +79,20 @@ class StepPages:
         if session.passed_over == QUOTA:
             self._at_quota.add(session.tenant)
         elif not self._residence.is_arriving(session):
-            self.are_refused = True
+            self._refused(session)
         return False
+
+    def _refused(self, session: Session) -> None:
+        """While room is made for one that comes back by a copy, it is made for the next one as well, so that what
+        leaves and what comes follow each other without a pause."""
+        is_another = self._are_returning
+        self._are_returning = self._residence.is_elsewhere(session)
+        self.are_refused = is_another or not self._are_returning
+
+    def bring_back(self, session: Session, remaining: int) -> None:
+        """There is no room for what it would have to compute anew, and none is needed for what comes back."""
+        if remaining > 1 and not self.are_refused and self._residence.is_elsewhere(session):
+            self.suffice(session, remaining)
 
     def are_given_up_by(self, session: Session) -> bool:
         """Who could have decoded with what it held, and cannot any more."""

@@ -131,7 +131,8 @@ class Shadow:
 class Places:
     """Who stands where in a model's line before a step. `rank`: of the first class, before all where ageing has put a
     session first; `firsts`: who may be the first of the order, whatever the tenants' clocks say; `own`: the sessions of
-    each class and tenant in their order, with what they have to run."""
+    each class and tenant in their order, with what they have to run; `apart`: who has waited for a step apart, and
+    comes before all then; `read`: somebody is being read."""
 
     def __init__(self, machine: SchedulerMachine, model: str) -> None:
         queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
@@ -148,6 +149,8 @@ class Places:
             account = CLASSES.index(session.klass), session.tenant
             own.setdefault(account, []).append((session, session.remaining))
         self.own = list(own.values())
+        self.apart = {session for session, _ in queue.composer._apart.values()}
+        self.read = any(session.given < session.touched and session.id in kv.sessions for session in sessions)
         best = min(klass for klass, _ in own)
         self.rank = best if self.aged is None else -1
         self.firsts = {sessions[0][0] for (klass, _), sessions in own.items() if klass == best}
@@ -522,12 +525,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Of those that may be the first of the order, one goes on, or waits for the end of a prompt that would be
         lost; and nobody is left out where there is room."""
         served = {row.session for row in batch.rows}
-        reads = any(row.count > 1 or row.end < len(row.session.tokens) for row in batch.rows)
         is_lost = self.scheduler.residence(batch.model).paging.host is None
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
             return
-        assert served & places.firsts or (is_lost and reads), "the first of the order does not go on"
+        assert served & (places.firsts | places.apart) or (is_lost and places.read), (
+            "the first of the order does not go on"
+        )
         if not self.has_pages_for_all(batch.model):
             return
         if not self.is_full(batch):
@@ -537,7 +541,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 [session for session, remaining in own if remaining == 1],
                 [session for session, remaining in own if remaining > 1],
             ):
-                places_served = [session in served for session in part if session is not places.aged]
+                places_served = [session in served for session in part if session not in (places.aged, *places.apart)]
                 assert places_served == sorted(places_served, reverse=True), "one was overtaken"
 
     def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:

@@ -41,7 +41,7 @@ class TierMachine(RuleBasedStateMachine):
         self.slots = slots
         self.filling: dict[int, bytes] = {}
         self.complete: list[tuple[int, bytes, int]] = []  # slot, key, checksum; least recently used first
-        self.spared: list[int] = []  # slots that go before the others, the last spared very first
+        self.spared: list[int] = []  # slots that go before the others, the first spared very first
         self.pins: Counter[int] = Counter()
         self.dropped: set[int] = set()  # found bad, and still pinned
         self.bytes_of: dict[int, tuple[bytes, int]] = {}  # what lies in a slot: of which page, with which checksum
@@ -133,7 +133,16 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.filling)))
+        self.filled(data.draw(st.sampled_from(sorted(self.filling))))
+
+    @rule(keys=st.sets(KEYS, min_size=2, max_size=6))
+    def bring(self, keys: set[bytes]) -> None:
+        for key in sorted(keys):
+            self.prepare(key)
+        for slot in sorted(self.filling):
+            self.filled(slot)
+
+    def filled(self, slot: int) -> None:
         self.checksums += 1
         entry = (slot, self.filling.pop(slot), 2**64 - self.checksums)
         self.bytes_of[slot] = entry[1:]
@@ -162,7 +171,8 @@ class TierMachine(RuleBasedStateMachine):
     def spare(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(slot for slot, _, _ in self.complete)))
         self.tier.spare(slot)
-        self.spared = [slot, *(other for other in self.spared if other != slot)]
+        if slot not in self.spared:
+            self.spared.append(slot)
 
     @precondition(lambda self: self.complete)
     @rule(data=st.data())

@@ -120,6 +120,29 @@ def test_who_is_back_with_little_more_to_read_does_not_wait_for_prompts_of_thous
     assert back.request is None and ("back", 7) in device.batches[-1]  # with the token that it gave last
 
 
+def test_nor_does_who_has_left_the_device_and_comes_back_from_the_host() -> None:
+    """Its KV is not what it has to read."""
+    scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
+    scheduler.add_model("m", KvManager(513, PAGE, 1, max_context=2048), 2048, 2)
+    scheduler.residence("m").paging.use_host(tier(64, Tenancy()))
+    back = ask(scheduler, "back", "m", 50 * PAGE, 1)
+    while run(scheduler):
+        pass
+    scheduler.wait("back")
+    copy_all(scheduler, "m")
+    scheduler.residence("m").kv._prefixes.forget(range(1, 513))
+    for number in (2, 3):
+        ask(scheduler, f"long{number}", "m", 100 * PAGE, number)
+    run(scheduler)
+    first = len(back.tokens)
+    scheduler.submit("back", Request(4, first, first + 6, 1), [7] * 6)
+    run(scheduler)
+    assert scheduler.residence("m").is_arriving(back)
+    copy_all(scheduler, "m")
+    batch = run(scheduler)
+    assert batch is not None and batch.rows[0].session is back
+
+
 def test_nor_does_a_short_prompt_and_long_ones_are_read_in_the_order_in_which_they_came() -> None:
     device = VirtualDevice(max_tokens=64)
     for name, prompt in (("long", 1000), ("longer", 2000), ("not so long", 200), ("short", 20)):

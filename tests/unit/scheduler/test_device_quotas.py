@@ -62,6 +62,14 @@ class Daemon:
         self.scheduler.complete(batch, [5] * sum(row.samples for row in batch.rows))
         self.scheduler.check_integrity()
 
+    def copy_all(self, model: str = "m") -> None:
+        moves = self.scheduler.residence(model).paging.moves
+        while (move := moves.take()) is not None:
+            over = moves.landed(move)
+            if move.way is not Way.PROMOTE:
+                over += moves.sealed(move, 0)
+            self.scheduler.over(model, over)
+
     def run(self, *requests: Request) -> None:
         for _ in range(200):
             if all(request.finish_reason for request in requests):
@@ -225,28 +233,21 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
     paging = daemon.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
 
-    def copy_all() -> None:
-        while (move := paging.moves.take()) is not None:
-            over = paging.moves.landed(move)
-            if move.way is not Way.PROMOTE:
-                over += paging.moves.sealed(move, 0)
-            daemon.scheduler.over("m", over)
-
     for name in "abcd":
         daemon.run(daemon.submit(name, 6))
         daemon.scheduler.wait(name)
-        copy_all()
+        daemon.copy_all()
     daemon.kv["m"].resize(65)  # the device remembers nothing
     daemon.kv["m"]._prefixes.forget(range(1, 65))
     daemon.limit(MINE, 5)
     for name in "abcd":
         daemon.scheduler.wake(name)
-        copy_all()
+        daemon.copy_all()
         assert daemon.held(MINE) <= 5
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
     daemon.scheduler.wait("a")
     daemon.scheduler.wake("b")  # a's pages are on the host still: they go at once
-    copy_all()
+    daemon.copy_all()
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
 
 
@@ -275,3 +276,24 @@ def test_what_leaves_already_counts_before_others_have_to() -> None:
         assert daemon.step() == []
     queue = daemon.scheduler.residence("m")
     assert [queue.is_leaving(daemon.scheduler.session(name)) for name in "abc"] == [True, False, False]
+
+
+def test_what_leaves_another_model_for_the_first_is_not_taken_by_others_there() -> None:
+    """They stand in line, and that model's turn comes before."""
+    daemon = Daemon("m", "n")
+    daemon.scheduler.residence("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    daemon.limit(MINE, 6)
+    first = daemon.submit("first", 20)
+    daemon.scheduler.hold(first.id)
+    for name in "bc":
+        daemon.submit(name, 9, model="n", max_tokens=3)
+    daemon.step()
+    daemon.submit("theirs", 5, THEIRS, max_tokens=40)
+    daemon.scheduler.release(first.id)
+    held = []
+    while not first.finish_reason and len(held) < 20:
+        held.append(daemon.kv["n"].pool.used)
+        daemon.step()
+        daemon.copy_all("n")
+    assert held == sorted(held, reverse=True), "they have left, and come back before the first has ended"
+    assert held[-1] == 0

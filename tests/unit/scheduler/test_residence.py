@@ -236,6 +236,64 @@ def test_nor_what_the_device_still_had_where_there_is_no_room_for_the_rest() -> 
     assert (session.computed, house.kv.pages_held("a"), spare(house)) == (0, 0, 0)
 
 
+def test_nor_what_has_come_from_a_session_that_is_closed_but_for_what_others_left() -> None:
+    house = House()
+    first = house.session("first", 10)
+    second = Session("second", "m", 1000, "agent", first.tokens[:8])
+    second.computed, _ = house.kv.fork("first", "second", 1000, 8, may_copy=True)
+    for session in (first, second):
+        house.residence.leave(session)
+        house.copy_all()
+    house.residence.close(first)
+    assert spare(house) == 1  # the last page is nobody else's
+    house.residence.close(second)
+    assert spare(house) == 3
+
+
+def test_what_a_closed_session_has_left_is_found_and_its_end_goes_first() -> None:
+    house = House(host=4)
+    assert house.paging.host is not None
+    gone = house.session("gone", 13)
+    house.residence.leave(gone)
+    house.copy_all()
+    keys = house.residence.keys(gone)
+    house.residence.close(gone)
+    lasting = house.session("lasting", 8, first=50)
+    assert house.residence.leave_freely(lasting)
+    house.copy_all()
+    assert house.paging.host.lacks(keys) == keys[2:]
+    alike = house.session("alike", 13, computed=False)
+    house.ask(alike)
+    house.kv.resize(9)  # the device remembers nothing
+    house.kv._prefixes.forget(range(1, 9))
+    assert not house.residence.secure(alike, []) and house.residence.is_arriving(alike)
+    house.copy_all()
+    assert alike.computed == 8
+
+
+def test_nor_are_pages_spared_that_another_is_about_to_leave() -> None:
+    house = House()
+    first = house.session("first", 8)
+    house.residence.leave(first)
+    house.copy_all()
+    leaving = house.session("leaving", 12)
+    house.residence.leave(leaving)
+    house.residence.close(first)
+    assert spare(house) == 0
+    house.copy_all()
+    assert house.residence.leave(leaving) is None and leaving.computed == 0
+
+
+def test_what_is_public_stays_as_it_is_when_a_session_is_closed() -> None:
+    house = House()
+    house.kv.public.mark(range(PAGE), PAGE)
+    session = house.session("a", 2 * PAGE)
+    house.residence.leave(session)
+    house.copy_all()
+    house.residence.close(session)
+    assert spare(house) == 1
+
+
 def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else() -> None:
     house = House(host=4)
     first, second = house.session("a", 12), house.session("b", 8, first=50)

@@ -31,6 +31,11 @@ class Crowd:
         self.scheduler.submit(session.id, Request(self.requests, 0, len(prompt), max_tokens), prompt)
         return session
 
+    def go_on(self, session: Session) -> None:
+        self.requests += 1
+        first = len(session.tokens)
+        self.scheduler.submit(session.id, Request(self.requests, first, first, 1), [])
+
     def step(self) -> list[Session]:
         """→ who has a row."""
         batch = self.scheduler.next_batch()
@@ -74,3 +79,50 @@ def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
         crowd.copy_all()
         crowd.step()
     assert first.request is None and victim.request is None
+
+
+def away(crowd: Crowd, *names: str) -> list[Session]:
+    """Sessions that have two pages each, on the host only."""
+    sessions = []
+    for number, name in enumerate(names):
+        session = crowd.ask(Session(name, "m", 1, "agent"), [number] * 2 * PAGE)
+        while session.request is not None:
+            crowd.step()
+        crowd.scheduler.wait(name)
+        crowd.copy_all()
+        sessions.append(session)
+    crowd.kv._prefixes.forget(range(1, 6))
+    assert not any(crowd.kv.pages_held(name) for name in names)
+    return sessions
+
+
+def test_while_room_is_made_for_one_that_comes_back_it_is_made_for_the_next_one_too() -> None:
+    crowd = Crowd()
+    sessions = away(crowd, "a", "b", "c")
+    idle = [crowd.ask(Session(name, "m", 1, "agent"), [50 + len(name)] * 2 * PAGE) for name in ("d", "ee")]
+    while any(session.request for session in idle):
+        crowd.step()
+    for session in sessions:
+        crowd.go_on(session)
+    assert crowd.step() == []
+    residence = crowd.scheduler.residence("m")
+    assert all(map(residence.is_leaving, idle))
+    crowd.copy_all()
+    assert crowd.step() == []
+    assert [residence.is_arriving(session) for session in sessions] == [True, True, False]
+    while any(session.request for session in sessions):
+        crowd.copy_all()
+        crowd.step()
+
+
+def test_who_comes_back_does_so_though_there_is_no_room_for_what_it_would_have_to_compute_anew() -> None:
+    """How long a step takes that has nobody but who decodes is to be learnt, so nobody may join it."""
+    crowd = Crowd()
+    for _ in range(2):  # of chunks it is known
+        crowd.scheduler._queues["m"].composer.times.note(1, 3, 0.01)
+    (back,) = away(crowd, "back")
+    decodes = crowd.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
+    crowd.step()
+    crowd.go_on(back)
+    assert crowd.step() == [decodes]
+    assert crowd.scheduler.residence("m").is_arriving(back)
