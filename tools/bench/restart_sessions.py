@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +55,11 @@ class Clock:
     def await_successor(self) -> None:
         """The old daemon answers until it ends."""
         while (elapsed := time.perf_counter() - self._began) < LIMIT_S:
-            try:
+            with suppress(djinn.ConnectionLost, djinn.ShuttingDown):
                 if djinn.status(address=self._address).uptime_s < elapsed:
-                    break
-            except (djinn.ConnectionLost, djinn.ShuttingDown):
-                pass
+                    return
             time.sleep(0.02)
+        raise click.ClickException(f"no other daemon {LIMIT_S:.0f} s after the command")
 
     def note(self, what: str) -> None:
         self.seconds[what] = time.perf_counter() - self._began

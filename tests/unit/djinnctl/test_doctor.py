@@ -99,6 +99,32 @@ def test_too_small_a_shm_has_a_command_that_mends_it() -> None:
     assert "mount -o remount,size=98304m /dev/shm" in memory.judge_shm(64 << 20, 64 << 20, 128 * GIB).remedy
 
 
+@pytest.mark.parametrize(
+    ("options", "enabled", "state", "finding"),
+    [
+        ("rw,relatime,size=24684092k", "never", "warn", "4 KiB"),
+        ("rw,relatime,huge=within_size", "never", "ok", "within_size"),
+        ("rw,huge=always,size=1k", "never", "ok", "always"),
+        ("rw,huge=advise", "never", "warn", "4 KiB"),
+        ("rw", "within_size", "warn", "4 KiB"),  # which is of memory without a mount
+        ("rw,huge=within_size", "deny", "warn", "denies"),
+        ("rw", "force", "ok", "force"),
+    ],
+)
+def test_huge_pages(options: str, enabled: str, state: str, finding: str) -> None:
+    modes = "always within_size advise never deny force".replace(enabled, f"[{enabled}]")
+    mounts = f"tmpfs /tmp tmpfs rw,huge=always 0 0\ntmpfs /dev/shm tmpfs {options} 0 0\n"
+    result = memory.judge_huge_pages(mounts, modes)
+    assert result.state == state
+    assert finding in result.finding
+
+
+def test_the_mount_that_is_seen_decides_about_huge_pages() -> None:
+    mounts = "tmpfs /dev/shm tmpfs rw,huge=always 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n"
+    assert memory.judge_huge_pages(mounts, "[never]").state == "warn"
+    assert memory.judge_huge_pages("", "[never]").state == "warn"
+
+
 # --- gpu ------------------------------------------------------------------------------------------------------------
 
 

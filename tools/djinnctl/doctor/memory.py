@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 from djinnctl.doctor.result import Result, fail, ok, warn
 from djinnctl.units import size
 
 SHM = "/dev/shm"
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+HUGE_PAGES = f"mount -o remount,huge=within_size {SHM}, and the same in /etc/fstab; takes effect for models loaded then"
 LEAST_SHM = 1 << 30  # bytes: less holds no model that is worth a daemon
 
 
@@ -26,6 +30,8 @@ def check_shm() -> Iterator[Result]:
         yield fail(SHM, f"cannot be read: {error.strerror}", f"mount a tmpfs there: mount -t tmpfs tmpfs {SHM}")
         return
     yield judge_shm(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, physical)
+    if SHMEM_ENABLED.exists():  # else the kernel has no huge pages for shared memory
+        yield judge_huge_pages(Path("/proc/self/mounts").read_text(), SHMEM_ENABLED.read_text())
 
 
 def judge_memlock(soft: int, hard: int) -> Result:
@@ -52,3 +58,17 @@ def judge_shm(total: int, free: int, physical: int) -> Result:
     if total < physical // 4:
         return warn(SHM, f"{finding}, and {size(physical)} of memory: larger models would not fit", larger)
     return ok(SHM, finding)
+
+
+def judge_huge_pages(mounts: str, enabled: str) -> Result:
+    """`mounts`: as in /proc/self/mounts; what is mounted last at a place hides what was before. `enabled`: the kernel's
+    own word, of which "deny" and "force" hold whatever the mount says."""
+    options = [line.split()[3].split(",") for line in mounts.splitlines() if line.split()[1] == SHM]
+    of_mount = next((option[5:] for option in (options or [[]])[-1] if option.startswith("huge=")), "never")
+    of_kernel = re.search(r"\[(deny|force)\]", enabled)
+    huge = of_kernel[1] if of_kernel else of_mount
+    if huge in ("always", "within_size", "force"):
+        return ok(SHM, f"in huge pages ({huge})")
+    if huge == "deny":
+        return warn(SHM, "the kernel denies it huge pages", f"echo never > {SHMEM_ENABLED}, and {HUGE_PAGES}")
+    return warn(SHM, "in pages of 4 KiB: large models and many sessions load, pin and restart slower", HUGE_PAGES)
