@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from tools.bench.report import keep, report
 from tools.bench.usage import Usage
 
 GIB = 1 << 30
+SHORT = 16  # tokens of those that nobody measures
 TIERS: tuple[Tier, ...] = ("host", "disk")
 ALONE, ALL = "one after another", "all at once"
 
@@ -66,6 +68,7 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
         with loaded(address, work.context, tiers=tiers) as model:
             demand = demanded(model.info, work)
             found |= {"demand": demand._asdict(), "model": figures(model), "usage": {}}
+            warm_up(model, work, modes)
             for number, (mode, at_once) in enumerate(modes.items()):
                 say(f"{work.sessions} sessions, {mode}, {model.info.kv_bytes / GIB:.1f} GiB for their KV")
                 with Usage(address, model.info) as usage:
@@ -85,12 +88,21 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
         with loaded(address, work.context, wanted) as model:
             fit = model.info.pages * model.info.page_bytes // demand.session_bytes
             groups = math.ceil(work.sessions / fit)
+            warm_up(model, work, modes)
             for number, (mode, at_once) in enumerate(modes.items()):
                 say(f"{work.sessions} sessions, {mode}, with room for all" + f", in {groups} groups" * (groups > 1))
                 tokens[mode].append(asyncio.run(ask(model, work, at_once, number, groups=groups)))
     found["groups"] = groups
     found["modes"] = {mode: compared(*both) for mode, both in tokens.items()}
     return found
+
+
+def warm_up(model: PagedModel, work: Work, modes: Mapping[str, int]) -> None:
+    """Steps of many rows, so that neither daemon compiles kernels or captures graphs while it is measured."""
+    short = work._replace(context=SHORT, new=SHORT, turns=1, ahead=0)
+    for kind, at_once in enumerate(modes.values(), len(modes)):
+        asyncio.run(ask(model, short, at_once, kind))
+    time.sleep(model.quiet_s)
 
 
 def demanded(info: djinn.ModelInfo, work: Work) -> Demand:
