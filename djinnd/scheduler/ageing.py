@@ -1,8 +1,9 @@
 """Ageing: nobody starves, whatever its class.
 
 Once in `after` seconds, the session of a model that has gone longest without a row comes before all others, if that is
-`after` seconds or more, and stays there for ROWS rows, so that bringing its pages pays. With k sessions that have
-waited longer, a session has its next row within (k + 1) * `after` seconds and the time that its pages take.
+`after` seconds or more, and stays there for ROWS rows, so that bringing its pages pays; rows that read what it would
+lose by leaving do not count, or a long prompt would never come to its end. With k sessions that have waited longer, a
+session has its next row within (k + 1) * `after` seconds, and the time that their pages and such prompts take.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Ageing:
         if session is self._first:
             self._first = None
 
-    def served(self, sessions: Iterable[Session], now: float) -> None:
-        """They have a row in the step that begins now."""
+    def served(self, sessions: Iterable[Session], now: float, free: Session | None = None) -> None:
+        """They have a row in the step that begins now, `free` one that does not count."""
         waiting, first = self._waiting, self._first
         for session in sessions:
             session.row_at = now
             name = session.id
             waiting[name] = waiting.pop(name)
-            if session is first:
+            if session is first and session is not free:
                 self._rows -= 1
                 if not self._rows:
                     self._first = None

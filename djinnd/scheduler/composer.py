@@ -143,7 +143,7 @@ class Composer:
         rows = made.rows
         if pages.are_short:
             self._short_until = step + SHORT_STEPS
-        self._ageing.served([row.session for row in rows], now)
+        self._ageing.served([row.session for row in rows], now, self._aged_reader())
         if rows:
             self.served = step
         self._wait_apart(made)
@@ -173,6 +173,12 @@ class Composer:
         if made.rows or first is None:
             return False
         return not (self._quotas.pages_move or self._residence.anything_moves)
+
+    def _aged_reader(self) -> Session | None:
+        """Whom ageing has put first, while it reads what it would lose if it were interrupted."""
+        aged = self._ageing.chosen
+        reads = aged is not None and aged.remaining > 1 and self._residence.loses_by_leaving(aged)
+        return aged if reads else None
 
     def _holds_its_pages(self, session: Session) -> bool:
         return self._kv.fits(session.id, len(session.tokens))

@@ -282,6 +282,10 @@ class Residence:
         """Whether nothing would be lost that is nowhere else."""
         return not session.computed or self.paging.takes_freely(self.keys(session), session.tenant)
 
+    def loses_by_leaving(self, session: Session) -> bool:
+        """What it has brought through the blocks, or KV that the host does not take freely."""
+        return session.stage is not None or not self.leaves_freely(session)
+
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)
         return session.computed if arrival is None else arrival.transfer.tokens

@@ -127,5 +127,5 @@ class StepPages:
             and other.given < other.touched
             and self.kv.fits(other.id, len(other.tokens))
             and CLASSES.index(other.klass) <= CLASSES.index(session.klass)
-            and (other.stage is not None or not self._residence.leaves_freely(other))
+            and self._residence.loses_by_leaving(other)
         )

@@ -112,12 +112,12 @@ def expect_room(work: Work, info: djinn.ModelInfo) -> None:
 
 
 def try_all(model: PagedModel, work: Work, ways: Sequence[Way]) -> Tried:
-    say(f"one agent alone, {work.context:,} tokens")
-    tried = Tried(work=work, alone=run(model, alone(work), Way.NONE))
     run(model, warm_up(work), Way.NONE)
     gc.collect()
     gc.freeze()  # this process's collector would stop all agents at once, for a tenth of a second
     time.sleep(model.quiet_s)
+    say(f"one agent alone, {work.context:,} tokens")
+    tried = Tried(work=work, alone=run(model, alone(work), Way.NONE))
     for way in ways:
         say(f"{tried.name}: {way}")
         with Usage(model.address, model.info, min(PERIOD_S, work.tool_s[0] / 4)) as usage:  # no wait is missed

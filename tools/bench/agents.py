@@ -5,9 +5,9 @@ being told what they do.
                                  [--arrivals 80 --rate 0.2] [--reference-memory 130GiB] [--peer]
 
 A crowd is alive all the time: each agent has a context, and loops through a tool, its observation and an answer.
-Arrivals are a Poisson process: each agent asks, uses a tool once, reflects, and leaves. Before each, one agent alone
-says what a step takes undisturbed; then every way of telling the daemon (agent_sessions.py) is tried, in one daemon,
-with the same tools' times and other tokens.
+Arrivals are a Poisson process: each agent asks, uses a tool once, reflects, and leaves. Before each, when some agents
+have made the daemon compile and capture what it will run, one alone says what a step takes undisturbed; then every way
+of telling the daemon (agent_sessions.py) is tried, in one daemon, with the same tools' times and other tokens.
 
 The model is served without its tokenizer, so that a client hears of each token at once, and not when its text is
 certain. A wake-up is from the tool's end, before COMPUTE is said, to the first token in the agents' process.

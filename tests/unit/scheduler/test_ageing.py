@@ -29,6 +29,17 @@ def test_the_first_stays_so_for_a_few_rows() -> None:
     assert ageing.first(20.0 + ROWS) is None
 
 
+def test_rows_that_do_not_count_leave_it_where_it_is() -> None:
+    ageing, (a, b) = ageing_of("a", "b")
+    for row in range(3 * ROWS):
+        assert ageing.first(20.0 + row) is a
+        ageing.served([a], 20.0 + row, free=a)
+    for row in range(ROWS):
+        assert ageing.first(80.0 + row) is a
+        ageing.served([a], 80.0 + row)
+    assert ageing.first(80.0 + ROWS) is b
+
+
 def test_one_at_a_time_the_longest_without_a_row_first() -> None:
     ageing, _ = ageing_of("a", "b", "c")
     chosen: list[tuple[str, float]] = []

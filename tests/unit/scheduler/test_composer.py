@@ -54,6 +54,16 @@ def test_but_for_a_higher_class() -> None:
     assert device.batches[-1][0][0] == "interactive" and batch.computed == 0
 
 
+def test_and_whom_ageing_has_put_before_it_reads_its_prompt_to_the_end() -> None:
+    """Which takes more rows than ageing gives it."""
+    device = VirtualDevice(pages=150, max_tokens=64, seconds=rising(0.1, 0.001))
+    endless = device.open("interactive", "interactive", prompt=1984, max_tokens=300)
+    device.step()
+    batch = device.open("batch", "batch", prompt=1984, max_tokens=1)
+    device.run(30.0)
+    assert batch.request is None and endless.request is not None
+
+
 def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
     device = VirtualDevice(pages=80, max_tokens=256)
     for name, deadline in (("a", 3.0), ("b", 3.05)):
