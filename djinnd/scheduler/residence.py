@@ -17,36 +17,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from djinnd.core.session import Session
-from djinnd.core.stops import next_stop
 from djinnd.kvcache.left_pages import Left, LeftPages
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Paging
-from djinnd.kvcache.prefixes import Key, root
-from djinnd.scheduler.policy import LEAST_CHUNK
-
-
-@dataclass(slots=True)
-class Costs:
-    """What bringing a page back and computing it anew take, as measured. None: nobody knows yet, and copying is
-    taken to be the cheaper."""
-
-    bus: float = 0.0  # bytes a second
-    disk: float = 0.0
-    prefill: float = 0.0  # tokens a second, of a step with LEAST_CHUNK or more
-
-    def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
-        """`beside`: tokens that a step has to compute behind what was found; one is no prefill."""
-        if not self.prefill or not self.bus:
-            return True
-        copying = len(found.keys) * page_bytes / self.bus
-        if found.on_disk:
-            if not self.disk:
-                return True
-            copying += found.on_disk * page_bytes / self.disk
-        anyway = max(beside, LEAST_CHUNK) if beside > 1 else 0
-        more = max(found.tokens - computed + beside, LEAST_CHUNK) - anyway
-        return copying <= more / self.prefill
+from djinnd.kvcache.prefixes import Key
+from djinnd.scheduler.costs import Costs
+from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use, of_use_elsewhere, origin, possible_ends
+from djinnd.scheduler.victims import first_that_free
 
 
 @dataclass(slots=True)
@@ -103,7 +81,7 @@ class Residence:
     def secure(self, session: Session, candidates: Iterable[Session]) -> bool:
         """Pages for all tokens that the session has, so that no prompt stops half-way for want of them, and the KV
         that is somewhere; at the cost of the first of `candidates`, where pages are short. False: it has to wait."""
-        if self.paging.is_expected and _was_an_earlier_engine_s(session):
+        if self.paging.is_expected and is_an_earlier_engine_s(session):
             return False
         computed, lacking = session.computed, 0
         self._adopt(session)
@@ -139,7 +117,7 @@ class Residence:
         leaving = (departure.session for departure in self._leaving.values())
         others = (other for other in candidates if not self.is_moving(other))
         own = (session for session in chain(leaving, others) if session.tenant == tenant)
-        victims, _ = self._first_that_free(missing, own, tenant)
+        victims, _ = first_that_free(self.kv, missing, own, tenant)
         for victim in victims:
             self.leave(victim, forced=True)
         return bool(victims)
@@ -165,37 +143,15 @@ class Residence:
             return True
         leaving = [departure.session for departure in self._leaving.values()]
         others = (session for session in candidates if not self.is_moving(session))
-        victims, freed = self._first_that_free(missing, chain(leaving, others))
+        victims, freed = first_that_free(self.kv, missing, chain(leaving, others))
         self._promised, self._promised_at = freed, self.kv.changes
         for victim in victims:
             self.leave(victim, forced=True)
         return bool(victims)
 
-    def _first_that_free(
-        self, missing: int, candidates: Iterable[Session], tenant: int | None = None
-    ) -> tuple[list[Session], int]:
-        """Of the first candidates whose pages together free `missing`, those that it takes, and how many that frees;
-        nobody where all of them free fewer. A page is free when the last that holds it is a victim. `tenant`: only
-        pages that are his count."""
-        victims: dict[Session, list[int]] = {}
-        freed = 0
-        given: Counter[int] = Counter()  # references, by page
-
-        def is_free(page: int) -> bool:
-            is_his = tenant is None or self.kv.pool.tenant(page) == tenant
-            return is_his and given[page] == self.kv.holders(page)
-
-        for candidate in candidates:
-            pages = victims[candidate] = self.kv.pages_of(candidate.id)
-            given.update(pages)
-            freed += sum(map(is_free, pages))
-            if freed >= missing:
-                return [victim for victim, pages in victims.items() if any(map(is_free, pages))], freed
-        return [], 0
-
     def _adopt(self, session: Session) -> None:
         """Spares a session that is about to be given pages what the device has of its KV."""
-        most, size = _most(session), self.kv.page_size
+        most, size = of_use(session), self.kv.page_size
         if most // size > session.computed // size and self._holds_kv_only(session):
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt
@@ -222,7 +178,13 @@ class Residence:
         computed = session.computed
         left = self._left.get(session.id)
         found = self.paging.find(
-            session.id, _origin(session), session.names, computed, _of_use(session), _ends(session), left
+            session.id,
+            origin(session),
+            session.names,
+            computed,
+            of_use_elsewhere(session),
+            possible_ends(session),
+            left,
         )
         if found.tokens <= computed:
             return None
@@ -314,17 +276,17 @@ class Residence:
         """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
         an earlier engine had, those that it has left."""
         if session.computed:
-            return self.kv.keys_of(session.id, _origin(session), session.names, session.computed)
+            return self.kv.keys_of(session.id, origin(session), session.names, session.computed)
         left = self._left.get(session.id)
         if left is None:
-            names, origin = session.names, _origin(session)
+            names, begin = session.names, origin(session)
             if session.left_at:
                 reach = min(session.left_at, len(names))
-                left = Left(self.kv.keys_of(session.id, origin, names, reach), reach)
+                left = Left(self.kv.keys_of(session.id, begin, names, reach), reach)
             elif self.paging.host is None:
                 return []
             else:
-                found = self.paging.find(session.id, origin, names, 0, len(names), _ends(session))
+                found = self.paging.find(session.id, begin, names, 0, len(names), possible_ends(session))
                 left = Left(list(found.keys), found.tokens)
             self._left.remember(session.id, left)
         return left.keys
@@ -356,7 +318,7 @@ class Residence:
         self.kv.arrived(session.id, arrival.keys, transfer.tokens)
         self.paging.is_back(arrival.keys)
         session.computed = transfer.tokens
-        most = _most(session)
+        most = of_use(session)
         if session.computed > most:
             self.rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
@@ -422,36 +384,3 @@ class Residence:
         for arrival in self._arriving.values():
             held = self.kv.pages_held(arrival.session.id)
             assert held == self.kv.pages_for(arrival.transfer.tokens), f"{arrival.session.id} arrives with {held} pages"
-
-
-def _origin(session: Session) -> Key:
-    return root(session.tenant, session.salt)
-
-
-def _was_an_earlier_engine_s(session: Session) -> bool:
-    request = session.request
-    return request is not None and request.first > 0 and session.computed == session.left_at == 0
-
-
-def _most(session: Session) -> int:
-    """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all of which
-    more is wanted or that stops."""
-    request = session.request
-    if request is None:
-        return len(session.tokens)
-    most = min(len(session.tokens) - 1, request.seen_from)
-    stop = next_stop(request.stops, len(session.tokens))
-    return most if stop is None else min(most, stop.position)
-
-
-def _of_use(session: Session) -> int:
-    """The same in lower tiers: KV that a client gave is brought back to its end, though the last token is run again."""
-    request = session.request
-    return min(request.first, request.seen_from) if request is not None and session.foreign_tokens else _most(session)
-
-
-def _ends(session: Session) -> tuple[int, ...]:
-    """Where the session's KV may have ended when its pages left: as this engine remembers; for an earlier one's, after
-    a prompt, or before the last token that was generated."""
-    first = len(session.tokens) if session.request is None else session.request.first
-    return (session.left_at, first, first - 1)

@@ -16,7 +16,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.moves import Move, Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.residence import Costs
+from djinnd.scheduler.costs import Costs
 from tests.property.test_scheduler import MODELS, QUIET, WHO, Call, Places, SchedulerMachine, Shadow, Written
 
 Bytes = list[Written | None]  # of a page, by token

@@ -12,8 +12,9 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import LEAST_CHUNK
-from djinnd.scheduler.residence import Costs, Residence
+from djinnd.scheduler.residence import Residence
 
 PAGE = 4  # tokens
 

@@ -1,0 +1,32 @@
+"""Whose pages make room."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from djinnd.core.session import Session
+from djinnd.kvcache.manager import KvManager
+
+
+def first_that_free(
+    kv: KvManager, missing: int, candidates: Iterable[Session], tenant: int | None = None
+) -> tuple[list[Session], int]:
+    """Of the first candidates whose pages together free `missing`, those that it takes, and how many that frees;
+    nobody where all of them free fewer. A page is free when the last that holds it is a victim. `tenant`: only
+    pages that are his count."""
+    victims: dict[Session, list[int]] = {}
+    freed = 0
+    given: Counter[int] = Counter()  # references, by page
+
+    def is_free(page: int) -> bool:
+        is_his = tenant is None or kv.pool.tenant(page) == tenant
+        return is_his and given[page] == kv.holders(page)
+
+    for candidate in candidates:
+        pages = victims[candidate] = kv.pages_of(candidate.id)
+        given.update(pages)
+        freed += sum(map(is_free, pages))
+        if freed >= missing:
+            return [victim for victim, pages in victims.items() if any(map(is_free, pages))], freed
+    return [], 0
