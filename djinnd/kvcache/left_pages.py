@@ -20,7 +20,7 @@ class LeftPages:
 
     def __init__(self) -> None:
         self._left: dict[str, Left] = {}
-        self._sessions: Counter[Key] = Counter()  # that have left a page
+        self._sessions: dict[Key, int] = {}  # that have left a page
 
     def get(self, session: str) -> Left | None:
         return self._left.get(session)
@@ -28,16 +28,21 @@ class LeftPages:
     def remember(self, session: str, left: Left) -> None:
         self.forget(session)
         self._left[session] = left
-        self._sessions.update(left.keys)
+        for key in left.keys:
+            self._sessions[key] = self._sessions.get(key, 0) + 1
 
     def forget(self, session: str) -> None:
         """Where nothing is known of it, nothing happens."""
         left = self._left.pop(session, None)
-        if left is not None:
-            self._sessions.subtract(left.keys)
-            for key in left.keys:
-                if not self._sessions[key]:
-                    del self._sessions[key]
+        if left is None:
+            return
+        sessions = self._sessions
+        for key in left.keys:
+            count = sessions[key]
+            if count == 1:
+                del sessions[key]
+            else:
+                sessions[key] = count - 1
 
     def __contains__(self, key: object) -> bool:
         return key in self._sessions

@@ -305,7 +305,4 @@ class Paging:
 
 def _spare(tier: Tier, keys: Sequence[Key]) -> None:
     """The first of a session are worth the most, as they are looked for first: they go last."""
-    for key in reversed(keys):
-        slot = tier.peek(key)
-        if slot is not None:
-            tier.spare(slot)
+    tier.spare([slot for key in reversed(keys) if (slot := tier.peek(key)) is not None])

@@ -230,12 +230,15 @@ class Tier:
     def is_pinned(self, slot: int) -> bool:
         return slot in self._pins
 
-    def spare(self, slot: int) -> None:
-        """The page, which is complete, can be spared: it gives way before all that cannot, until it is used again."""
-        assert self._is_complete(slot), f"slot {slot} is not complete"
-        self._order.pop(slot, None)
-        self._spare[slot] = None
-        self.tenancy.spared(self._tenant[slot], (self, slot))
+    def spare(self, slots: Iterable[int]) -> None:
+        """The pages there, which are complete, can be spared: each gives way before all that cannot, until it is used
+        again; those that could be before, first."""
+        for slot in slots:
+            assert self._is_complete(slot), f"slot {slot} is not complete"
+            if slot not in self._spare:
+                del self._order[slot]
+                self._spare[slot] = None
+                self.tenancy.spared(self._tenant[slot], (self, slot))
 
     def is_spare(self, slot: int | None) -> bool:
         return slot in self._spare

@@ -170,7 +170,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def spare(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(slot for slot, _, _ in self.complete)))
-        self.tier.spare(slot)
+        self.tier.spare([slot])
         if slot not in self.spared:
             self.spared.append(slot)
 

@@ -90,7 +90,7 @@ def test_of_a_tenant_s_pages_those_that_can_be_spared_go_first_in_whichever_mode
     small, large = new_tier(tenancy), new_tier(tenancy, page_bytes=2 * PAGE)
     fill(small, ALICE, 1, 2)
     fill(large, ALICE, 3)
-    large.spare(0)
+    large.spare([0])
     tenancy.limit(ALICE, 4 * PAGE)
     assert small.making_room(ALICE, 2) == [(large, 0)]
     fill(small, ALICE, 4, 5)

@@ -92,7 +92,7 @@ def test_what_can_be_spared_gives_way_before_the_least_recently_used_until_it_is
     tier = new_tier(4)
     one, two, three, four = fill(tier, 1, 2, 3, 4)
     for slot in (three, four, two):
-        tier.spare(slot)
+        tier.spare([slot])
     tier.find(key(3))
     assert tier.oldest(4) == [four, two, one, three]
     assert [tier.is_spare(slot) for slot in (one, two, three, four, None)] == [False, True, False, True, False]
@@ -105,7 +105,7 @@ def test_of_what_can_be_spared_the_next_process_knows_nothing() -> None:
     table = new_table(3)
     tier = Tier(table, 3)
     one, two, three = fill(tier, 1, 2, 3)
-    tier.spare(three)
+    tier.spare([three])
     assert tier.oldest(3) == [three, one, two]
     after = Tier(table, 3)
     assert after.oldest(3) == [one, two, three] and not after.is_spare(three)
@@ -115,7 +115,7 @@ def test_who_asks_for_room_hears_which_pages_would_give_way_to_so_many_and_they_
     tier = new_tier(4)
     one, two, three = fill(tier, 1, 2, 3)
     tier.pin(one)
-    tier.spare(three)
+    tier.spare([three])
     room = [tier.making_room(0, count) for count in (1, 2, 3, 4)]
     assert room == [[], [(tier, three)], [(tier, three), (tier, two)], None]
     assert tier.used == 3 and tier.oldest(3) == [three, two]
@@ -225,7 +225,7 @@ def test_what_no_caller_does() -> None:
     with pytest.raises(AssertionError, match="is not complete"):
         tier.checksum(filling)
     with pytest.raises(AssertionError, match="is not complete"):
-        tier.spare(filling)
+        tier.spare([filling])
     with pytest.raises(AssertionError, match="is not pinned"):
         tier.unpin(filling)
     tier.complete(filling, 0)

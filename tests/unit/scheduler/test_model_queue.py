@@ -379,7 +379,7 @@ def test_who_waits_stays_where_the_host_has_no_room_for_it_and_leaves_when_it_ha
     host = queue.residence.paging.host
     assert host is not None
     for slot in range(4):
-        host.spare(slot)
+        host.spare([slot])
     queue.tend(2.0)
     copy_all(queue)
     assert second.computed == 0 and queue.kv.pool.free == 4
@@ -391,7 +391,7 @@ def test_while_pages_are_free_it_stays() -> None:
     second = waiting(queue, "second", 4)
     copy_all(queue)
     for slot in range(4):
-        queue.residence.paging.host.spare(slot)  # type: ignore[union-attr]
+        queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(1.0)
     assert second.computed == 16 and not queue.residence.paging.is_busy
 
@@ -417,7 +417,7 @@ def test_who_is_quiet_and_finds_no_room_on_the_host_is_asked_again_later() -> No
         queue.tend(now)
         assert quiet.computed == 4 and quiet.quiet_since == now
     for slot in range(4):
-        queue.residence.paging.host.spare(slot)  # type: ignore[union-attr]
+        queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(QUIET_S + 1.0)
     assert not queue.residence.is_moving(quiet)
     queue.tend(2 * QUIET_S)
