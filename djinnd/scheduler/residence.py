@@ -136,6 +136,10 @@ class Residence:
                     return True
         return False
 
+    def make_room(self, pages: int, candidates: Iterable[Session]) -> None:
+        """Of so many, beside what is claimed, as far as candidates have it."""
+        self._make_room(OutOfPages(pages, self.kv.pool.free), candidates)
+
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
         """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
         missing = shortage.needed + (self.claimed or 0) - shortage.free - self.kv.stranded

@@ -39,7 +39,7 @@ class StepPages:
     ) -> None:
         self.kv = residence.kv
         self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: nobody does
-        self._are_returning = False  # somebody waits for room to come back into
+        self._is_returning = False  # somebody waits for room to come back into
         self.are_refused = False  # to others, for want of pages
         self.are_taken = False  # or would be, from who waits for a row, too
         self._residence = residence
@@ -58,7 +58,7 @@ class StepPages:
 
     @property
     def are_short(self) -> bool:
-        return self.are_refused or self.are_taken or self._are_returning
+        return self.are_refused or self.are_taken or self._is_returning
 
     def suffice(self, session: Session, remaining: int) -> bool:
         """Whether it has the pages for a row. False: it is passed over."""
@@ -71,23 +71,32 @@ class StepPages:
             return False
         if remaining == 1 and self.kv.fits(session.id, len(session.tokens)):
             return True
+        if holds_none and self._is_returning:
+            self._make_room_for_another(session)
+            return False
         is_secured = self._secured(session)
-        if self._residence.sessions_move:  # it may have come to that just now, for this one or for its victims
-            self.moves = self._residence.is_moving
+        self._note_who_moves()
         if is_secured:
             return True
         if session.passed_over == QUOTA:
             self._at_quota.add(session.tenant)
         elif not self._residence.is_arriving(session):
-            self._refused(session)
+            self._is_returning = self._residence.is_elsewhere(session)
+            self.are_refused = not self._is_returning
         return False
 
-    def _refused(self, session: Session) -> None:
+    def _make_room_for_another(self, session: Session) -> None:
         """While room is made for one that comes back by a copy, it is made for the next one as well, so that what
-        leaves and what comes follow each other without a pause."""
-        is_another = self._are_returning
-        self._are_returning = self._residence.is_elsewhere(session)
-        self.are_refused = is_another or not self._are_returning
+        leaves and what comes follow each other without a pause. What is free is the first one's."""
+        self.are_refused, session.passed_over = True, PAGES
+        if self._residence.is_elsewhere(session) and not self._quotas.excess(session, self.kv, self._pages(session)):
+            self._residence.make_room(self._pages(session), self._behind(session))
+            self._note_who_moves()
+
+    def _note_who_moves(self) -> None:
+        """It may have come to that just now, for the one that was asked or for its victims."""
+        if self._residence.sessions_move:
+            self.moves = self._residence.is_moving
 
     def bring_back(self, session: Session, remaining: int) -> None:
         """There is no room for what it would have to compute anew, and none is needed for what comes back."""
@@ -97,6 +106,9 @@ class StepPages:
     def are_given_up_by(self, session: Session) -> bool:
         """Who could have decoded with what it held, and cannot any more."""
         return session.remaining > 1 or self._residence.is_moving(session)
+
+    def _pages(self, session: Session) -> int:
+        return self.kv.pages_for(len(session.tokens))
 
     def _secured(self, session: Session) -> bool:
         if not self._quotas.make_way(session, self._residence, lambda: self._behind(session)):

@@ -81,11 +81,11 @@ def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
     assert first.request is None and victim.request is None
 
 
-def away(crowd: Crowd, *names: str) -> list[Session]:
-    """Sessions that have two pages each, on the host only."""
+def away(crowd: Crowd, *names: str, pages: int = 2) -> list[Session]:
+    """Sessions that have so many pages each, on the host only."""
     sessions = []
     for number, name in enumerate(names):
-        session = crowd.ask(Session(name, "m", 1, "agent"), [number] * 2 * PAGE)
+        session = crowd.ask(Session(name, "m", 1, "agent"), [pages * 10 + number] * pages * PAGE)
         while session.request is not None:
             crowd.step()
         crowd.scheduler.wait(name)
@@ -113,6 +113,20 @@ def test_while_room_is_made_for_one_that_comes_back_it_is_made_for_the_next_one_
     while any(session.request for session in sessions):
         crowd.copy_all()
         crowd.step()
+
+
+def test_but_the_next_one_gets_none_of_what_is_free_for_the_first() -> None:
+    crowd = Crowd()
+    (large,), (small,) = away(crowd, "large", pages=4), away(crowd, "small", pages=1)
+    idle = crowd.ask(Session("idle", "m", 1, "agent"), [99] * 3 * PAGE)
+    while idle.request is not None:
+        crowd.step()
+    crowd.go_on(large), crowd.go_on(small)
+    residence = crowd.scheduler.residence("m")
+    assert crowd.step() == [] and residence.is_leaving(idle) and not residence.is_arriving(small)
+    crowd.copy_all()
+    crowd.step()
+    assert residence.is_arriving(large)
 
 
 def test_who_comes_back_does_so_though_there_is_no_room_for_what_it_would_have_to_compute_anew() -> None:
