@@ -1,9 +1,10 @@
 """Ageing: nobody starves, whatever its class.
 
 Once in `after` seconds, the session of a model that has gone longest without a row comes before all others, if that is
-`after` seconds or more, and stays there for ROWS rows, so that bringing its pages pays; rows that read what it would
-lose by leaving do not count, or a long prompt would never come to its end. With k sessions that have waited longer, a
-session has its next row within (k + 1) * `after` seconds, and the time that their pages and such prompts take.
+`after` seconds or more, and stays there for ROWS rows, so that bringing its pages pays. While pages are short, rows
+that read what it would lose by leaving do not count, or a long prompt would never come to its end. With k sessions that
+have waited longer, a session has its next row within (k + 1) * `after` seconds, and the time that their pages and such
+prompts take.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Composer:
         rows = made.rows
         if pages.are_short:
             self._short_until = step + SHORT_STEPS
-        self._ageing.served([row.session for row in rows], now, self._aged_reader())
+        self._ageing.served([row.session for row in rows], now, self._aged_reader(step))
         if rows:
             self.served = step
         self._wait_apart(made)
@@ -174,11 +174,12 @@ class Composer:
             return False
         return not (self._quotas.pages_move or self._residence.anything_moves)
 
-    def _aged_reader(self) -> Session | None:
-        """Whom ageing has put first, while it reads what it would lose if it were interrupted."""
+    def _aged_reader(self, step: int) -> Session | None:
+        """Whom ageing has put first, while it reads what it would lose to others if it were not."""
         aged = self._ageing.chosen
-        reads = aged is not None and aged.remaining > 1 and self._residence.loses_by_leaving(aged)
-        return aged if reads else None
+        if aged is None or aged.remaining == 1 or not self.is_short(step):
+            return None
+        return aged if self._residence.loses_by_leaving(aged) else None
 
     def _holds_its_pages(self, session: Session) -> bool:
         return self._kv.fits(session.id, len(session.tokens))
