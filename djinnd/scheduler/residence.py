@@ -361,7 +361,9 @@ class Residence:
         """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and
         can spare that, but for what others have left, too."""
         left = self._left.get(session.id)
-        keys = self.keys(session) if session.computed else left.keys if left is not None else []
+        keys = [] if left is None else list(left.keys)
+        if session.computed:
+            keys += self.keys(session)
         self.forget(session)
         self.kv.drop(session.id)
         leaving = set(chain.from_iterable(self.keys(departure.session) for departure in self._leaving.values()))

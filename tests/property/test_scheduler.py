@@ -27,6 +27,7 @@ from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.why import PAGES
 from tests.support.virtual import measured
 
 MODELS = ("m", "n")
@@ -150,7 +151,9 @@ class Places:
             own.setdefault(account, []).append((session, session.remaining))
         self.own = list(own.values())
         self.apart = {session for session, _ in queue.composer._apart.values()}
-        self.read = any(session.given < session.touched and session.id in kv.sessions for session in sessions)
+        self.read = any(
+            session.given < session.touched and kv.fits(session.id, len(session.tokens)) for session in sessions
+        )
         best = min(klass for klass, _ in own)
         self.rank = best if self.aged is None else -1
         self.firsts = {sessions[0][0] for (klass, _), sessions in own.items() if klass == best}
@@ -525,13 +528,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Of those that may be the first of the order, one goes on, or waits for the end of a prompt that would be
         lost; and nobody is left out where there is room."""
         served = {row.session for row in batch.rows}
-        is_lost = self.scheduler.residence(batch.model).paging.host is None
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
             return
-        assert served & (places.firsts | places.apart) or (is_lost and places.read), (
-            "the first of the order does not go on"
-        )
+        is_lost = self.scheduler.residence(batch.model).paging.host is None
+        waits = is_lost and places.read and all(session.passed_over == PAGES for session in places.firsts)
+        assert waits or served & (places.firsts | places.apart), "the first of the order does not go on"
         if not self.has_pages_for_all(batch.model):
             return
         if not self.is_full(batch):

@@ -272,6 +272,18 @@ def test_what_a_closed_session_has_left_is_found_and_its_end_goes_first() -> Non
     assert alike.computed == 8
 
 
+def test_what_is_on_its_way_back_to_a_session_that_is_closed_can_be_spared_too() -> None:
+    house = House()
+    session = house.session("a", 10)
+    house.residence.leave(session)
+    house.copy_all()
+    house.ask(session)
+    assert not house.residence.secure(session, []) and (session.computed, spare(house)) == (8, 2)
+    house.residence.close(session)
+    assert spare(house) == 3
+    house.copy_all()
+
+
 def test_nor_are_pages_spared_that_another_is_about_to_leave() -> None:
     house = House()
     first = house.session("first", 8)
