@@ -23,7 +23,7 @@ _DESCRIPTORS = 1 << 16
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", type=click.Path(path_type=Path), envvar="DJINND_CONFIG", help="Instead of the system's file.")
-@click.option("--device", metavar="auto|cpu|cuda:N", help="What to compute on.")
+@click.option("--device", metavar="auto|cpu|cuda[:N]", help="What to compute on.")
 @click.option("--memory", metavar="SIZE", help="Hard budget of device memory, as in 20GiB.")
 @click.option("--socket", metavar="PATH", help="Where clients connect.")
 @click.option("--state-dir", metavar="PATH", help="What outlives the daemon.")

@@ -98,9 +98,10 @@ def read_group(value: Any) -> int:
 
 
 def read_device(value: Any) -> str:
-    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda:[0-9]+", value):
-        return value
-    raise ValueError(f"{value!r} is no device: auto, cpu, or cuda:N as in cuda:0")
+    """`cuda` is the first one, as it is torch's."""
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
+        return "cuda:0" if value == "cuda" else value
+    raise ValueError(f"{value!r} is no device: auto, cpu, cuda, or cuda:N as in cuda:0")
 
 
 def read_resident(value: Any) -> int | float | None:

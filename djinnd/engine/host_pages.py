@@ -17,6 +17,8 @@ import hashlib
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +58,7 @@ class HostPages:
         self._pieces = [piece.reshape(-1) for piece in self._slots.split(self.piece_slots)]
         self._is_pinned = [False] * len(self._pieces)
         self.pinned = 0  # slots
+        self._now_ready: deque[int] = deque()  # pieces that `take_ready` has not told yet
         self._wanted: list[int] = []  # the last is the first to be pinned
         self._closed = False
         self._called = threading.Event()  # somebody wants a piece, or it is closed
@@ -87,8 +90,10 @@ class HostPages:
             except OutOfMemory as error:
                 log.warning("host_pages_not_pinned error=%s", error.message)
                 self.failure = error
+                self._now_ready.extend(index for index, pinned in enumerate(self._is_pinned) if not pinned)
                 return
             self._is_pinned[index] = True
+            self._now_ready.append(index)
             self.pinned += self._pieces[index].numel() // self._slots.shape[1]
             now = time.monotonic()
             if self._device.idle_s < _QUIET:
@@ -109,6 +114,12 @@ class HostPages:
             self._wanted.append(piece)
             self._called.set()
         return False
+
+    def take_ready(self) -> Iterator[range]:
+        """The slots that have become ready since this was last asked."""
+        while self._now_ready:
+            first = self._now_ready.popleft() * self.piece_slots
+            yield range(first, min(first + self.piece_slots, self.capacity))
 
     @property
     def is_dense(self) -> bool:

@@ -134,6 +134,7 @@ class Tiers:
             self._tended_at = now
             self._scheduler.tend(now)
         for name, model in self._models.items():
+            model.transfers.note_ready()
             if model.paging.is_busy:
                 model.transfers.beside_ring = model.runner.model.residency.streams
                 self._scheduler.over(name, model.transfers.turn())

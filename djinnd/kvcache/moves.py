@@ -86,10 +86,10 @@ class Moves:
 
     # --- they are asked for -----------------------------------------------------------------------------------------
 
-    def demote(self, key: Key, page: int, tokens: int) -> Move | None:
-        """None where the host has no room. The page holds the KV of `tokens` tokens."""
+    def demote(self, key: Key, page: int, tokens: int, *, can_wait: bool = False) -> Move | None:
+        """None where the host has no room. The page holds the KV of `tokens` tokens. `can_wait`: see Tier.prepare."""
         assert self.host is not None
-        slot = self.host.prepare(key, self.kv.pool.tenant(page))
+        slot = self.host.prepare(key, self.kv.pool.tenant(page), can_wait=can_wait)
         if slot is None:
             return None
         self.kv.protect([page], tokens)

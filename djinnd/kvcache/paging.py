@@ -67,10 +67,13 @@ class Paging:
 
     # --- pages leave the device -------------------------------------------------------------------------------------
 
-    def save(self, session: str, keys: Sequence[Key], tokens: int, *, sealed: bool = False) -> Transfer:
+    def save(
+        self, session: str, keys: Sequence[Key], tokens: int, *, sealed: bool = False, can_wait: bool = False
+    ) -> Transfer:
         """Copies what the host lacks of the session's pages, which hold the KV of its first `tokens` tokens and have
         `keys`. They stay the session's. From the first page on for which the host has no room, none is copied, and it
-        has failed. It is over when all has landed; `sealed`: when all is found there."""
+        has failed. It is over when all has landed; `sealed`: when all is found there. `can_wait`: until copies can go
+        to where there is room."""
         transfer = Transfer(session, tokens)
         if self.host is None:
             transfer.failed = bool(keys)
@@ -83,7 +86,9 @@ class Paging:
         for start, key, page in zip(range(0, tokens, size), keys, pages, strict=True):
             if self.host.peek(key) is not None:
                 continue
-            move = self.moves.filling.get(key) or self.moves.demote(key, page, min(tokens - start, size))
+            move = self.moves.filling.get(key)
+            if move is None:
+                move = self.moves.demote(key, page, min(tokens - start, size), can_wait=can_wait)
             if move is None:
                 transfer.failed = True
                 break

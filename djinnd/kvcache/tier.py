@@ -18,19 +18,20 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
 
 A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
 it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
-next process. `touched` rises with every use; complete slots by it are the order in which they give way, which the next
-process goes on with. What can be spared goes before them, the first that could be first: what a session uses on the
-device, so that tiers hold more together than if all of one lay in the next, too (Wong and Wilkes, "My cache or yours?
-Making storage more exclusive", USENIX 2002), and what a session that is closed has left. Of that the table says
-nothing, as the device's pages end with the process. `owner` is the tenant and one, or zero where the page is
-public, and so nobody's: a tenant's slots are counted, and may be limited, together with those in other models' tiers
-(tenancy.py). (A machine that loses power may keep an old record beside new bytes: that is for the checksum.)
+next process. A slot that is not `ready`, as copies cannot go there yet, is given only to who can wait. `touched` rises
+with every use; complete slots by it are the order in which they give way, which the next process goes on with. What can
+be spared goes before them, the first that could be first: what a session uses on the device, so that tiers hold more
+together than if all of one lay in the next, too (Wong and Wilkes, "My cache or yours? Making storage more exclusive",
+USENIX 2002), and what a session that is closed has left. Of that the table says nothing, as the device's pages end with
+the process. `owner` is the tenant and one, or zero where the page is public, and so nobody's: a tenant's slots are
+counted, and may be limited, together with those in other models' tiers (tenancy.py). (A machine that loses power may
+keep an old record beside new bytes: that is for the checksum.)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, islice, pairwise
 
 import numpy as np
@@ -62,10 +63,19 @@ class Tier:
         """A multiple of 4096."""
         return -(-slots * RECORD.itemsize // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
-    def __init__(self, table: Table, slots: int, tenancy: Tenancy | None = None, page_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        table: Table,
+        slots: int,
+        tenancy: Tenancy | None = None,
+        page_bytes: int = 1,
+        *,
+        are_ready: bool = True,
+    ) -> None:
         """`table`: `table_bytes(slots)` writable bytes, zeros or what an earlier Tier of as many slots has left. Its
         complete slots are had again. Nobody else writes there for as long as this Tier lives. `tenancy`: who may have
-        how many bytes here, and in other tiers that have it too; None: one of its own."""
+        how many bytes here, and in other tiers that have it too; None: one of its own. `are_ready`: the slots; else
+        none is until `make_ready`."""
         assert slots > 0 and page_bytes > 0, "a tier without slots holds nothing"
         self.capacity = slots
         self.page_bytes = page_bytes
@@ -79,8 +89,11 @@ class Tier:
         self._tenant: dict[int, int] = {}  # of all slots that are not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
+        self._unready = set() if are_ready else set(range(slots))
         self._adopt()
-        self._free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
+        free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
+        self._free = free if are_ready else []  # of these, those that are ready, and those that are not
+        self._free_later = {} if are_ready else dict.fromkeys(free)
         self._clock = len(self._order) + 1
         self.tenancy.join(self)
 
@@ -101,7 +114,15 @@ class Tier:
     @property
     def used(self) -> int:
         """Slots that are not free."""
-        return self.capacity - len(self._free)
+        return self.capacity - len(self._free) - len(self._free_later)
+
+    def make_ready(self, slots: Sequence[int]) -> None:
+        """Copies can go there from now on."""
+        for slot in reversed(slots):  # the last that is free is given first
+            self._unready.discard(slot)
+            if slot in self._free_later:
+                del self._free_later[slot]
+                self._free.append(slot)
 
     def __contains__(self, key: object) -> bool:
         """Whether the page is here or, as `find` does not tell, on its way here. It is not a use."""
@@ -144,18 +165,18 @@ class Tier:
         """What lies here counts for no tenant any more. The table stays as it is, for the next Tier."""
         self.tenancy.leave(self)
 
-    def prepare(self, key: Key, tenant: int = ANYBODY) -> int | None:
+    def prepare(self, key: Key, tenant: int = ANYBODY, *, can_wait: bool = False) -> int | None:
         """A slot for a page of the tenant that is not here, to be filled and then completed or abandoned. Pages that
         nobody has pinned give way to it, the least recently used first: of the tenant's, if it has as much as it may;
-        of all, if no slot is free. None if there is no such."""
+        of all, if no slot is free. None if there is no such. `can_wait`: until the slot is ready."""
         assert key not in self._slot, "the page is in the tier or on its way there"
         assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-        going = self.making_room(tenant)
+        going = self.making_room(tenant, can_wait=can_wait)
         if going is None:
             return None
         for tier, gone in going:
             tier.abandon(gone)
-        slot = self._free.pop()
+        slot = self._free.pop() if self._free else self._free_later.popitem()[0]
         self._state[slot] = FILLING
         self._key_of[slot] = key
         self._owner[slot] = tenant + 1
@@ -165,15 +186,17 @@ class Tier:
         self.tenancy.taken(tenant, self.page_bytes)
         return slot
 
-    def making_room(self, tenant: int, count: int = 1) -> list[Place] | None:
+    def making_room(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[Place] | None:
         """The pages that give way when the tenant is given so many slots more; None: they are not to be had."""
         going = self.tenancy.making_room(tenant, count * self.page_bytes)
         if going is None:
             return None
         own = {slot for tier, slot in going if tier is self}
-        missing = count - len(self._free) - len(own)
+        unready = set[int]() if can_wait else self._unready
+        missing = count - len(self._free) - (len(self._free_later) if can_wait else 0) - len(own - unready)
         if missing > 0:
-            oldest = [slot for slot in self.oldest(missing + len(own)) if slot not in own][:missing]
+            others = filterfalse(own.__contains__, self._first_to_go(unready))
+            oldest = list(islice(others, missing))
             going = [*going, *((self, slot) for slot in oldest)]
             missing -= len(oldest)
         return going if missing <= 0 else None
@@ -210,7 +233,10 @@ class Tier:
             self._vacate(slot)
 
     def _vacate(self, slot: int) -> None:
-        self._free.append(slot)
+        if slot in self._unready:
+            self._free_later[slot] = None
+        else:
+            self._free.append(slot)
         self.tenancy.freed(self._tenant.pop(slot), self.page_bytes)
 
     def pin(self, slot: int) -> int:
@@ -255,7 +281,11 @@ class Tier:
     def oldest(self, count: int) -> list[int]:
         """At most `count` slots that are complete and not pinned: those that can be spared, then the least recently
         used ones."""
-        return list(islice(filterfalse(self._pins.__contains__, chain(self._spare, self._order)), count))
+        return list(islice(self._first_to_go(set()), count))
+
+    def _first_to_go(self, but: Collection[int]) -> Iterator[int]:
+        unpinned = filterfalse(self._pins.__contains__, chain(self._spare, self._order))
+        return filterfalse(but.__contains__, unpinned) if but else unpinned
 
     def _touch(self, slot: int) -> None:
         self._spare.pop(slot, None)
@@ -278,8 +308,10 @@ class Tier:
         assert self._slot == {self.key(slot): slot for slot in held}, "keys and slots disagree"
         assert len(self._slot) == len(self._filling) + len(complete) == len(held), "a slot is filling and complete"
         dropped = self._pins.keys() - complete
-        assert len(set(self._free)) == len(self._free), "a slot is free twice"
-        assert sorted([*self._free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
+        free = [*self._free, *self._free_later]
+        assert len(set(free)) == len(free), "a slot is free twice"
+        assert self._free_later.keys() == self._unready.intersection(free), "free slots that are ready and are not"
+        assert sorted([*free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
         assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
         owners = {slot: int(self._owner[slot]) - 1 for slot in held}
         assert self._tenant.keys() == held | dropped, "slots that are somebody's and slots that are not free differ"

@@ -216,7 +216,8 @@ class Residence:
     def leave(self, session: Session, *, sealed: bool = False, forced: bool = False) -> Transfer | None:
         """The session's pages leave the device: at once, or when they have been copied (`sealed`: and are found on the
         host). → the transfer, if there is one to wait for. Unless it is `forced`, nothing leaves where there is no
-        lower tier, nor KV that cannot be computed and has not been saved."""
+        lower tier, nor KV that cannot be computed and has not been saved. Who waits for its pages does not wait for
+        the host's to be made ready, too: computing them anew takes less time, where that can be done."""
         if self.paging.host is None and not forced:
             return None
         departure = self._leaving.get(session.id)
@@ -229,7 +230,8 @@ class Residence:
             self.rewind(session, session.computed)  # what holds no KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced)
         keys = self.keys(session) if session.computed else []
-        departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed)
+        can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
+        departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
             self._departed(departure)
             return None

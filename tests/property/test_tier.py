@@ -35,10 +35,11 @@ def watch(tier: Tier, written: Callable[[], None]) -> None:
 
 
 class TierMachine(RuleBasedStateMachine):
-    @initialize(slots=st.integers(1, 6))
-    def begin(self, slots: int) -> None:
+    @initialize(slots=st.integers(1, 6), are_ready=st.booleans())
+    def begin(self, slots: int, are_ready: bool) -> None:
         self.table = bytearray(Tier.table_bytes(slots))
         self.slots = slots
+        self.are_ready = are_ready  # all, from a process's beginning on
         self.filling: dict[int, bytes] = {}
         self.complete: list[tuple[int, bytes, int]] = []  # slot, key, checksum; least recently used first
         self.spared: list[int] = []  # slots that go before the others, the first spared very first
@@ -55,7 +56,8 @@ class TierMachine(RuleBasedStateMachine):
         tenancy = Tenancy()
         for tenant, slots in self.limits.items():
             tenancy.limit(tenant, slots)
-        self.tier = Tier(self.table, self.slots, tenancy)
+        self.tier = Tier(self.table, self.slots, tenancy, are_ready=self.are_ready)
+        self.unready = set[int]() if self.are_ready else set(range(self.slots))
         watch(self.tier, self.if_it_died_now)
 
     def if_it_died_now(self) -> None:
@@ -87,8 +89,17 @@ class TierMachine(RuleBasedStateMachine):
         self.complete = [entry for entry in self.complete if entry[0] not in slots]
         self.spared = [slot for slot in self.spared if slot not in slots]
 
-    def going(self, tenant: int, count: int = 1) -> list[int] | None:
-        """Which slots give way to so many of the tenant's, that are filled one after another."""
+    def going(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[int] | None:
+        """Which slots give way to so many of the tenant's."""
+        over = self.used_by(tenant) + count - self.limits.get(tenant, self.used_by(tenant) + count)
+        own = self.unpinned_of(tenant)[: max(over, 0)]
+        fit = set(range(self.slots)) if can_wait else set(range(self.slots)) - self.unready
+        missing = max(count - len(fit & (self.free | set(own))), 0)
+        others = [slot for slot in self.unpinned if slot in fit and slot not in own][:missing]
+        return own + others if len(own) >= over and len(others) == missing else None
+
+    def going_one_after_another(self, tenant: int, count: int) -> list[int] | None:
+        """The same, where every slot is ready."""
         free, used, left = len(self.free), self.used_by(tenant), self.unpinned
         gone: list[int] = []
         for _ in range(count):
@@ -104,21 +115,31 @@ class TierMachine(RuleBasedStateMachine):
             used += 1 - len(set(step) & set(own))
         return gone
 
-    @rule(key=KEYS)
-    def prepare(self, key: bytes) -> None:
+    @rule(key=KEYS, can_wait=st.booleans())
+    def prepare(self, key: bytes, can_wait: bool = False) -> None:
         if key in self.tier:
             return
         tenant, free = tenant_of(key), self.free
-        going = self.going(tenant)
-        assert self.tier.has_room(tenant) == (going is not None)
-        slot = self.tier.prepare(key, tenant)
+        going = self.going(tenant, can_wait=can_wait)
+        assert self.tier.has_room(tenant) == (self.going(tenant) is not None)
+        slot = self.tier.prepare(key, tenant, can_wait=can_wait)
         assert (slot is None) == (going is None)
         if slot is not None and going is not None:
-            assert slot in (going or free), "not the first to give way"
+            given = free | set(going)
+            assert slot in given, "nobody has given it up"
+            assert slot not in self.unready or (can_wait and given <= self.unready), "one that is ready is given first"
             self.give_way(going)
             self.filling[slot] = key
             self.tenant[slot] = tenant
             self.bytes_of.pop(slot, None)  # from now on its bytes change
+
+    @precondition(lambda self: self.unready)
+    @rule(data=st.data())
+    def make_ready(self, data: st.DataObject) -> None:
+        first = data.draw(st.sampled_from(sorted(self.unready)))
+        slots = range(first, min(first + 2, self.slots))
+        self.tier.make_ready(slots)
+        self.unready.difference_update(slots)
 
     @rule(tenant=st.integers(0, 1), slots=st.none() | st.integers(0, 4))
     def limit(self, tenant: int, slots: int | None) -> None:
@@ -223,14 +244,26 @@ class TierMachine(RuleBasedStateMachine):
         assert after.oldest(self.slots) == [slot for slot, _, _ in self.complete]
 
     @invariant()
+    def room_is_made_for_as_many_as_there_are(self) -> None:
+        for tenant in (ANYBODY, 0, 1):
+            for count in range(1, self.slots + 2):
+                for can_wait in (False, True):
+                    going = self.going(tenant, count, can_wait=can_wait)
+                    found = self.tier.making_room(tenant, count, can_wait=can_wait)
+                    assert (found is None) == (going is None)
+                    if found is not None and going is not None:
+                        assert sorted(slot for _, slot in found) == sorted(going)
+                        assert all(tier is self.tier for tier, _ in found)
+
+    @precondition(lambda self: not self.unready)
+    @invariant()
     def room_for_many_is_made_as_for_one_after_another(self) -> None:
         for tenant in (ANYBODY, 0, 1):
             for count in range(1, self.slots + 2):
-                going, found = self.going(tenant, count), self.tier.making_room(tenant, count)
+                going, found = self.going_one_after_another(tenant, count), self.tier.making_room(tenant, count)
                 assert (found is None) == (going is None)
                 if found is not None and going is not None:
                     assert sorted(slot for _, slot in found) == sorted(going)
-                    assert all(tier is self.tier for tier, _ in found)
 
 
 TestTier = TierMachine.TestCase

@@ -27,7 +27,7 @@ class Tiered(EngineThread):
         folder = "" if disk is None else str(disk)
         self.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=folder)
         self.send(self.grant(self.until(messages.NeedArena)))
-        while not self.report().models[0].host_pages:
+        while not (info := self.report().models[0]).host_pages or info.host_pages_pinned < info.host_pages:
             pass
 
     def use(self, session: str) -> messages.SessionUse:

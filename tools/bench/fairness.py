@@ -9,7 +9,7 @@ idle         batch throughput: alone, and beside interactive sessions that say n
 ageing       a batch session, where interactive ones have all pages and never end: its longest time without a token
 
 Each is served by a daemon of its own. Tenants are users, so that `tenants` and `weights` need root. What is short there
-is the tokens of a step: each session asks for the KV of a prompt that nobody has seen, again and again.
+is the tokens of a step: each session asks for the KV of a prompt that nobody has seen, and forgets it, again and again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,19 +34,21 @@ from tools.bench.fairness_results import Finding, Found, summary, table
 from tools.bench.kv import allow_connections
 from tools.bench.live_load import expect_tenants, open_to_all, serve, user_of
 from tools.bench.load import Group, Load
-from tools.bench.load_course import WINDOW_S, Outcome, outcome
-from tools.bench.paged_model import LIMITS, MODEL
+from tools.bench.load_course import WINDOW_S, Figures, Outcome, outcome
+from tools.bench.paged_model import LIMITS, MODEL, QUIET_S
 from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
-READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12)
+READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
 
 
-ENDLESS, PAGES = 16, 12  # interactive sessions of a page each, and pages
+ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
+ENDLESS_TOKENS = 256  # that each of them comes to, at most
 
 
 class Sizes(NamedTuple):
     seconds: float  # of each run
+    warm_s: float  # of one before it, in which a device compiles kernels and captures graphs
     few: int  # sessions of a tenant
     many: int  # of the one that has more
     batch: int
@@ -55,8 +58,8 @@ class Sizes(NamedTuple):
     rounds: int  # of what is compared in turns, as the machine's rate changes
 
 
-FULL = Sizes(seconds=60, few=8, many=400, batch=32, asking=4, idle=50, ageing_s=10, rounds=4)
-SMOKE = Sizes(seconds=3, few=6, many=300, batch=8, asking=2, idle=10, ageing_s=1, rounds=4)
+FULL = Sizes(seconds=60, warm_s=10, few=16, many=800, batch=32, asking=4, idle=50, ageing_s=10, rounds=4)
+SMOKE = Sizes(seconds=3, warm_s=0.5, few=6, many=300, batch=8, asking=2, idle=10, ageing_s=1, rounds=4)
 
 
 class Bench:
@@ -135,6 +138,7 @@ class Bench:
         runs["batch beside idle"] = Load(seconds=sizes.seconds, groups={"batch": batch, "idle": silent})
         losses = []
         with self._daemon({}) as address:
+            self._warm_up(address, runs["batch"])
             for number in range(sizes.rounds):
                 order = list(runs) if number % 2 else list(reversed(runs))  # neither is always the one after a pause
                 got = {name: self._run(address, name, runs[name]).groups["batch"] for name in order}
@@ -151,11 +155,11 @@ class Bench:
             "batch": Group(klass="batch", sessions=1, context=(32, 64), answer=(150, 180)),
         }
         settings = {"scheduling": {"ageing": sizes.ageing_s}}
-        load = Load(seconds=max(sizes.seconds, 4 * sizes.ageing_s), groups=groups)
-        with self._daemon(settings, pages=PAGES) as address:
+        bound = (ENDLESS - ROOM + 1) * sizes.ageing_s  # see ageing.py: others without pages age, too
+        load = Load(seconds=max(sizes.seconds, 2 * bound), groups=groups)
+        with self._daemon(settings, sessions=ROOM) as address:
             batch = self._run(address, "ageing", load).groups.get("batch")
-        longest = max(batch.first_token.worst, batch.between_tokens.worst) if batch else load.seconds
-        bound = (ENDLESS - PAGES + 1) * sizes.ageing_s  # see ageing.py: others without pages age, too
+        longest = _longest_wait(batch, load.seconds)
         note = f"of ageing {sizes.ageing_s:g} s, {batch.between_tokens.count if batch else 0} tokens"
         self._note("longest without a token, s", longest, f"<= {bound:g}", longest <= bound, note)
 
@@ -164,19 +168,28 @@ class Bench:
     def _serve(self, name: str, load: Load) -> Outcome:
         expect_tenants(load)
         with self._daemon({"quotas": quotas(load.weights)}) as address:
+            self._warm_up(address, load)
             return self._run(address, name, load)
+
+    def _warm_up(self, address: str, load: Load) -> None:
+        """As the machine is whose users have asked for such before."""
+        asyncio.run(serve(address, MODEL, _vocab(address), msgspec.structs.replace(load, seconds=self._sizes.warm_s)))
+        with djinn.Client(address) as client:
+            while any(model.host_pages_pinned < model.host_pages for model in client.models()):
+                time.sleep(0.05)
+            if client.status().devices[0].name != "cpu":
+                time.sleep(QUIET_S)
 
     def _run(self, address: str, name: str, load: Load) -> Outcome:
         click.echo(f"fairness: {name}", err=True)
-        vocab = next(model.vocab for model in djinn.Client(address).models() if model.name == MODEL)
         first = 0 if load.seconds < 3 * WINDOW_S else 1  # at the beginning not everybody is there
-        got = outcome(asyncio.run(serve(address, MODEL, vocab, load)), load.weights, first)
+        got = outcome(asyncio.run(serve(address, MODEL, _vocab(address), load)), load.weights, first)
         self.found.outcomes[name] = got
         return got
 
     @contextmanager
-    def _daemon(self, settings: Mapping[str, Any], pages: int = 0) -> Iterator[str]:
-        """`pages`: of the pool; 0: as the daemon sees fit."""
+    def _daemon(self, settings: Mapping[str, Any], sessions: int = 0) -> Iterator[str]:
+        """`sessions`: of ENDLESS_TOKENS, that the pool has room for; 0: as the daemon sees fit."""
         with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
             bare = without_text(self._checkpoint, Path(folder))
             known = {"device": self._device, "memory": self._memory, "limits": LIMITS}
@@ -188,19 +201,28 @@ class Bench:
                 Path(folder).chmod(0o755)
                 open_to_all(daemon.address)
                 info = djinn.load(MODEL, address=daemon.address)
-                if pages:
+                if sessions:
+                    pages = sessions * -(-ENDLESS_TOKENS // info.page_size)
                     djinn.unload(MODEL, address=daemon.address)
                     djinn.load(MODEL, kv_bytes=pages * info.page_bytes, address=daemon.address)
-                asyncio.run(serve(daemon.address, MODEL, info.vocab, WARM_UP))
                 yield daemon.address
 
     def _note(self, name: str, figure: float, bar: str, met: bool, note: str) -> None:
         self.found.findings.append(Finding(name=name, figure=figure, bar=bar, met=met, note=note))
 
 
-WARM_UP = Load(
-    seconds=2.0, groups={"warm": Group(klass="batch", sessions=16, context=(16, 300), answer=(10, 30), calls=1)}
-)
+def _vocab(address: str) -> int:
+    with djinn.Client(address) as client:
+        return next(model.vocab for model in client.models() if model.name == MODEL)
+
+
+def _longest_wait(of: Figures | None, seconds: float) -> float:
+    """Without a token, of one session after another in so many seconds: what waits have ended do not explain is, at
+    worst, one that has not."""
+    if of is None:
+        return seconds
+    ended = of.first_token.mean * of.first_token.count + of.between_tokens.mean * of.between_tokens.count
+    return max(of.first_token.worst, of.between_tokens.worst, seconds - ended)
 
 
 def _of_tenants(sessions: Mapping[int, int]) -> dict[str, Group]:

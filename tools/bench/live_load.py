@@ -142,6 +142,8 @@ class _Client:
                 asked, wakes = await self._pause(call), self._group.tells != "none"
             try:
                 await self._call(tokens, call.answer, asked, wakes=wakes)
+                if self._group.forgets:
+                    await self._session.truncate(0)
             except djinn.DjinnError as error:
                 self._course.groups[self._visit.group].failures[error.code] += 1
                 return

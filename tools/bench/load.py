@@ -26,7 +26,7 @@ Tokens = tuple[int, int]  # from the least to the most, both included
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`tells`: what the daemon hears of a pause: nothing, that it begins and ends, the tool's name, too, or how long it
-    will be."""
+    will be. `forgets`: after each answer, all of it, so that KV is never what is short."""
 
     klass: Class = msgspec.field(name="class")
     sessions: int
@@ -38,6 +38,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     calls: int = 1
     pause_s: tuple[float, float] = (0.0, 0.0)  # between an answer and the next call, as between two sessions
     tells: Tells = "none"
+    forgets: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

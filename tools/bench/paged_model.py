@@ -20,7 +20,7 @@ import yaml
 import djinn_client as djinn
 from djinn_client.protocol import Tier
 from tools.bench.prompts import prompt
-from tools.private_daemon import PrivateDaemon
+from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 MODEL = "m"
 PATIENCE_S = 300.0
@@ -43,7 +43,7 @@ def daemon_of(
             with daemon:
                 daemon.wait_until_ready()
                 yield daemon.address
-        except djinn.DjinnError:
+        except (djinn.DjinnError, DaemonFailed):
             click.echo(daemon.last_words(), err=True)
             raise
 

@@ -142,6 +142,9 @@ class SimulatedEngine:
         self.scheduler.submit(name, request, prompt)
         self._answers[request.id] = answer
 
+    def truncate(self, name: str, length: int) -> None:
+        self.scheduler.truncate(name, length)
+
     def wait(self, name: str, expected_s: float | None, tool: str) -> None:
         """As Tiers does it."""
         session = self.scheduler.session(name)

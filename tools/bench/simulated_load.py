@@ -71,6 +71,8 @@ class _Client:
         self._course.token(group, tenant, before, now)
 
     def _answered(self) -> None:
+        if self._group.forgets:
+            self._engine.truncate(self._name, 0)
         call = next(self._calls, None)
         if call is None:
             self._end()

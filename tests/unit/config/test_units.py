@@ -116,7 +116,11 @@ def test_devices(written):
     assert read_device(written) == written
 
 
-@pytest.mark.parametrize("written", ["gpu", "cuda", "cuda:", "cuda:x", "CPU", "", 0, None])
+def test_cuda_alone_is_the_first():
+    assert read_device("cuda") == "cuda:0"
+
+
+@pytest.mark.parametrize("written", ["gpu", "cuda:", "cuda:x", "CPU", "", 0, None])
 def test_what_is_no_device(written):
     with pytest.raises(ValueError, match="cuda:N"):
         read_device(written)

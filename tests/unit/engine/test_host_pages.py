@@ -123,6 +123,7 @@ def test_what_cannot_be_pinned_is_used_as_it_is(device: Device, monkeypatch: pyt
     pages = pinned(HostPages(shared(2), PAGE, device))
     assert pages.failure is not None and "cannot be pinned" in pages.failure.message
     assert pages.is_ready(0) and pages.is_ready(1)
+    assert [*pages.take_ready()] == [range(2)]
     pages.release()
     assert device.pinned == []
 
@@ -144,6 +145,8 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
     may_pin.set()
     pinned(pages)
     assert order == [pages.slot(slot).data_ptr() for slot in (0, 4, 2, 6)]
+    assert [*pages.take_ready()] == [range(slot, slot + 2) for slot in (0, 4, 2, 6)]
+    assert not [*pages.take_ready()], "each is told once"
     assert all(pages.is_ready(slot) for slot in range(8))
     pages.release()
 

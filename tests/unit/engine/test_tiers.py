@@ -11,6 +11,7 @@ import pytest
 
 from djinnd import messages
 from djinnd.engine import checksums
+from djinnd.engine.host_pages import HostPages
 from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
@@ -43,6 +44,25 @@ def test_it_is_said_how_much_of_the_host_s_memory_is_pinned(engine: Tiered, monk
     monkeypatch.setattr(pages, "pinned", info.host_pages - 1)
     (info,) = engine.report().models
     assert any(f"{info.host_pages - 1:,} of {info.host_pages:,} are pinned" in note for note in info.notes)
+
+
+def test_nobody_waits_for_the_host_s_memory_to_be_pinned_but_who_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has room for one of two sessions, and they take turns."""
+    may_pin, pins = threading.Event(), HostPages._pin
+    monkeypatch.setattr(HostPages, "_pin", lambda pages: may_pin.wait(FOREVER) and pins(pages))
+    with Tiered(max_batch_tokens=256) as engine:
+        page_bytes = engine.loaded(FOLDER, "other", host_kv_bytes=0).page_bytes
+        engine.loaded(FOLDER, host_kv_bytes=TIER, kv_bytes=4 * page_bytes)
+        engine.send(engine.grant(engine.until(messages.NeedArena)))
+        for session in "ab":
+            engine.open(session)
+            assert engine.ran(session) == expected()
+        assert (engine.use("a").pages, engine.use("a").host_pages) == (0, 0)
+        asked = engine.pause("b")
+        engine.send(asked)
+        assert engine.use("b").pages == 3
+        may_pin.set()
+        assert engine.until(messages.Paused).pages == 3
 
 
 def test_pages_that_come_for_a_model_that_has_gone_are_given_back() -> None:

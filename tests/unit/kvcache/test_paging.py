@@ -34,8 +34,9 @@ class Desk:
     def keys(self, name: str, tokens: list[int]) -> list[Key]:
         return self.kv.keys_of(name, root(TENANT), tokens, len(tokens))
 
-    def save(self, name: str, tokens: list[int], *, sealed: bool = False) -> Transfer:
-        return self.paging.save(name, self.keys(name, tokens), len(tokens), sealed=sealed)
+    def save(self, name: str, tokens: list[int], *, sealed: bool = False, can_wait: bool = False) -> Transfer:
+        keys = self.keys(name, tokens)
+        return self.paging.save(name, keys, len(tokens), sealed=sealed, can_wait=can_wait)
 
     def find(self, tokens: list[int], computed: int = 0, *, most: int = 64, ends: tuple[int, ...] = ()) -> Found:
         return self.paging.find("back", root(TENANT), tokens, computed, min(most, len(tokens)), ends)
@@ -105,6 +106,22 @@ def test_where_the_host_is_busy_the_beginning_is_saved() -> None:
     desk = Desk(host=2)
     transfer = desk.save("a", desk.session("a", 12))
     assert (transfer.missing, transfer.failed) == (2, True)
+
+
+def test_only_who_is_in_no_hurry_leaves_to_where_copies_cannot_go_yet() -> None:
+    desk = Desk(host=0)
+    host = Tier(bytearray(Tier.table_bytes(4)), 4, are_ready=False)
+    desk.paging.use_host(host)
+    tokens = desk.session("a", 12)
+    keys = desk.keys("a", tokens)
+    assert not desk.paging.takes_freely(keys, TENANT)
+    assert desk.save("a", tokens).failed and not desk.paging.is_busy
+    host.make_ready(range(2))
+    hurried = desk.save("a", tokens)
+    assert (hurried.missing, hurried.failed) == (2, True)
+    unhurried = desk.save("a", tokens, can_wait=True)
+    assert (unhurried.missing, unhurried.failed) == (3, False)
+    assert [move.target for move in desk.take()] == [0, 1, 2]
 
 
 def test_what_is_there_already_does_not_give_way_to_what_follows() -> None:

@@ -65,6 +65,30 @@ def test_slots_are_given_in_the_order_in_which_they_lie() -> None:
     assert fill(tier, 1, 2, 3) == [0, 1, 2]
 
 
+def test_who_cannot_wait_is_given_slots_that_are_ready() -> None:
+    tier = Tier(new_table(4), 4, are_ready=False)
+    assert not tier.has_room() and tier.used == 0
+    assert tier.prepare(key(9), can_wait=True) == 0
+    tier.make_ready(range(1, 3))
+    assert fill(tier, 1, 2) == [1, 2], "in the order in which they lie"
+    assert fill(tier, 3) == [1], "the oldest that is ready gives way, though a slot is free"
+    tier.abandon(0)
+    assert tier.used == 2
+    tier.make_ready(range(4))
+    assert sorted(fill(tier, 4, 5)) == [0, 3]
+    tier.check_integrity()
+
+
+def test_what_lies_in_a_slot_that_is_not_ready_is_found_and_gives_way_to_nobody_in_a_hurry() -> None:
+    table = new_table(2)
+    fill(Tier(table, 2), 1, 2)
+    tier = Tier(table, 2, are_ready=False)
+    assert tier.find(key(1)) == 0 and tier.prepare(key(3)) is None
+    tier.make_ready(range(1, 2))
+    assert fill(tier, 3) == [1] and tier.find(key(1)) == 0
+    assert fill(tier, 4) == [1] and tier.find(key(1)) == 0
+
+
 def test_an_abandoned_slot_is_free_again() -> None:
     tier = new_tier(1)
     slot = tier.prepare(key(1))

@@ -114,6 +114,23 @@ def test_kv_that_cannot_be_computed_stays_where_it_could_not_be_saved() -> None:
     assert session.computed == 0
 
 
+def test_who_is_to_make_room_does_not_wait_for_the_host_to_be_made_ready() -> None:
+    house = House(host=0)
+    host = Tier(bytearray(Tier.table_bytes(16)), 16, are_ready=False)
+    house.paging.use_host(host)
+    idle, paused, given, hurried = (house.session(name, 8, first) for first, name in enumerate("ipgh"))
+    paused.paused, given.foreign_tokens = True, 8
+    assert not house.residence.leave_freely(idle), "it stays"
+    waits = [house.residence.leave(session, forced=session in (given, hurried)) for session in (paused, given, hurried)]
+    assert [transfer is not None for transfer in waits] == [True, True, False]
+    assert (hurried.computed, hurried.left_at, house.kv.pages_held("h")) == (0, 8, 0)
+    assert len(house.paging.moves.filling) == 4
+    host.make_ready(range(16))
+    assert house.residence.leave_freely(idle)
+    house.copy_all()
+    assert not any(house.kv.pages_held(name) for name in "ipg")
+
+
 def test_leaving_sealed_is_over_later_than_leaving() -> None:
     house = House()
     session = house.session("a", 4)

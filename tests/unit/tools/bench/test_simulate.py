@@ -63,6 +63,14 @@ def test_sessions_that_leave_the_device_come_back_over_the_bus() -> None:
     assert 0 < found.busy < 1
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_who_forgets_never_holds_more_than_one_call(forgets: bool) -> None:
+    group = msgspec.structs.replace(ALONE, calls=12, prompt=(101, 101), pause_s=(0.0, 0.0), forgets=forgets)
+    found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=10, groups={"a": group})), {}).groups["a"]
+    assert found.calls > 12
+    assert list(found.failures) == ([] if forgets else ["prompt_too_long"])
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowd_that_device_and_host_hold_together_never_computes_its_kv_anew(seed: int) -> None:
     group = Group(
