@@ -163,6 +163,14 @@ class KvManager:
         """Of the stranded, those that count as the tenant's."""
         return sum([self.pool.tenant(page) == tenant for page in self._stranded])
 
+    def is_end_read(self, session_id: str, computed: int) -> bool:
+        """Whether the page that the KV of its `computed` tokens fills in part is being copied. A session that is spared
+        what follows has another in its place, and it counts as the tenant's until it has been."""
+        row = self._row.get(session_id)
+        if row is None or not computed % self.page_size:
+            return False
+        return int(self._table[row, computed // self.page_size]) in self._protected
+
     @property
     def protected(self) -> list[int]:
         """A page as often as it is."""

@@ -91,17 +91,20 @@ class DeviceQuotas:
     def excess(self, session: Session, kv: KvManager, pages: int) -> int:
         """Of its tenant's pages that the session does not hold, how many, of the size of this model's, have to go
         before it holds `pages`. Where the limit has been lowered that is at most all of them: one session at a time
-        goes on."""
+        goes on. Its own last page is one more while it is being copied, see `is_end_read`."""
         limit = self._limits.get(session.tenant)
-        missing = pages - kv.pages_held(session.id)
-        if limit is None or missing <= 0:
+        if limit is None:
+            return 0
+        read = kv.is_end_read(session.id, session.computed)
+        missing = pages - kv.pages_held(session.id) + read
+        if missing <= 0:
             return 0
         held = self.held(session.tenant)
         over = held + missing * kv.page_bytes - limit
         if over <= 0:
             return 0
         others = held - kv.own_pages(session.id, session.tenant) * kv.page_bytes
-        return -(-min(over, others) // kv.page_bytes)
+        return max(-(-min(over, others) // kv.page_bytes), int(read))
 
     def make_way(self, session: Session, residence: Residence, candidates: Callable[[], Iterable[Session]]) -> bool:
         """Whether its tenant may hold the pages for all its tokens. Where those would be too many, others of its

@@ -264,6 +264,24 @@ def test_nor_does_one_of_whom_others_have_computed_more_than_it_had() -> None:
     assert daemon.held(MINE) <= 4
 
 
+def test_nor_does_one_that_finds_another_page_in_the_place_of_its_last_while_that_is_being_copied() -> None:
+    daemon = Daemon()
+    daemon.scheduler.residence("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    daemon.run(daemon.submit("gone", 13, max_tokens=0))
+    prompt = list(daemon.scheduler.session("gone").tokens)
+    daemon.scheduler.close("gone")
+    daemon.scheduler.open(Session("s", "m", MINE, "agent"))
+    daemon.scheduler.submit("s", Request(100, 0, 6, 0), prompt[:6])
+    assert daemon.step() == ["s"]
+    daemon.limit(MINE, 4)
+    daemon.scheduler.wait("s")
+    daemon.scheduler.wake("s")  # what it needs after all is still being copied
+    daemon.scheduler.submit("s", Request(101, 6, 13, 0), prompt[6:])
+    assert daemon.step() == [] and daemon.held(MINE) <= 4
+    daemon.copy_all()
+    assert daemon.step() == ["s"] and daemon.held(MINE) == 4
+
+
 def test_what_leaves_already_counts_before_others_have_to() -> None:
     daemon = Daemon()
     paging = daemon.scheduler.residence("m").paging
