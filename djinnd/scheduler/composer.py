@@ -14,7 +14,7 @@ from djinnd.scheduler.ageing import Ageing
 from djinnd.scheduler.composition import Composition, Decoders
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.line import Line
-from djinnd.scheduler.policy import BRIEF, Policy, Room
+from djinnd.scheduler.policy import BRIEF, LATELY_S, Policy, Room
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.step_pages import Evictable, Order, StepPages
@@ -50,6 +50,7 @@ class Composer:
         self._evictable = evictable
         self._line = Line()
         self._ageing = Ageing(policy.ageing)
+        self._called_at: dict[Class, float] = {}  # when a step was last composed while somebody of the class had a call
         self._short_until = 0  # the last step of those in which pages are taken to be short
         # The order that others are told between steps is that of the last one:
         self._seated: set[str] = set()  # who held pages before it, where they are short
@@ -162,7 +163,7 @@ class Composer:
         """With room kept for these `decoders`, of which those are left that were not asked, in a step of so many tokens
         and rows at `most`. → who was asked first."""
         pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0])
-        room, aged = self._room(decoders, *most), self._ageing.first(now)
+        room, aged = self._room(decoders, *most, now), self._ageing.first(now)
         made = Composition(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
         first = made.compose()
         pages.close()
@@ -218,12 +219,16 @@ class Composer:
             for row in made.rows:
                 self._apart.pop(row.session.id, None)
 
-    def _room(self, decoders: Decoders, max_tokens: int, max_rows: int) -> Room:
+    def _room(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> Room:
         """Before anybody is asked."""
         decoding = {klass: len(some) for klass, some in decoders.items()}
         protected = {klass: sum([not session.bulk for session in some]) for klass, some in decoders.items()}
         protected[CLASSES[-1]] = 0
-        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected)
+        for klass in CLASSES[:-1]:
+            if any(not session.bulk for session in self._line.of(klass)):
+                self._called_at[klass] = now
+        lately = [klass for klass, at in self._called_at.items() if now - at < LATELY_S]
+        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:

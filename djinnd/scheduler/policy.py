@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from djinn_client.protocol import CLASSES, Class
@@ -17,6 +17,10 @@ BRIEF = 128  # tokens: who has more to read before its next one comes after thos
 # Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for 9, 1.8 for 60. So many, of
 # one prompt or of several, join those that decode in the same class in any case.
 LEAST_CHUNK = 64
+# The next call of a class may come at any time for so many seconds after one, and a step cannot be interrupted: until
+# then lower classes take the device for as long as so many steps of one row, at most.
+LATELY_S = 10.0
+ROWS_WORTH = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,12 @@ class Room:
     Those of a class that need one token decode together, and chunks of its prompts get what those leave; lower classes
     get what it leaves. The first that is asked has a token in any case, if nobody protected decodes.
 
-    Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own; where
-    nobody decodes, of a prompt that is read, from lower classes. These may make the step `slowdown` times as long as it
-    would be without them; while nobody knows how long that is, they stay out of it until it has been measured. Nobody
-    is protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the time,
-    as with a streamed model, joining costs nothing, and all join.
+    Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own;
+    where nobody decodes, of a prompt that is read, from lower classes. These may make the step `slowdown` times as
+    long as it would be without them; while nobody knows how long that is, they stay out of it until it has been
+    measured. Who may call in a moment is protected from finding the device busy with lower classes for long. Nobody
+    is protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the
+    time, as with a streamed model, joining costs nothing, and all join.
     """
 
     def __init__(
@@ -78,23 +83,28 @@ class Room:
         policy: Policy,
         decoding: Mapping[Class, int],
         protected: Mapping[Class, int],
+        lately: Collection[Class] = (),
     ) -> None:
-        """`decoding`: sessions by class that need one token; `protected`: of these, those that are."""
+        """`decoding`: sessions by class that need one token; `protected`: of these, those that are. `lately`: classes
+        of which somebody may call in a moment."""
         self._times = times
         self._policy = policy
         self._rows = max_rows  # that are left
         self._tokens = max_tokens  # likewise
         self._decoding = dict(decoding)  # that have had no row yet
         self._protected = protected
+        self._lately = lately
         self._taken = self._further = 0  # rows, and what they bring beyond one token each
         self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
         self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
+        self._spared = math.inf  # seconds of the step, for the sake of classes that have rows in it
         self._limit = math.inf  # seconds of the step
         self._enter(CLASSES[0])
 
     def _enter(self, klass: Class) -> None:
         self._klass = klass
-        self._limit = min(self._limit, self._longest(self._decoders) if self._decoders else self._reading())
+        self._spared = min(self._spared, self._longest(self._decoders) if self._decoders else self._reading())
+        self._limit = self._until_free(klass) if self._spared == math.inf else self._spared
         own = min(self._protected[klass], self._rows, self._tokens)
         self._chunk_limit = min(self._limit, self._longest(self._decoders + own)) if own else self._limit
         self._owed = LEAST_CHUNK if own and self._chunk_limit > 0 else 0
@@ -111,18 +121,27 @@ class Room:
         """The same for the sake of the prompts that are read, where nobody decodes."""
         return self._slowed(self._times.predict(self._readers, self._read)) if self._readers else math.inf
 
+    def _until_free(self, klass: Class) -> float:
+        """Seconds for which the device may be this class's, for the sake of higher ones that have no row."""
+        if not any(CLASSES.index(higher) < CLASSES.index(klass) for higher in self._lately):
+            return math.inf
+        row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
+        return max(ROWS_WORTH * row, least, self._policy.between_tokens) if row else math.inf
+
     def _slowed(self, alone: float) -> float:
         return max(self._policy.slowdown * alone, self._policy.between_tokens) if alone else math.inf
 
     def _measure(self) -> None:
         """What there is room for in this class: rows in the step, and tokens of a chunk beside all of the class that
         decode."""
-        self._most_rows = self._times.rows_within(self._limit, self._further)
+        self._most_rows = max(self._times.rows_within(self._limit, self._further), int(self._spared == math.inf))
         decoding = min(self._decoding[self._klass], self._rows, max(self._most_rows - self._taken, 0))
         rows = self._taken + decoding + 1
         self._chunk = self._tokens_within(self._chunk_limit, rows)
         if self._owed:
             self._chunk = max(self._chunk, min(self._owed, self._tokens_within(self._limit, rows)))
+        elif not self._taken and self._spared == math.inf:
+            self._chunk = max(self._chunk, 1)
 
     def _tokens_within(self, seconds: float, rows: int) -> int:
         """Of the chunk that is the last of these rows."""

@@ -18,7 +18,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.policy import DEFAULT, LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import DEFAULT, LATELY_S, LEAST_CHUNK, ROWS_WORTH, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.step_times import StepTimes
 
@@ -70,6 +70,7 @@ class VirtualDevice:
         self.used: defaultdict[tuple[Class, int], float] = defaultdict(float)
         self.rows: defaultdict[str, int] = defaultdict(int)  # by session
         self.batches: list[list[tuple[str, int]]] = []  # sessions and tokens
+        self.called_at: dict[tuple[str, Class], float] = {}  # when somebody of the class last had a call, by model
         self._due: dict[str, float] = {}  # by when a session has its next row
         self._ids = count(1)
 
@@ -119,6 +120,8 @@ class VirtualDevice:
         aged = {name: self.composer(name)._ageing.first(self.now) for name in self.kv}
         pages_are_short = {name: kv.pool.free < self._pages_to_come(name) for name, kv in self.kv.items()}
         remaining = {session.id: session.remaining for session in self.scheduler.sessions()}
+        for name in self.kv:
+            self.called_at.update({(name, s.klass): self.now for s in self.active(name) if not s.bulk})
         batch = self.scheduler.next_batch()
         if batch is None:
             assert not any(self.active(name) for name in self.kv), "somebody waits, and nobody runs"
@@ -176,6 +179,8 @@ class Step:
         self.remaining = remaining  # tokens by session, before the step was composed
         self.times: StepTimes = device.composer(batch.model).times
         self.policy = device.scheduler.policy
+        calls = ((klass, at) for (name, klass), at in device.called_at.items() if name == batch.model)
+        self.lately = {klass for klass, at in calls if device.now - at < LATELY_S}
         self.limits = (device.scheduler.max_batch_tokens, device.scheduler.max_rows)
         served = {row.session for row in batch.rows}
         self.left_out = [session for session in device.active(batch.model) if session not in served]
@@ -205,8 +210,18 @@ class Step:
         alone = self.times.predict(decoders) if decoders else self.takes(shielded)
         return max(self.policy.slowdown * alone, self.policy.between_tokens) + 1e-9 if alone else math.inf
 
+    def until_free(self, klass: Class) -> float:
+        """Seconds for which rows of the class may take the device, for the sake of higher ones that have none."""
+        above = CLASSES[: CLASSES.index(klass)]
+        if self.lately.isdisjoint(above) or not all(row.session.bulk for row in self.of(*above)):
+            return math.inf
+        least = self.times.predict(1, LEAST_CHUNK - 1)
+        return max(ROWS_WORTH * self.times.predict(1), least, self.policy.between_tokens) + 1e-9
+
     def check_protection(self) -> None:
         took = self.takes(self.batch.rows)
+        highest = min((row.session.klass for row in self.rows), key=CLASSES.index, default=CLASSES[0])
+        assert took <= self.until_free(highest) or len(self.batch.rows) == 1, "who calls now finds the device taken"
         for place, klass in enumerate(CLASSES[:-1]):
             above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
             assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
@@ -224,6 +239,7 @@ class Step:
         for session in self.left_out:
             above = CLASSES[: CLASSES.index(session.klass)]
             may = min((self.allowed(*above[: end + 1]) for end in range(len(above))), default=math.inf)
+            may = min(may, self.until_free(session.klass))
             own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
             reads = self.remaining[session.id] > 1
             if reads and own:

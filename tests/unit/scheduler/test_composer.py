@@ -13,7 +13,7 @@ from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.policy import LATELY_S, ROWS_WORTH, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import QUOTA, ROOM
 from tests.support.virtual import VirtualDevice, rising
@@ -263,6 +263,31 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
     assert batch and scheduler.residence("m").is_arriving(gone)
     batches = [run(scheduler) for _ in range(3)]
     assert {batch.model for batch in batches if batch} == {"n"}
+
+
+# --- who may call in a moment ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_for_some_seconds_after_a_call_lower_classes_take_the_device_for_short_steps(bulk: bool) -> None:
+    device = VirtualDevice(max_tokens=512, seconds=rising(0.1, 0.001), policy=Policy(ageing=1e9))
+    calls = device.open("calls", "interactive", max_tokens=2)
+    calls.bulk = bulk
+    device.run(0.2)
+    assert calls.request is None
+    device.open("reads", "batch", prompt=1500, max_tokens=1)
+    short, long = (ROWS_WORTH - 1) * 0.101 / 0.001, 512
+    (row,) = stepped(device).rows
+    assert row.count == (long if bulk else pytest.approx(short, rel=0.02))
+    device.idle(LATELY_S)
+    (row,) = stepped(device).rows
+    assert row.count == long
+
+
+def stepped(device: VirtualDevice) -> Batch:
+    batch = device.step()
+    assert batch
+    return batch
 
 
 # --- who is charged -------------------------------------------------------------------------------------------------

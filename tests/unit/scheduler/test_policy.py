@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 
 import pytest
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy, Room, eviction_order
+from djinnd.scheduler.policy import LEAST_CHUNK, ROWS_WORTH, Policy, Room, eviction_order
 from djinnd.scheduler.step_times import StepTimes
 
 
@@ -39,11 +39,12 @@ def room(
     max_rows: int = 256,
     times: StepTimes | None = None,
     policy: Policy = Policy(),  # noqa: B008
+    lately: Collection[Class] = (),
 ) -> Room:
     decoding = Counter(session.klass for session in order if session.remaining == 1)
     protected = Counter(s.klass for s in order if s.remaining == 1 and s.klass != "batch" and not s.bulk)
     by_class = {klass: decoding[klass] for klass in CLASSES}
-    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected)
+    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately)
 
 
 def shares(room: Room, sessions: list[Session]) -> list[int]:
@@ -195,6 +196,23 @@ def test_a_prompt_that_is_read_is_not_held_up_by_lower_classes() -> None:
     order = [session("p", 100, klass="interactive"), session("b", 2000)]
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)
     assert counts[0] == 100 and counts[1] == pytest.approx(50, abs=5)
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+@pytest.mark.parametrize("lately", [set(), {"interactive"}, {"agent"}, {"batch"}, set(CLASSES)])
+def test_who_may_call_in_a_moment_does_not_find_the_device_taken_by_lower_classes(
+    klass: Class, lately: set[Class]
+) -> None:
+    order, times = [session("p", 2000, klass=klass)], known({1: 0.1}, LINEAR)
+    is_short = any(CLASSES.index(higher) < CLASSES.index(klass) for higher in lately)
+    for policy, limit in ((Policy(), 0.1 * ROWS_WORTH), (Policy(between_tokens=0.5), 0.5)):
+        (count,) = shares(room(order, times=times, policy=policy, lately=lately), order)
+        assert count == (pytest.approx((limit - 0.1) / 0.001, rel=0.05) if is_short else 2000)
+
+
+def test_but_while_nobody_knows_how_long_steps_take() -> None:
+    order = [session("p", 2000)]
+    assert shares(room(order, lately={"interactive"}), order) == [2000]
 
 
 def test_who_works_in_bulk_protects_nothing() -> None:
