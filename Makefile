@@ -23,10 +23,11 @@ demo: $(VENV)/demo.stamp
 	@$(RUN) -m tools.demo
 
 # With bytecode, even where an image does without: the tests start hundreds of processes. With one thread each for
-# torch: there are as many workers as cores, and threads that wait for each other keep the others from theirs.
+# torch, as threads that wait for each other keep other workers from the cores. Three workers for two cores: what tests
+# wait for is often another process, and two took 17 minutes for what three do in 14.
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	@echo "==> lint"

@@ -184,6 +184,8 @@ def test_rows_that_are_touched_inside_of_blocks_leave_graphs_to_the_others(
         forward = runner.model.forward
         monkeypatch.setattr(runner.model, "forward", lambda *args, **more: passes.append(1) or forward(*args, **more))
         check_a_batch(engine, Hooked(FOLDER))
+        engine.open("alone")
+        engine.tokens("alone", prompt(5), NEW)
         engine.check_idle()
     steps = engine.engine._figures.steps
     assert len(passes) == steps if placing.resident else len(passes) > steps, "a pass costs the bus where blocks stream"

@@ -25,7 +25,7 @@ from djinn_client.protocol import (
     encode,
 )
 from tests.support.engine import Script
-from tests.support.served import ROOT, Wire, wait_for
+from tests.support.served import PATIENCE, ROOT, Wire, wait_for
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_client_that_never_reads_is_hung_up_on(serve):
         client.load("djinn-tiny")
         session = slow.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         slow.ask(Generate(id=2, session=session, token_ids=[5] * 250, max_tokens=1))
-        slow.socket.settimeout(0.05)
+        slow.socket.settimeout(PATIENCE / 2)  # the server may be slow to read, too
         try:
             for number in range(3, 100_000):
                 slow.send(GetTokens(id=number, session=session))
