@@ -20,7 +20,7 @@ LEAST_CHUNK = 64
 # The next call of a class may come at any time for so many seconds after one, and a step cannot be interrupted: until
 # then lower classes take the device for as long as so many steps of one row, at most.
 LATELY_S = 10.0
-ROWS_WORTH = 3.0
+BUSY_STEPS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Room:
         if not any(CLASSES.index(higher) < CLASSES.index(klass) for higher in self._lately):
             return math.inf
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
-        return max(ROWS_WORTH * row, least, self._policy.between_tokens) if row else math.inf
+        return max(BUSY_STEPS * row, least, self._policy.between_tokens) if row else math.inf
 
     def _slowed(self, alone: float) -> float:
         return max(self._policy.slowdown * alone, self._policy.between_tokens) if alone else math.inf

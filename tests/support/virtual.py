@@ -18,7 +18,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.policy import DEFAULT, LATELY_S, LEAST_CHUNK, ROWS_WORTH, Policy
+from djinnd.scheduler.policy import BUSY_STEPS, DEFAULT, LATELY_S, LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.step_times import StepTimes
 
@@ -216,7 +216,7 @@ class Step:
         if self.lately.isdisjoint(above) or not all(row.session.bulk for row in self.of(*above)):
             return math.inf
         least = self.times.predict(1, LEAST_CHUNK - 1)
-        return max(ROWS_WORTH * self.times.predict(1), least, self.policy.between_tokens) + 1e-9
+        return max(BUSY_STEPS * self.times.predict(1), least, self.policy.between_tokens) + 1e-9
 
     def check_protection(self) -> None:
         took = self.takes(self.batch.rows)

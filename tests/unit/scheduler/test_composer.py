@@ -9,13 +9,13 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import LATELY_S, ROWS_WORTH, Policy
+from djinnd.scheduler.policy import BUSY_STEPS, LATELY_S, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import QUOTA, ROOM
+from tests.support.copies import copies
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
@@ -25,11 +25,7 @@ SLOW = rising(0.1, 0.01)
 
 def copy_all(scheduler: Scheduler, model: str) -> None:
     """What is under way in the model's tiers happens now."""
-    paging = scheduler.residence(model).paging
-    while (move := paging.moves.take()) is not None:
-        over = paging.moves.landed(move)
-        if move.way is not Way.PROMOTE:
-            over += paging.moves.sealed(move, 0)
+    for over in copies(scheduler.residence(model).paging.moves):
         scheduler.over(model, over)
 
 
@@ -276,7 +272,7 @@ def test_for_some_seconds_after_a_call_lower_classes_take_the_device_for_short_s
     device.run(0.2)
     assert calls.request is None
     device.open("reads", "batch", prompt=1500, max_tokens=1)
-    short, long = (ROWS_WORTH - 1) * 0.101 / 0.001, 512
+    short, long = (BUSY_STEPS - 1) * 0.101 / 0.001, 512
     (row,) = stepped(device).rows
     assert row.count == (long if bulk else pytest.approx(short, rel=0.02))
     device.idle(LATELY_S)

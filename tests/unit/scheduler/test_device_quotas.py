@@ -11,9 +11,9 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
+from tests.support.copies import copies
 
 PAGE = 4  # tokens
 PAGE_BYTES = 1 << 20
@@ -63,11 +63,7 @@ class Daemon:
         self.scheduler.check_integrity()
 
     def copy_all(self, model: str = "m") -> None:
-        moves = self.scheduler.residence(model).paging.moves
-        while (move := moves.take()) is not None:
-            over = moves.landed(move)
-            if move.way is not Way.PROMOTE:
-                over += moves.sealed(move, 0)
+        for over in copies(self.scheduler.residence(model).paging.moves):
             self.scheduler.over(model, over)
 
     def run(self, *requests: Request) -> None:

@@ -7,11 +7,11 @@ from djinnd.core.batch import Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 from djinnd.scheduler.policy import QUIET_S
+from tests.support.copies import copies
 
 PAGE = 4  # tokens
 
@@ -360,11 +360,8 @@ def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
 
 
 def copy_all(queue: ModelQueue) -> None:
-    paging = queue.residence.paging
-    while (move := paging.moves.take()) is not None:
-        queue.over(paging.moves.landed(move))
-        if move.way is not Way.PROMOTE:
-            queue.over(paging.moves.sealed(move, 0))
+    for over in copies(queue.residence.paging.moves):
+        queue.over(over)
     queue.check_integrity()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-from djinnd.scheduler.policy import LEAST_CHUNK, ROWS_WORTH, Policy, Room, eviction_order
+from djinnd.scheduler.policy import BUSY_STEPS, LEAST_CHUNK, Policy, Room, eviction_order
 from djinnd.scheduler.step_times import StepTimes
 
 
@@ -205,7 +205,7 @@ def test_who_may_call_in_a_moment_does_not_find_the_device_taken_by_lower_classe
 ) -> None:
     order, times = [session("p", 2000, klass=klass)], known({1: 0.1}, LINEAR)
     is_short = any(CLASSES.index(higher) < CLASSES.index(klass) for higher in lately)
-    for policy, limit in ((Policy(), 0.1 * ROWS_WORTH), (Policy(between_tokens=0.5), 0.5)):
+    for policy, limit in ((Policy(), 0.1 * BUSY_STEPS), (Policy(between_tokens=0.5), 0.5)):
         (count,) = shares(room(order, times=times, policy=policy, lately=lately), order)
         assert count == (pytest.approx((limit - 0.1) / 0.001, rel=0.05) if is_short else 2000)
 

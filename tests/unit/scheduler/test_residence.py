@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -9,12 +10,12 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import LEAST_CHUNK
 from djinnd.scheduler.residence import Residence
+from tests.support.copies import copies
 
 PAGE = 4  # tokens
 
@@ -42,14 +43,9 @@ class House:
         session.tokens += [99] * prompt
         session.request = Request(1, first, first + prompt, max_tokens=8)
 
-    def copy_all(self, *, failing: bool = False) -> None:
-        while (move := self.paging.moves.take()) is not None:
-            if failing:
-                self.over(self.paging.moves.failed(move, bad=True))
-                continue
-            self.over(self.paging.moves.landed(move))
-            if move.way is not Way.PROMOTE:
-                self.over(self.paging.moves.sealed(move, 0))
+    def copy_all(self, *, failing: float = 0) -> None:
+        for over in copies(self.paging.moves, failing=failing, bad=True):
+            self.over(over)
 
     def over(self, transfers: Iterable) -> None:  # type: ignore[type-arg]
         for transfer in transfers:
@@ -159,7 +155,7 @@ def test_what_did_not_come_is_computed_anew() -> None:
     session = gone(house, "a", 10)
     house.ask(session)
     house.residence.secure(session, [])
-    house.copy_all(failing=True)
+    house.copy_all(failing=math.inf)
     assert session.computed == 0 and house.kv.pages_held("a") == 0
     assert house.residence.secure(session, []) and not house.paging.is_busy
 

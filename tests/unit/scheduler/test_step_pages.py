@@ -5,10 +5,10 @@ from __future__ import annotations
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
+from tests.support.copies import copies
 
 PAGE = 4  # tokens, as many as a step takes
 PROMPT = list(range(3 * PAGE))
@@ -46,14 +46,8 @@ class Crowd:
 
     def copy_all(self, failing: int = 0) -> None:
         """The first do not come."""
-        while (move := self.paging.moves.take()) is not None:
-            if failing:
-                failing -= 1
-                self.scheduler.over("m", self.paging.moves.failed(move, bad=False))
-                continue
-            self.scheduler.over("m", self.paging.moves.landed(move))
-            if move.way is not Way.PROMOTE:
-                self.scheduler.over("m", self.paging.moves.sealed(move, 0))
+        for over in copies(self.paging.moves, failing=failing):
+            self.scheduler.over("m", over)
 
 
 def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:

@@ -6,6 +6,7 @@ from djinn_client.errors import SessionNotFound
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.why import MOST_AHEAD
+from tests.support.copies import copies
 from tests.support.virtual import PAGE, VirtualDevice, rising
 
 
@@ -96,9 +97,8 @@ def test_one_whose_pages_come_says_so() -> None:
     session = device.open("s", prompt=2 * PAGE, max_tokens=1)
     device.step()
     device.scheduler.wait("s")
-    while (move := paging.moves.take()) is not None:
-        device.scheduler.over("m", paging.moves.landed(move))
-        device.scheduler.over("m", paging.moves.sealed(move, 0))
+    for over in copies(paging.moves):
+        device.scheduler.over("m", over)
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
     kv = device.kv["m"]
     kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # the device remembers nothing
