@@ -35,7 +35,7 @@ from tools.bench.kv import allow_connections
 from tools.bench.live_load import expect_tenants, open_to_all, serve, user_of
 from tools.bench.load import Group, Load
 from tools.bench.load_course import WINDOW_S, Figures, Outcome, outcome
-from tools.bench.paged_model import LIMITS, MODEL, QUIET_S
+from tools.bench.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S
 from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
@@ -175,7 +175,10 @@ class Bench:
         """As the machine is whose users have asked for such before."""
         asyncio.run(serve(address, MODEL, _vocab(address), msgspec.structs.replace(load, seconds=self._sizes.warm_s)))
         with djinn.Client(address) as client:
+            deadline = time.monotonic() + PATIENCE_S
             while any(model.host_pages_pinned < model.host_pages for model in client.models()):
+                if time.monotonic() > deadline:
+                    raise click.ClickException(f"the host's pages were not pinned after {PATIENCE_S:.0f} s")
                 time.sleep(0.05)
             if client.status().devices[0].name != "cpu":
                 time.sleep(QUIET_S)
