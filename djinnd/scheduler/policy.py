@@ -98,7 +98,7 @@ class Room:
         self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
         self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
         self._spared = math.inf  # seconds of the step, for the sake of classes that have rows in it
-        self._limit = math.inf  # seconds of the step
+        self._limit = math.inf  # the same for the class that is being asked, also where none of those has
         self._enter(CLASSES[0])
 
     def _enter(self, klass: Class) -> None:
