@@ -82,6 +82,11 @@ class ModelRunner:
             self.model, self.device, *self._limits, self.kv.pages_for(self.plan.max_context), self.plan.max_context
         )
 
+    def compile(self, beat: Callable[[], None]) -> None:
+        """The kernels of steps, before anybody waits for one; see StepGraphs.compile."""
+        if self.graphs is not None:
+            self.graphs.compile(beat)
+
     def prepare(self) -> bool:
         """Does some of what later steps would have to do, in a tenth of a second; False: there is nothing left."""
         return self.graphs is not None and self._attempt(self.graphs, self.graphs.capture_next)

@@ -41,7 +41,9 @@ def make_runner(
         labels.append(kv_label(load.model))
         model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
         check_paging(model, device, plan.page_size, plan.max_context, beat, again=weights.is_adopted)
-        return ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
+        runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
+        runner.compile(beat)
+        return runner
     except BaseException:
         weights.release(device)
         for label in labels:

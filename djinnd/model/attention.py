@@ -35,6 +35,8 @@ class PagedBatch:
     query_starts: Tensor  # int32 [rows + 1], cumulative token counts
     kv_lengths: Tensor  # int32 [rows], tokens in KV once this step's are written
     page_table: Tensor  # int32 [rows, max_pages], page ids
+    visits: Tensor  # int32 [rows, 4], and
+    extent: Tensor  # int32 [3]: see visits.py
     slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
     max_query: int  # longest row of this batch
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
@@ -251,10 +253,7 @@ class TritonAttention(PagedAttention):
         paged = (q, keys, values, batch, out)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if batch.max_query <= kernels.MAX_QUERY:
-            kernels.decode(*paged, self.scratch, max_query=batch.max_query, **options)
-        elif rows == 1:
-            kernels.prefill(*paged, self.scratch, **options)
-        else:  # a mixed batch: each passes over the other's rows, of which the second has the last word
-            kernels.prefill(*paged, self.scratch, skip=1, **options)
-            kernels.decode(*paged, self.scratch, max_query=1, **options)
+            kernels.decode(*paged, self.scratch, **options)
+        else:
+            kernels.mixed(*paged, self.scratch, **options)
         return out

@@ -3,7 +3,7 @@
 A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Two things must
 hold, on the weights that will serve: our attention ran exactly once in each block, and a prompt that is run at once
 gives the logits of the same prompt run in chunks and single steps. Those are attended to as graphs will have it, which
-allow for the longest context. (It also compiles every kernel before the first user.)
+allow for the longest context.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ chunk of 512 alike. A graph a block and not one for the model, because streaming
 boundaries; all replays of a step together cost the host little more than one (2.8 µs each).
 
     decode    1 token a row                   1, 2, 4 … 256 rows
-    chunk     any rows, with history or not   32 … 2,048 tokens, up to CHUNK_ROWS or all rows
+    chunk     any rows, with history or not   32 … 2,048 tokens, up to 16, 64 or all rows
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays the graphs of
@@ -13,12 +13,14 @@ its shape in order, all of them or those of some blocks that follow each other, 
 Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). What lies
 inside of a block is not: a step that wants it runs eagerly.
 
-A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`).
+A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
+kernels are compiled before anybody waits (`compile`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +36,9 @@ from djinnd.model.unowned import unowned
 
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-CHUNK_ROWS = 16
+CHUNK_ROWS = (16, 64)
 ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when they are needed
+KINDS = 6  # blocks, among which a family has all of its kinds: Gemma 3 has five with a window before one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +77,24 @@ class StepGraphs:
         self._max_kv = max_kv
         self._decode = [Shape(rows, rows, 1) for rows in _up_to(DECODE_ROWS, max_rows)]
         self._chunks = [
-            [Shape(tokens, rows, tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
-            for rows in _up_to((CHUNK_ROWS,), max_rows)
+            [Shape(tokens, min(rows, tokens), tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
+            for rows in _up_to(CHUNK_ROWS, max_rows)
         ]
         self._inputs: dict[Shape, StepInputs] = {}
         self._captured: dict[Shape, _Captured] = {}
         self._is_full = False
         self._memory = torch.cuda.graph_pool_handle()
-        shapes = [shape for shapes in (self._decode, *self._chunks) for shape in shapes]
-        # The last comes first: smaller shapes reuse the memory of larger ones.
-        self._in_advance = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
+        shapes = dict.fromkeys(shape for shapes in (self._decode, *self._chunks) for shape in shapes)
+        # From the last on: the largest, whose memory all others use, and then those that are needed first.
+        *smaller, largest = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
+        self._in_advance = [*reversed(smaller), largest]
 
     def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
         """The smallest shape for a batch, whose longest row brings `longest` tokens; None where there is none."""
         if longest == 1:
             candidates = self._decode
         else:
-            candidates = next((shapes for shapes in self._chunks if rows <= shapes[0].rows), [])
+            candidates = next((shapes for shapes in self._chunks if rows <= shapes[-1].rows), [])
         at = bisect_left(candidates, tokens, key=lambda shape: shape.tokens)
         return candidates[at] if at < len(candidates) else None
 
@@ -153,6 +157,15 @@ class StepGraphs:
         """There is no memory for more: other shapes run eagerly."""
         self._is_full = True
 
+    def compile(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Runs some blocks in each shape that is captured in advance, a second and a half for each kernel that this
+        machine has not compiled before. `beat` is called after each."""
+        if not self._model.residency.streams:
+            for shape in self._in_advance:
+                self._run_empty(shape, 0, range(min(KINDS, self._model.num_blocks)))
+                beat()
+            self._device.synchronize()
+
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Captures one shape that nobody has needed yet; False when there is none left. Takes a tenth of a second.
@@ -161,15 +174,18 @@ class StepGraphs:
         while self._in_advance and not self._is_full and not self._model.residency.streams:
             shape = self._in_advance.pop()
             if shape not in self._captured:
-                inputs = self.inputs(shape)
-                inputs.wait()
-                inputs.pad(0, 0, 0)
-                with self._device.computing():
-                    inputs.send()
-                    self._run_eagerly(shape, shape.rows)
+                self._run_empty(shape, shape.rows)
                 self.capture(shape)
                 return True
         return False
+
+    def _run_empty(self, shape: Shape, picks: int, blocks: range | None = None) -> None:
+        inputs = self.inputs(shape)
+        inputs.wait()
+        inputs.pad(0, 0, 0)
+        with self._device.computing(), torch.inference_mode():
+            inputs.send()
+            self._run_eagerly(shape, picks, blocks=blocks)
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:

@@ -1,12 +1,12 @@
 """What a step brings to the device, in one copy.
 
-    staging (host, pinned) and device, the same layout, each array aligned to 8 bytes:
+    staging (host, pinned) and device, the same layout, each array aligned to 16 bytes, as kernels are compiled for:
 
     │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ lengths i32 [R] │ …
-    … │ table i32 [R, W] │
+    … │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
 
 T tokens, R rows, W pages of the widest row. A captured graph keeps the device addresses, so its inputs are allocated
-once and padded.
+once and padded. Of the table, which is by far the largest, only the rows that are there are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 from djinnd.device import Device
 from djinnd.model.attention import PagedBatch
 from djinnd.model.crossing import send
+from djinnd.model.visits import EXTENT, VISIT, fill_visits
 
+_ALIGNMENT = 16
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
@@ -35,6 +37,8 @@ class StepInputs:
             "picks": ((max(tokens, rows),), np.int64),
             "starts": ((rows + 1,), np.int32),
             "lengths": ((rows,), np.int32),
+            "visits": ((rows, VISIT), np.int32),
+            "extent": ((EXTENT,), np.int32),
             "table": ((rows, width), np.int32),
         }
         nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
@@ -51,10 +55,17 @@ class StepInputs:
             torch_kind = torch.int64 if kind is np.int64 else torch.int32
             self._views[name] = self._device_bytes[offset : offset + size].view(torch_kind).view(shape)
             offset += _padded(shape, kind)
+        self._table_row = width * np.dtype(np.int32).itemsize
+        self._table_at = nbytes - _padded((rows, width), np.int32)
 
     def send(self) -> None:
-        """Queued on the current stream. Until `wait` has returned, the host side stays as it is, and this is kept."""
-        send(self._device_bytes, self._staging)
+        """Puts the rows in order by what they bring, and queues all on the current stream. Until `wait` has returned,
+        the host side stays as it is, and this is kept."""
+        starts = self.host["starts"]
+        fill_visits(starts, self.host["lengths"], self.host["visits"], self.host["extent"])
+        rows = int(np.searchsorted(starts, starts[-1]))  # behind which none brings anything
+        used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
+        send(self._device_bytes[:used], self._staging[:used])
         if self._taken is not None:
             self._taken.record()
 
@@ -90,6 +101,8 @@ class StepInputs:
             query_starts=self._views["starts"],
             kv_lengths=self._views["lengths"],
             page_table=self._views["table"],
+            visits=self._views["visits"],
+            extent=self._views["extent"],
             slots=self.slots,
             max_query=max_query,
             max_kv=max_kv,
@@ -105,8 +118,7 @@ class StepInputs:
         host["picks"][picks:] = 0
         host["starts"][rows:] = tokens
         host["lengths"][rows:] = 0
-        host["table"][rows:] = 0
 
 
 def _padded(shape: tuple[int, ...], kind: type) -> int:
-    return -(-math.prod(shape) * np.dtype(kind).itemsize // 8) * 8
+    return -(-math.prod(shape) * np.dtype(kind).itemsize // _ALIGNMENT) * _ALIGNMENT

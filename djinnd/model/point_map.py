@@ -131,7 +131,9 @@ class _ShapeOnly(PagedAttention):
 def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
     """A place in pages that do not exist, of its own for each module that may call attention: it counts the calls."""
     nothing = torch.empty(0, device="meta")
-    context = AttentionContext(_ShapeOnly(), PagedBatch(nothing, nothing, nothing, nothing, 0, 0, fresh=True))
+    context = AttentionContext(
+        _ShapeOnly(), PagedBatch(nothing, nothing, nothing, nothing, nothing, nothing, 0, 0, fresh=True)
+    )
     paged = {}
     for path, module in block.named_modules():
         if hasattr(module, "layer_idx"):

@@ -10,7 +10,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+import triton
+
 from djinn_client.placing import Placing
+from djinnd.model.kernels.decode import combine_kernel, decode_kernel
+from djinnd.model.kernels.mixed import combine_mixed_kernel, mixed_kernel
 from tests.support import reference
 from tests.support.graphed import (
     FOLDER,
@@ -61,6 +65,21 @@ def test_replay_is_the_eager_step_and_both_are_transformers(graphed: Graphed, ro
         torch.testing.assert_close(replayed, eager, rtol=2e-2, atol=2e-2)
         error = (replayed.cpu().float() - wanted).norm() / wanted.norm()
         assert error.item() < 0.05
+
+
+def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphed: Graphed) -> None:
+    compiled: list[str] = []
+    kernels = [mixed_kernel, combine_mixed_kernel, decode_kernel, combine_kernel]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda **told: compiled.append(told["src"].name)
+        graphed.graphs.compile()
+        assert {kernel.__name__ for kernel in kernels} <= set(compiled)
+        compiled.clear()
+        for rows in DECODES + CHUNKS:
+            graphed.eager(with_history(graphed, rows)[0][-len(rows) :])
+    assert compiled == []
 
 
 def test_a_replay_touches_only_the_slots_of_its_tokens(graphed: Graphed) -> None:

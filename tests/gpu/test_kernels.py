@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from djinnd.model.attention import PagedBatch, TorchAttention, TritonAttention, attention_for
-from djinnd.model.kernels import MAX_QUERY, decode, kv_write, prefill, rms_norm
+from djinnd.model.kernels import MAX_QUERY, decode, kv_write, mixed, rms_norm
 from djinnd.model.kernels.scratch import Scratch
 from tests.support.paged import Scene, check, same_bytes
 
@@ -23,6 +23,7 @@ Rows = tuple[list[int], list[int]]
 DECODE: Rows = ([1] * 5, [1, 16, 300, 1037, 4000])
 SPECULATED: Rows = ([4, 1, 8, 8], [4, 200, 8, 1300])
 MIXED: Rows = ([1, 130, 1, 64, 9], [700, 130, 31, 900, 1000])
+CROWD: Rows = ([1] * 90 + [300, 2, 0, 33, 1], [*range(1, 1801, 20), 2000, 700, 0, 33, 4000])
 LONG: Rows = ([512], [1600])
 
 
@@ -42,7 +43,9 @@ def test_cuda_gets_the_kernels() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 80), (4, 128), (8, 64), (5, 96), (2, 256)])
-@pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED, LONG], ids=["decode", "speculated", "mixed", "long"])
+@pytest.mark.parametrize(
+    "rows", [DECODE, SPECULATED, MIXED, CROWD, LONG], ids=["decode", "speculated", "mixed", "crowd", "long"]
+)
 def test_shapes(attention: TritonAttention, rows: Rows, group: int, head_dim: int, dtype: torch.dtype) -> None:
     check(attention, Scene(*rows, group=group, head_dim=head_dim, dtype=dtype, device="cuda"))
 
@@ -92,7 +95,7 @@ def test_any_number_of_splits_gives_the_same(splits: int) -> None:
     scene = Scene(*DECODE, group=4, device="cuda")
     batch, out = scene.batch(), torch.empty_like(scene.q, memory_format=torch.contiguous_format)
     kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
-    decode(scene.q, scene.keys, scene.values, batch, out, Scratch(CUDA), max_query=1, scale=0.125, splits=splits)
+    decode(scene.q, scene.keys, scene.values, batch, out, Scratch(CUDA), scale=0.125, splits=splits)
     torch.testing.assert_close(out.double(), scene.reference(scene.pool, scale=0.125), rtol=1e-5, atol=1e-5)
 
 
@@ -103,7 +106,7 @@ def test_any_number_of_splits_of_a_chunk_gives_the_same(rows: Rows, options: dic
     scene = Scene(*rows, group=4, head_dim=128, device="cuda")
     out = torch.empty_like(scene.q, memory_format=torch.contiguous_format)
     kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
-    prefill(scene.q, scene.keys, scene.values, scene.batch(), out, Scratch(CUDA), scale=0.1, splits=splits, **options)
+    mixed(scene.q, scene.keys, scene.values, scene.batch(), out, Scratch(CUDA), scale=0.1, splits=splits, **options)
     reference = scene.reference(scene.pool, scale=0.1, **options)
     torch.testing.assert_close(out.double(), reference, rtol=1e-5, atol=1e-5)
 
@@ -123,6 +126,8 @@ def test_offsets_past_32_bits() -> None:
         query_starts=batch.query_starts.cuda(),
         kv_lengths=batch.kv_lengths.cuda(),
         page_table=(batch.page_table + shift).cuda(),
+        visits=batch.visits.cuda(),
+        extent=batch.extent.cuda(),
         slots=(batch.slots + shift * page_size).cuda(),
         max_query=batch.max_query,
         max_kv=batch.max_kv,
@@ -146,6 +151,8 @@ def copy_into(bucket: Scene, batch: PagedBatch, scene: Scene) -> None:
         (batch.query_starts, new.query_starts),
         (batch.kv_lengths, new.kv_lengths),
         (batch.page_table, new.page_table),
+        (batch.visits, new.visits),
+        (batch.extent, new.extent),
         (batch.slots, new.slots),
         (bucket.q, scene.q),
         (bucket.k, scene.k),

@@ -2,10 +2,11 @@
 
     python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--json FILE] [--record]
 
-Experiments use the client and not djinnd; this one times kernels and not calls, so it imports djinnd.model.kernels and
-nothing else of it. Needs CUDA. A measurement goes through all blocks of a page-major pool whose pages lie scattered,
-as a step does, in one captured graph: no time of the host is in it, and a block's KV is not in the cache from the
-round before. With --sweep the same cases run with other tiles and splits, compiled beforehand in threads.
+Experiments use the client and not djinnd; this one times kernels and not calls, so it imports djinnd.model.kernels,
+what they are given, and nothing else of it. Needs CUDA. A measurement goes through all blocks of a page-major pool
+whose pages lie scattered, as a step does, in one captured graph: no time of the host is in it, and a block's KV is not
+in the cache from the round before. With --sweep the same cases run with other tiles and splits, which are compiled
+beforehand.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ from djinnd.model.kernels import (
     gated,
     kv_write,
     matvec,
+    mixed,
     packed_product,
-    prefill,
     rms_norm,
     rope,
     unpack,
 )
 from djinnd.model.kernels.packed_product import ProductTiles
+from djinnd.model.visits import EXTENT, VISIT, fill_visits
 from tools.bench.report import record, report
 
 HEAD_DIM, PAGE_SIZE, DTYPE = 128, 16, torch.bfloat16
 LLAMA_13B, LLAMA_8B = (40, 40), (32, 8)  # query and KV heads
 MLP_13B = 13_824  # its width
+LONGEST = 4096  # tokens that a model may hold
 SCALE = HEAD_DIM**-0.5
 COLD = 1.5e9  # bytes that a measurement goes through, where 32 blocks suffice: many times the cache
 UNITS = {"GB/s": 1e3, "TFLOP/s": 1e6}  # in units a microsecond
 CHOSEN = "chosen"  # by the kernel itself
-KERNELS = ("decode", "prefill", "kv_write", "rms_norm", "rope", "gated", "matvec", "unpack", "packed_product")
+KERNELS = ("decode", "prefill", "mixed", "kv_write", "rms_norm", "rope", "gated", "matvec", "unpack", "packed_product")
 DECODE_TILES = [
     Tiles(16, keys, warps, stages)
     for keys, warps, stages in [(32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2)]
@@ -108,6 +111,8 @@ class Rows:
     query_starts: Tensor = field(init=False)
     kv_lengths: Tensor = field(init=False)
     page_table: Tensor = field(init=False)
+    visits: Tensor = field(init=False)
+    extent: Tensor = field(init=False)
     max_query: int = field(init=False)
     max_kv: int = field(init=False)
     pool: Tensor = field(init=False)
@@ -116,14 +121,25 @@ class Rows:
 
     def __post_init__(self) -> None:
         self.max_query, self.max_kv = max(self.counts), max(self.lengths)
-        self.query_starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32, device="cuda")
-        self.kv_lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        visits, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), VISIT), (EXTENT,)))
+        fill_visits(starts.numpy(), lengths.numpy(), visits.numpy(), extent.numpy())
+        self.query_starts, self.kv_lengths, self.visits, self.extent = (
+            x.cuda() for x in (starts, lengths, visits, extent)
+        )
         rows, width = len(self.counts), math.ceil(self.max_kv / PAGE_SIZE)
         self.page_table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
         blocks = min(max(math.ceil(COLD / self.kv_bytes), 2), 32)
         shape = (rows * width, blocks, 2, PAGE_SIZE, self.kv_heads, HEAD_DIM)
         self.pool = torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
         tokens = sum(self.counts)
+        self.q = torch.randn(self.heads, tokens, HEAD_DIM, dtype=DTYPE, device="cuda").transpose(0, 1)
+        self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
+
+    def widen(self, tokens: int, max_kv: int) -> None:
+        """As a step of a graph's shape: with room for so many tokens, which a chunk might bring, and so long a row."""
+        self.max_query, self.max_kv = tokens, max_kv
         self.q = torch.randn(self.heads, tokens, HEAD_DIM, dtype=DTYPE, device="cuda").transpose(0, 1)
         self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
 
@@ -233,7 +249,7 @@ def measure_decode(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
             options |= {f"{splits} splits": {"splits": splits} for splits in DECODE_SPLITS}
             options |= {str(tiles): {"tiles": tiles} for tiles in DECODE_TILES}
         scratch = Scratch(rows.q.device)
-        step = partial(decode, rows.q, batch=rows, out=rows.out, scratch=scratch, max_query=1, scale=SCALE)
+        step = partial(decode, rows.q, batch=rows, out=rows.out, scratch=scratch, scale=SCALE)
         for variant, launches in variants(step, rows, options):
             yield case.measure(variant, launches)
 
@@ -246,10 +262,26 @@ def measure_prefill(sweep: bool) -> Iterator[Measured | None]:
         contiguous = case.measure("contiguous", contiguous_attention(rows))
         yield contiguous
         case = replace(case, best=contiguous.rate if contiguous else None)
-        step = partial(prefill, rows.q, batch=rows, out=rows.out, scale=SCALE)
+        step = partial(mixed, rows.q, batch=rows, out=rows.out, scratch=Scratch(rows.q.device), scale=SCALE)
         for variant, launches in variants(
             step, rows, {str(tiles): {"tiles": tiles} for tiles in PREFILL_TILES if sweep}
         ):
+            yield case.measure(variant, launches)
+
+
+def measure_mixed(ceiling: float) -> Iterator[Measured | None]:
+    """Sessions that decode and a chunk that joins them, in the smallest shape that a graph has for both."""
+    cases = [(3, 2000, 30, 16), (15, 500, 30, 16), (30, 300, 30, 64), (3, 2000, 400, 16), (60, 300, 400, 64)]
+    for (heads, kv_heads), (singles, length, chunk, bucket) in itertools.product((LLAMA_13B, LLAMA_8B), cases):
+        padding = bucket - singles - 1
+        tokens = next(tokens for tokens in (64, 512) if tokens >= singles + chunk)
+        rows = Rows(heads, kv_heads, [*[1] * singles, chunk, *[0] * padding], [length] * (singles + 1) + [0] * padding)
+        rows.widen(tokens, LONGEST)
+        name = f"{heads}/{kv_heads}, {singles} of {length} tokens, a chunk of {chunk} of as many"
+        case = Case("mixed", name, rows.kv_bytes, "GB/s", ceiling)
+        scratch = Scratch(rows.q.device)
+        step = partial(mixed, rows.q, batch=rows, out=rows.out, scratch=scratch, scale=SCALE)
+        for variant, launches in variants(step, rows, {}):
             yield case.measure(variant, launches)
 
 
@@ -396,7 +428,7 @@ def show(console: Console, results: list[Measured]) -> None:
 
 
 def summary(ceiling: float, results: list[Measured]) -> str:
-    chosen = [r for r in results if r.variant == CHOSEN and r.share is not None and r.kernel in ("decode", "prefill")]
+    chosen = [r for r in results if r.variant == CHOSEN and r.share is not None and r.kernel in KERNELS[:3]]
     return f"copy {ceiling:,.0f} GB/s; " + "; ".join(f"{r.kernel} {r.case}: {r.share:.0%}" for r in chosen)
 
 
@@ -412,6 +444,7 @@ def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) 
     measure: dict[str, Callable[[], Iterator[Measured | None]]] = {
         "decode": lambda: measure_decode(ceiling, sweep),
         "prefill": lambda: measure_prefill(sweep),
+        "mixed": lambda: measure_mixed(ceiling),
         "kv_write": lambda: measure_kv_write(ceiling),
         "rms_norm": lambda: measure_rms_norm(ceiling),
         "rope": lambda: measure_rope(ceiling),

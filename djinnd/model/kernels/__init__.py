@@ -6,8 +6,8 @@ from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.kv_write import kv_write
 from djinnd.model.kernels.matvec import matvec
+from djinnd.model.kernels.mixed import mixed
 from djinnd.model.kernels.packed_product import MAX_TOKENS, packed_product, product_fits
-from djinnd.model.kernels.prefill import prefill
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.scratch import Scratch
@@ -26,8 +26,8 @@ __all__ = [
     "gated",
     "kv_write",
     "matvec",
+    "mixed",
     "packed_product",
-    "prefill",
     "product_fits",
     "rms_norm",
     "rope",

@@ -30,7 +30,7 @@ from djinnd.model.kernels.tile import (
 )
 
 MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
-MOST_WAVES = 8  # programs a processor
+MOST_WAVES = tl.constexpr(8)  # programs a processor
 SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
 MAX_SPLITS, FEW_SPLITS = 128, 8
 COMBINED_AT_ONCE = 16
@@ -39,10 +39,20 @@ COMBINED_AT_ONCE = 16
 def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
     """Into how many pieces to divide each row's keys. A row alone fills the device once, which measured best; rows are
     of unequal length, so many of them want several waves to keep it filled to the end."""
-    filling = -(-min(rows, MOST_WAVES) * processors // (rows * kv_heads))
+    return int(splits_to_fill.fn(rows, kv_heads, processors * min(rows, MOST_WAVES.value), *split_bounds(max_kv)))
+
+
+def split_bounds(max_kv: int) -> tuple[int, int]:
+    """→ the most splits that are of use, and the fewest that a long session may have."""
     useful = min(-(-max_kv // SHORTEST_SPLIT), MAX_SPLITS)
     needed = min(-(-max_kv // LONGEST_SPLIT), FEW_SPLITS)
-    return max(min(filling, useful), needed, 1)
+    return useful, max(needed, 1)
+
+
+@triton.jit
+def splits_to_fill(rows, kv_heads, programs, useful, needed):
+    filling = (programs + rows * kv_heads - 1) // (rows * kv_heads)
+    return max(min(filling, useful), needed)
 
 
 def decode_tiles(packed_rows: int, dim: int, itemsize: int) -> Tiles:
@@ -74,59 +84,76 @@ def decode_kernel(
     ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row and KV head. DIRECT: there is one split, so it normalises and writes the output itself."""
-    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(2)
     start = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - start
-    length = tl.load(kv_lengths + row)
+    attend_split(
+        tl.program_id(0), tl.program_id(1), row, start, queries, tl.load(kv_lengths + row), row * max_query,
+        query, keys, values, out, partial, stats, page_table, sinks,
+        query_token, query_head, pool_page, pool_token, pool_head, table_row,
+        score_scale, cap, window, splits,
+        HEADS, GROUP, PAGE, HEAD_DIM, DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_split(
+    split, kv_head, row, start, queries, length, first_piece,
+    query, keys, values, out, partial, stats, page_table, sinks,
+    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    score_scale, cap, window, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One split of one row and KV head. The row's `queries` tokens begin with `start`; of all tokens' pieces its own
+    begin with `first_piece`. DIRECT: there is one split, so it normalises and writes the output itself."""
     begin = first_key(length, queries, window, TILE, WINDOW)
     span = split_span(begin, length, splits, TILE)
     first = begin + split * span
     last = tl.minimum(first + span, length)
-    if (queries > max_query) | (first >= last):
-        return
+    if first < last:
+        packed = tl.arange(0, ROWS)
+        token = packed // GROUP
+        head = kv_head * GROUP + packed % GROUP
+        mine = token < queries
+        dims = tl.arange(0, DIM)
+        query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
+        q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
 
-    packed = tl.arange(0, ROWS)
-    token = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    mine = token < queries
-    dims = tl.arange(0, DIM)
-    query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
-    q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
-
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if DIRECT and SINKS:
-        peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    position = length - queries + token
-    keys += kv_head * pool_head
-    values += kv_head * pool_head
-    table = page_table + row.to(tl.int64) * table_row
-    whole = first  # keys [first, whole) are seen by all queries
-    if not WINDOW:
-        whole = tl.maximum(tl.minimum(last, length - queries + 1) // TILE * TILE, first)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if DIRECT and SINKS:
+            peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        position = length - queries + token
+        keys += kv_head * pool_head
+        values += kv_head * pool_head
+        table = page_table + row.to(tl.int64) * table_row
+        whole = first  # keys [first, whole) are seen by all queries
+        if not WINDOW:
+            whole = tl.maximum(tl.minimum(last, length - queries + 1) // TILE * TILE, first)
+            acc, peak, total = attend_tiles(
+                acc, peak, total, q, first, whole, position, length, window,
+                keys, values, table, pool_page, pool_token, score_scale, cap,
+                PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+            )  # fmt: skip
         acc, peak, total = attend_tiles(
-            acc, peak, total, q, first, whole, position, length, window,
+            acc, peak, total, q, whole, last, position, length, window,
             keys, values, table, pool_page, pool_token, score_scale, cap,
-            PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+            PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
         )  # fmt: skip
-    acc, peak, total = attend_tiles(
-        acc, peak, total, q, whole, last, position, length, window,
-        keys, values, table, pool_page, pool_token, score_scale, cap,
-        PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
-    )  # fmt: skip
 
-    stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
-    if DIRECT:
-        at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
-        tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    else:
-        at = ((row.to(tl.int64) * max_query + token) * HEADS + head) * splits + split
-        tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
-        tl.store(stats + at * 2, peak, mask=mine)
-        tl.store(stats + at * 2 + 1, total, mask=mine)
+        stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
+        if DIRECT:
+            at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+            tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+        else:
+            at = ((first_piece.to(tl.int64) + token) * HEADS + head) * splits + split
+            tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+            tl.store(stats + at * 2, peak, mask=mine)
+            tl.store(stats + at * 2 + 1, total, mask=mine)
 
 
 @triton.jit(do_not_specialize=["window", "max_query", "splits"])
@@ -135,14 +162,24 @@ def combine_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the outputs of the splits that had keys, SPLITS of them at a time."""
-    head, row, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, token = tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - start
-    length = tl.load(kv_lengths + row)
-    if (token >= queries) | (queries > max_query):
-        return
+    if token < queries:
+        combine_splits(
+            tl.program_id(0), start + token, queries, tl.load(kv_lengths + row), row * max_query + token,
+            partial, stats, out, sinks, window, splits,
+            HEADS, HEAD_DIM, DIM, TILE, SPLITS, WINDOW, SINKS,
+        )  # fmt: skip
 
+
+@triton.jit
+def combine_splits(
+    head, token, queries, length, piece, partial, stats, out, sinks, window, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: the outputs of the splits that had keys, SPLITS of them at a time."""
     begin = first_key(length, queries, window, TILE, WINDOW)
     used = tl.cdiv(length - begin, split_span(begin, length, splits, TILE))
     dims = tl.arange(0, DIM)
@@ -152,7 +189,7 @@ def combine_kernel(
         peak = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.zeros([DIM], tl.float32)
-    base = ((row.to(tl.int64) * max_query + token) * HEADS + head) * splits
+    base = (piece.to(tl.int64) * HEADS + head) * splits
     for first in range(0, used, SPLITS):
         split = first + tl.arange(0, SPLITS)
         there = split < used
@@ -167,7 +204,7 @@ def combine_kernel(
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         total = total * shrink + tl.sum(totals * weight, 0)
         peak = higher
-    at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+    at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM
     tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
@@ -179,7 +216,6 @@ def decode(
     out: Tensor,
     scratch: Scratch,
     *,
-    max_query: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -187,7 +223,7 @@ def decode(
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes `out` [tokens, heads, head_dim] for the rows of `batch` that bring at most `max_query` tokens, no others.
+    """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
 
     `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
     """
@@ -195,6 +231,7 @@ def decode(
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
     rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, triton.next_power_of_2(head_dim)
+    max_query = batch.max_query
     if splits is None:
         splits = split_count(rows, kv_heads, batch.max_kv, scratch.processors)
     tiles = tiles or decode_tiles(max_query * group, dim, q.element_size())
@@ -203,9 +240,9 @@ def decode(
     partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
     shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
     options = {"WINDOW": window > 0, "SINKS": sinks is not None}
+    sinks = q if sinks is None else sinks
     decode_kernel[(splits, kv_heads, rows)](
-        q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table,
-        q if sinks is None else sinks,
+        q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
         *score_factors(scale, softcap), window, max_query, splits,
         GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softcap > 0, UPCAST=INTERPRETED,
@@ -213,6 +250,6 @@ def decode(
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows, max_query)](
-            partial, stats, out, batch.query_starts, batch.kv_lengths, q if sinks is None else sinks,
-            window, max_query, splits, SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
+            partial, stats, out, batch.query_starts, batch.kv_lengths, sinks, window, max_query, splits,
+            SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip

@@ -2,11 +2,11 @@
 
 A program takes a block of packed query rows (tile.py) of one KV head and walks over the keys that any of them sees.
 Only tiles on the causal diagonal and on the window's edge are masked; history before this step's tokens is read from
-the same pages as they are.
+the same pages as they are. The kernel that has such programs is in mixed.py.
 
 A short chunk behind a long history has too few blocks to fill the device: 64 tokens of a model with 40 heads are 40
 programs, each of which would walk over the whole history alone. Their keys are divided among `splits` programs, as in
-decode.py, and a second kernel combines what they leave:
+decode.py, and what they leave is combined:
 
     partial  float32 [tokens, heads, splits, head_dim]
     stats    float32 [tokens, heads, splits, 2]          peak and total, which is 0 where a split found no keys
@@ -16,23 +16,10 @@ decode.py, and a second kernel combines what they leave:
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import (
-    INTERPRETED,
-    LOG2_E,
-    UNSEEN,
-    PagedRows,
-    Tiles,
-    attend_tiles,
-    load_rows,
-    pool_strides,
-    score_factors,
-)
+from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, load_rows
 
 
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
@@ -47,111 +34,103 @@ def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Ti
 
 MOST_SPLITS = 8
 SHORTEST_SPLIT = 256  # tokens
-PROGRAMS_A_PROCESSOR = 2  # that its shared memory has room for
 
 
 def prefill_splits(tokens: int, group: int, kv_heads: int, max_kv: int, tiles: Tiles, processors: int) -> int:
-    """Into how many pieces to divide the keys of each block of query rows, so that all blocks of the batch's `tokens`
-    fill the device. What the pieces leave is bounded by that, too: some 10 MB on an H200."""
+    """Into how many pieces to divide the keys of each block of query rows, so that all blocks of a chunk of `tokens`
+    give each processor a program, and no more: what pieces leave has to be written and read. It is bounded by that,
+    too: some 4 MB on an H200."""
     programs = kv_heads * triton.cdiv(tokens * group, tiles.rows)
-    return max(min(PROGRAMS_A_PROCESSOR * processors // programs, max_kv // SHORTEST_SPLIT, MOST_SPLITS), 1)
+    return int(chunk_splits.fn(programs, processors, min(max_kv // SHORTEST_SPLIT, MOST_SPLITS)))
 
 
-@triton.jit(do_not_specialize=["table_row", "window", "skip", "splits"])
-def prefill_kernel(
-    query, keys, values, out, partial, stats, query_starts, kv_lengths, page_table, sinks,
+@triton.jit
+def chunk_splits(programs, processors, most):
+    return max(min(processors // max(programs, 1), most), 1)
+
+
+@triton.jit
+def attend_block(
+    row, start, queries, length, kv_head, block, split,
+    query, keys, values, out, partial, stats, page_table, sinks,
     query_token, query_head, pool_page, pool_token, pool_head, table_row,
-    score_scale, cap, window, skip, splits,
+    score_scale, cap, window, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of one block of queries. DIRECT: there is one split, so it normalises and writes the output itself."""
-    kv_head, row = tl.program_id(0), tl.program_id(1)
-    last_first = tl.num_programs(2) - 1 - tl.program_id(2)  # the blocks with the most keys start first
-    block, split = last_first // splits, last_first % splits
-    start = tl.load(query_starts + row)
-    queries = tl.load(query_starts + row + 1) - start
-    length = tl.load(kv_lengths + row)
-    if block * ROWS >= queries * GROUP:
-        return
+    """One split of a block of the row's queries and a KV head. DIRECT: there is one split, so it normalises and writes
+    the output itself."""
+    if block * ROWS < queries * GROUP:
+        packed = block * ROWS + tl.arange(0, ROWS)
+        token = packed // GROUP
+        head = kv_head * GROUP + packed % GROUP
+        mine = token < queries
+        piece = ((start + token).to(tl.int64) * HEADS + head) * splits + split
 
-    packed = block * ROWS + tl.arange(0, ROWS)
-    token = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    mine = token < queries
-    piece = ((start + token).to(tl.int64) * HEADS + head) * splits + split
-    if queries <= skip:
+        dims = tl.arange(0, DIM)
+        query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
+        q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
+
+        history = length - queries
+        position = history + token
+        oldest = history + block * ROWS // GROUP  # positions of the block's first and last query
+        newest = tl.minimum(history + (block * ROWS + ROWS - 1) // GROUP, length - 1)
+        whole_end = (oldest + 1) // TILE * TILE  # keys [whole_begin, whole_end) are seen by all of them
+        begin = 0
+        whole_begin = 0
+        if WINDOW:
+            begin = tl.minimum(tl.maximum(oldest - window + 1, 0) // TILE * TILE, whole_end)
+            whole_begin = tl.minimum(tl.cdiv(tl.maximum(newest - window + 1, 0), TILE) * TILE, whole_end)
+        last = newest + 1
         if not DIRECT:
-            tl.store(stats + piece * 2 + 1, 0.0, mask=mine)
-        return
+            span = tl.cdiv(tl.cdiv(last - begin, splits), TILE) * TILE
+            begin += split * span
+            last = tl.minimum(begin + span, last)
+            whole_begin = tl.minimum(tl.maximum(whole_begin, begin), tl.maximum(last, begin))
+            whole_end = tl.minimum(tl.maximum(whole_end, whole_begin), tl.maximum(last, begin))
 
-    dims = tl.arange(0, DIM)
-    query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
-    q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
-
-    history = length - queries
-    position = history + token
-    oldest = history + block * ROWS // GROUP  # positions of the block's first and last query
-    newest = tl.minimum(history + (block * ROWS + ROWS - 1) // GROUP, length - 1)
-    whole_end = (oldest + 1) // TILE * TILE  # keys [whole_begin, whole_end) are seen by all of them
-    begin = 0
-    whole_begin = 0
-    if WINDOW:
-        begin = tl.minimum(tl.maximum(oldest - window + 1, 0) // TILE * TILE, whole_end)
-        whole_begin = tl.minimum(tl.cdiv(tl.maximum(newest - window + 1, 0), TILE) * TILE, whole_end)
-    last = newest + 1
-    if not DIRECT:
-        span = tl.cdiv(tl.cdiv(last - begin, splits), TILE) * TILE
-        begin += split * span
-        last = tl.minimum(begin + span, last)
-        whole_begin = tl.minimum(tl.maximum(whole_begin, begin), tl.maximum(last, begin))
-        whole_end = tl.minimum(tl.maximum(whole_end, whole_begin), tl.maximum(last, begin))
-
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if DIRECT and SINKS:
-        peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    keys += kv_head * pool_head
-    values += kv_head * pool_head
-    table = page_table + row.to(tl.int64) * table_row
-    if WINDOW:
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if DIRECT and SINKS:
+            peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        keys += kv_head * pool_head
+        values += kv_head * pool_head
+        table = page_table + row.to(tl.int64) * table_row
+        if WINDOW:
+            acc, peak, total = attend_tiles(
+                acc, peak, total, q, begin, whole_begin, position, length, window,
+                keys, values, table, pool_page, pool_token, score_scale, cap,
+                PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
+            )  # fmt: skip
         acc, peak, total = attend_tiles(
-            acc, peak, total, q, begin, whole_begin, position, length, window,
+            acc, peak, total, q, whole_begin, whole_end, position, length, window,
+            keys, values, table, pool_page, pool_token, score_scale, cap,
+            PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+        )  # fmt: skip
+        acc, peak, total = attend_tiles(
+            acc, peak, total, q, whole_end, last, position, length, window,
             keys, values, table, pool_page, pool_token, score_scale, cap,
             PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
         )  # fmt: skip
-    acc, peak, total = attend_tiles(
-        acc, peak, total, q, whole_begin, whole_end, position, length, window,
-        keys, values, table, pool_page, pool_token, score_scale, cap,
-        PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
-    )  # fmt: skip
-    acc, peak, total = attend_tiles(
-        acc, peak, total, q, whole_end, last, position, length, window,
-        keys, values, table, pool_page, pool_token, score_scale, cap,
-        PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
-    )  # fmt: skip
-    stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
-    if DIRECT:
-        at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
-        tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    else:
-        tl.store(partial + piece[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
-        tl.store(stats + piece * 2, peak, mask=mine)
-        tl.store(stats + piece * 2 + 1, total, mask=mine)
+        stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
+        if DIRECT:
+            at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+            tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+        else:
+            tl.store(partial + piece[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+            tl.store(stats + piece * 2, peak, mask=mine)
+            tl.store(stats + piece * 2 + 1, total, mask=mine)
 
 
-@triton.jit(do_not_specialize=["splits", "rows"])
-def combine_chunk_kernel(
-    partial, stats, out, query_starts, sinks, splits, rows,
+@triton.jit
+def combine_blocks(
+    head, token, partial, stats, out, sinks, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token; of one whose row has been passed over, it makes 0."""
-    head, token = tl.program_id(0), tl.program_id(1)
-    if token >= tl.load(query_starts + rows):
-        return
+    """One head of one token."""
     split, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
     at = (token.to(tl.int64) * HEADS + head) * splits + split
     totals = tl.load(stats + at * 2 + 1, mask=split < splits, other=0.0)
@@ -169,58 +148,4 @@ def combine_chunk_kernel(
         total += tl.exp2(sink - peak)
     acc = tl.sum(part * weight[:, None], 0)
     at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-    total = tl.maximum(total, 1.0)  # as it is, where there are keys
     tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-def prefill(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: PagedRows,
-    out: Tensor,
-    scratch: Scratch,
-    *,
-    skip: int = 0,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    splits: int | None = None,
-    tiles: Tiles | None = None,
-) -> None:
-    """Writes `out` [tokens, heads, head_dim] for the rows of `batch` that bring more than `skip` tokens; for those of
-    others there is nothing of use then.
-
-    `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
-    """
-    assert q.stride(2) == 1
-    (tokens, heads, head_dim), rows = q.shape, batch.kv_lengths.numel()
-    page_size, kv_heads = keys.shape[1:3]
-    group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)
-    packed_rows = batch.max_query * group
-    tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
-    assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
-    if splits is None:
-        splits = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, scratch.processors)
-    pieces = tokens * heads * splits
-    partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
-    shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "SINKS": sinks is not None}
-    prefill_kernel[(kv_heads, rows, splits * triton.cdiv(packed_rows, tiles.rows))](
-        q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table,
-        q if sinks is None else sinks,
-        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(scale, softcap), window, skip, splits,
-        GROUP=group, PAGE=page_size, ROWS=tiles.rows, TILE=tiles.keys, DIRECT=splits == 1,
-        WINDOW=window > 0, CAP=softcap > 0, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages, **shape,
-    )  # fmt: skip
-    if splits > 1:
-        combine_chunk_kernel[(heads, tokens)](
-            partial, stats, out, batch.query_starts, q if sinks is None else sinks, splits, rows,
-            SPLITS=triton.next_power_of_2(splits), num_warps=2, **shape,
-        )  # fmt: skip
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -23,7 +23,9 @@ class Scratch:
         return len(self._buffers)
 
     def take(self, *sizes: int) -> tuple[Tensor, ...]:
-        """→ one float32 tensor of each of these numbers of elements, valid until the next call."""
+        """→ one float32 tensor of at least each of these numbers of elements, aligned to 16 bytes and valid until the
+        next call."""
+        sizes = tuple(-(-size // 4) * 4 for size in sizes)
         total = sum(sizes)
         if not self._buffers or self._buffers[-1].numel() < total:
             assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from djinnd.model.attention import TritonAttention
-from djinnd.model.kernels import kv_write, prefill, rms_norm
+from djinnd.model.kernels import kv_write, mixed, rms_norm
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.rope import rope
@@ -27,6 +27,7 @@ assert INTERPRETED
 DECODE = ([1, 1, 1], [1, 300, 37])
 SPECULATED = ([4, 1, 8], [9, 200, 8])
 MIXED = ([1, 17, 1, 30], [40, 17, 131, 70])
+CROWD = ([1, 3, 0, 1, 1, 70, 1, 2, 1, 0, 0], [1, 3, 0, 300, 64, 200, 65, 130, 2, 0, 0])
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -49,7 +50,7 @@ def attention() -> TritonAttention:
         (BF16, 256, 4, 128),
     ],
 )
-@pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED], ids=["decode", "speculated", "mixed"])
+@pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED, CROWD], ids=["decode", "speculated", "mixed", "crowd"])
 def test_shapes(
     rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
 ) -> None:
@@ -77,15 +78,14 @@ def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
 @pytest.mark.parametrize("splits", [2, 7])
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 100, "softcap": 3.0, "sinks": True}], ids=str)
 def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) -> None:
-    """Of some splits no query sees a key, of others only the last ones do; a row of one token is passed over."""
+    """Of some splits no query sees a key, of others only the last ones do."""
     scene = Scene([33, 1, 5], [300, 40, 5], group=2)
     sinks = torch.randn(4) if options.get("sinks") else None
     options = {"scale": 0.125, **options, "sinks": sinks}
     kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
     out, scratch = torch.empty_like(scene.q, memory_format=torch.contiguous_format), Scratch(torch.device("cpu"))
-    prefill(scene.q, scene.keys, scene.values, scene.batch(), out, scratch, skip=1, splits=splits, **options)
-    ours, reference = ([x[:33], x[34:]] for x in (out.double(), scene.reference(scene.pool, **options)))
-    torch.testing.assert_close(torch.cat(ours), torch.cat(reference), rtol=1e-5, atol=1e-5)
+    mixed(scene.q, scene.keys, scene.values, scene.batch(), out, scratch, splits=splits, **options)
+    torch.testing.assert_close(out.double(), scene.reference(scene.pool, **options), rtol=1e-5, atol=1e-5)
 
 
 def test_a_fresh_row_alone_may_read_what_it_brought() -> None:

@@ -20,8 +20,9 @@ from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel
 from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
 from djinnd.model.kernels.matvec import matvec_kernel
+from djinnd.model.kernels.mixed import combine_mixed_kernel, mixed_kernel
 from djinnd.model.kernels.packed_product import matrix_kernel, sum_kernel, vector_kernel
-from djinnd.model.kernels.prefill import combine_chunk_kernel, prefill_kernel, prefill_tiles
+from djinnd.model.kernels.prefill import prefill_tiles
 from djinnd.model.kernels.rms_norm import rms_norm_kernel
 from djinnd.model.kernels.rope import rope_kernel
 from djinnd.model.kernels.tile import INTERPRETED, Tiles
@@ -33,8 +34,8 @@ AMPERE, HOPPER = 80, 90
 SHARED_MEMORY = {AMPERE: 163 << 10, HOPPER: 227 << 10}  # bytes a program may have
 
 POINTERS = {
-    **dict.fromkeys(("query_starts", "kv_lengths", "page_table"), "*i32"),
-    **dict.fromkeys(("partial", "stats"), "*fp32"),
+    **dict.fromkeys(("query_starts", "kv_lengths", "page_table", "visits", "extent"), "*i32"),
+    **dict.fromkeys(("partial", "stats", "chunk_partial", "chunk_stats"), "*fp32"),
     **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias", "bank"), "*bf16"),
     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
     **dict.fromkeys(("slots", "where", "value"), "*i64"),
@@ -70,16 +71,29 @@ def compile_tiled(capability: int, kernel: Any, tiles: Tiles, **constants: Any) 
     return compile_for(capability, kernel, tiles.warps, tiles.stages, ROWS=tiles.rows, TILE=tiles.keys, **constants)
 
 
+def compile_mixed(capability: int, tiles: Tiles, **constants: Any) -> Any:
+    return compile_for(
+        capability,
+        mixed_kernel,
+        tiles.warps,
+        tiles.stages,
+        CHUNK_ROWS=tiles.rows,
+        ROWS=16,
+        TILE=tiles.keys,
+        **constants,
+    )
+
+
 @pytest.mark.parametrize(("rows", "direct"), [(64, True), (64, False), (2048, True)])
 def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> None:
     tiles = prefill_tiles(rows, 128, 2, hopper=True)
-    ptx = compile_tiled(HOPPER, prefill_kernel, tiles, **LLAMA_13B, **PLAIN, DIRECT=direct).asm["ptx"]
+    ptx = compile_mixed(HOPPER, tiles, **LLAMA_13B, **PLAIN, CHUNKS_DIRECT=direct, DIRECT=direct).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
 
 
 def test_prefill_with_everything_on_ampere() -> None:
     tiles = prefill_tiles(2048, 128, 2, hopper=False)
-    ptx = compile_tiled(AMPERE, prefill_kernel, tiles, **LLAMA_8B, **EVERYTHING, DIRECT=False).asm["ptx"]
+    ptx = compile_mixed(AMPERE, tiles, **LLAMA_8B, **EVERYTHING, CHUNKS_DIRECT=False, DIRECT=False).asm["ptx"]
     assert "mma.sync" in ptx
 
 
@@ -96,8 +110,11 @@ def test_decode_with_everything_on_ampere() -> None:
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
 def test_the_small_kernels(capability: int) -> None:
-    compile_for(capability, combine_kernel, HEADS=32, HEAD_DIM=80, DIM=128, TILE=64, SPLITS=16, WINDOW=True, SINKS=True)
-    compile_for(capability, combine_chunk_kernel, HEADS=32, HEAD_DIM=80, DIM=128, SPLITS=8, SINKS=True)
+    combined = {"HEADS": 32, "HEAD_DIM": 80, "DIM": 128, "SINKS": True}
+    compile_for(capability, combine_kernel, TILE=64, SPLITS=16, WINDOW=True, **combined)
+    combined |= {"GROUP": 4, "CHUNK_ROWS": 64, "TILE": 64, "CHUNK_SPLITS": 8, "SPLITS": 16, "WINDOW": True}
+    for chunks, singles in ((False, False), (True, False), (False, True)):
+        compile_for(capability, combine_mixed_kernel, CHUNKS_DIRECT=chunks, DIRECT=singles, **combined)
     compile_for(capability, cross_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)

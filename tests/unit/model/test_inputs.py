@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from djinnd.device.cpu import CpuDevice
-from djinnd.kvcache.page_pool import SCRATCH
 from djinnd.model.inputs import StepInputs
 
 
@@ -46,8 +45,8 @@ def test_every_array_is_aligned(device: CpuDevice) -> None:
     inputs = StepInputs(device, 3, 2, 3)
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
     tensors = [inputs.ids, inputs.positions, inputs.picks(3), batch.slots]
-    tensors += [batch.query_starts, batch.kv_lengths, batch.page_table]
-    assert all(tensor.data_ptr() % 8 == 0 for tensor in tensors)
+    tensors += [batch.query_starts, batch.kv_lengths, batch.page_table, batch.visits, batch.extent]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
@@ -72,4 +71,27 @@ def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(
         assert host[name].tolist() == before[name][:kept] + [0] * (6 - kept)
     assert host["starts"].tolist() == before["starts"][:rows] + [tokens] * (5 - rows)
     assert host["lengths"].tolist() == before["lengths"][:rows] + [0] * (4 - rows)
-    assert host["table"].flatten().tolist() == before["table"][: 3 * rows] + [SCRATCH] * 3 * (4 - rows)
+
+
+def test_of_the_table_only_the_rows_that_are_there_are_sent(device: CpuDevice) -> None:
+    inputs = StepInputs(device, 6, 5, 3)
+    table = inputs.paged_batch(max_query=1, max_kv=1, fresh=False).page_table
+    table.fill_(-1)
+    inputs.host["table"][:] = 7
+    inputs.host["starts"][:] = (0, 1, 1, 4, 4, 4)
+    inputs.send()
+    sent = table.flatten().tolist()
+    assert sent[:9] == [7] * 9 and sent[12:] == [-1] * 3  # 128 bits at a time
+
+
+def test_rows_are_sent_in_the_order_of_what_they_bring(device: CpuDevice) -> None:
+    inputs = StepInputs(device, 8, 6, 1)
+    batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
+    inputs.host["starts"][:] = (0, 1, 3, 3, 4, 8, 8)
+    inputs.host["lengths"][:] = (10, 11, 0, 13, 14, 0)
+    inputs.send()
+    assert batch.visits.tolist()[:4] == [[1, 1, 2, 11], [4, 4, 4, 14], [0, 0, 1, 10], [3, 3, 1, 13]]
+    assert batch.extent.tolist() == [2, 4, 4]
+    inputs.pad(0, 0, 0)
+    inputs.send()
+    assert batch.extent.tolist() == [0, 0, 0]

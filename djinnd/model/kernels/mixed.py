@@ -1,0 +1,196 @@
+"""Attention of a batch in which some rows bring a chunk and others one token: prefill.py and decode.py in one launch.
+
+How many there are of each kind differs from step to step, while the grid of a captured graph does not. So each kind has
+some programs, no more than it can use and the device can hold, which take one piece of its work after another; what
+there is, they find in `visits` and `extent` (djinnd/model/visits.py). A grid of all the rows that may be there would
+have ten thousands of programs that find nothing to do, at some nanoseconds each.
+
+A chunk waits for the matrix units, and single tokens for memory, so both run side by side (as in POD-Attention: Kamath
+et al., 2025). A second kernel combines what pieces of either kind leave.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinnd.model.kernels.decode import (
+    COMBINED_AT_ONCE,
+    MOST_WAVES,
+    attend_split,
+    combine_splits,
+    decode_tiles,
+    split_bounds,
+    split_count,
+    splits_to_fill,
+)
+from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
+from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.tile import INTERPRETED, PagedRows, Tiles, pool_strides, score_factors
+
+SINGLES, COMBINING = 4, 16  # programs a processor
+NO_LIMIT = 1 << 30
+
+
+@triton.jit(do_not_specialize=["table_row", "window", "chunk_programs", "most_chunk_splits", "filling", "useful",
+                               "needed", "processors"])  # fmt: skip
+def mixed_kernel(
+    query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, visits, extent, sinks,
+    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    score_scale, cap, window, chunk_programs, most_chunk_splits, filling, useful, needed, processors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr,
+    DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The first `chunk_programs` take blocks of chunks, the others splits of rows that bring one token."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    program = tl.program_id(0)
+    if program < chunk_programs:
+        chunks, blocks, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
+        for piece in range(program, chunks * blocks * splits * KV_HEADS, chunk_programs):
+            row, start, queries, length = visited(visits, piece // KV_HEADS % chunks)
+            later = piece // (KV_HEADS * chunks)  # the blocks with the most keys come first
+            attend_block(
+                row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
+                query, keys, values, out, chunk_partial, chunk_stats, page_table, sinks,
+                query_token, query_head, pool_page, pool_token, pool_head, table_row,
+                score_scale, cap, window, splits,
+                HEADS, GROUP, PAGE, HEAD_DIM, DIM, CHUNK_ROWS, TILE, CHUNKS_DIRECT, WINDOW, CAP, SINKS, UPCAST,
+            )  # fmt: skip
+    else:
+        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+        programs = tl.num_programs(0) - chunk_programs
+        for piece in range(program - chunk_programs, singles * splits * KV_HEADS, programs):
+            nth = piece // (KV_HEADS * splits)
+            row, start, _, length = visited(visits, chunks + nth)
+            attend_split(
+                piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
+                query, keys, values, out, partial, stats, page_table, sinks,
+                query_token, query_head, pool_page, pool_token, pool_head, table_row,
+                score_scale, cap, window, splits,
+                HEADS, GROUP, PAGE, HEAD_DIM, DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "processors"])
+def combine_mixed_kernel(
+    chunk_partial, chunk_stats, partial, stats, out, visits, extent, sinks,
+    window, most_chunk_splits, filling, useful, needed, processors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token after another, with what mixed_kernel was given."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if not CHUNKS_DIRECT:
+        chunks, _, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
+        longest = tl.load(extent + 1)
+        for piece in range(program, chunks * longest * HEADS, programs):
+            _, start, queries, _ = visited(visits, piece // (longest * HEADS))
+            token = piece // HEADS % longest
+            if token < queries:
+                combine_blocks(
+                    piece % HEADS, start + token, chunk_partial, chunk_stats, out, sinks, splits,
+                    HEADS, HEAD_DIM, DIM, CHUNK_SPLITS, SINKS,
+                )  # fmt: skip
+    if not DIRECT:
+        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+        for piece in range(program, singles * HEADS, programs):
+            nth = piece // HEADS
+            _, token, _, length = visited(visits, chunks + nth)
+            combine_splits(
+                piece % HEADS, token, 1, length, nth, partial, stats, out, sinks, window, splits,
+                HEADS, HEAD_DIM, DIM, TILE, SPLITS, WINDOW, SINKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, most, filling):
+    """→ how many chunks there are, blocks of the longest, and splits of each block."""
+    chunks = tl.load(extent)
+    blocks = tl.cdiv(tl.load(extent + 1) * GROUP, ROWS)
+    return chunks, blocks, chunk_splits(chunks * blocks * KV_HEADS, filling, most)
+
+
+@triton.jit
+def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
+    """→ where among the visits those begin that bring one token, how many there are, and splits of each."""
+    chunks = tl.load(extent)
+    singles = tl.load(extent + 2) - chunks
+    waves = tl.minimum(singles, MOST_WAVES)
+    return chunks, singles, splits_to_fill(tl.maximum(singles, 1), KV_HEADS, waves * processors, useful, needed)
+
+
+@triton.jit
+def visited(visits, nth):
+    """→ row, its first token, its tokens, its tokens in KV."""
+    visit = visits + nth * 4
+    return tl.load(visit), tl.load(visit + 1), tl.load(visit + 2), tl.load(visit + 3)
+
+
+def mixed(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedRows,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
+
+    `splits`, of chunks and of single tokens, and the `tiles` of chunks are chosen from the shapes unless a measurement
+    gives them.
+    """
+    assert q.stride(2) == 1
+    tokens, heads, head_dim = q.shape
+    page_size, kv_heads = keys.shape[1:3]
+    rows, processors = batch.kv_lengths.numel(), scratch.processors
+    group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)
+    packed_rows = batch.max_query * group
+    tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
+    assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
+    if splits is None:  # single tokens have as many as one of them alone: of several, each has no more
+        most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
+        useful, needed = split_count(1, kv_heads, batch.max_kv, processors), split_bounds(batch.max_kv)[1]
+        filling = processors
+    else:
+        most, useful, needed, filling = splits, splits, splits, NO_LIMIT
+    chunk_programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
+    waves = min(rows, MOST_WAVES.value)
+    programs = min(SINGLES * processors, rows * kv_heads * useful) or 1
+    chunk_pieces = tokens * heads * most if most > 1 else 0
+    pieces = heads * max(waves * processors // kv_heads + rows, rows * needed) if useful > 1 else 0
+    sizes = (chunk_pieces * head_dim, chunk_pieces * 2, pieces * head_dim, pieces * 2)
+    parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
+    shape = {"HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
+    options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1, "WINDOW": window > 0}
+    options["SINKS"] = sinks is not None
+    sinks = q if sinks is None else sinks
+    mixed_kernel[(chunk_programs + programs,)](
+        q, keys, values, out, *parts, batch.page_table, batch.visits, batch.extent, sinks,
+        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
+        *score_factors(scale, softcap), window, chunk_programs, most, filling, useful, needed, processors,
+        PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softcap > 0, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+    )  # fmt: skip
+    if sum(sizes):
+        combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
+            *parts, out, batch.visits, batch.extent, sinks, window, most, filling, useful, needed, processors,
+            CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
+        )  # fmt: skip
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
