@@ -205,8 +205,8 @@ class ModelRunner:
         whole = None if touched is None else touched.part(range(len(rows)))
         if self.graphs is None:
             return rows, self._mixed(rows, whole)
-        inside = frozenset[int]() if touched is None else touched.inside
-        apart = [index for index, row in enumerate(rows) if row.request.logits or index in inside]
+        behind = frozenset[int]() if touched is None else touched.behind
+        apart = [index for index, row in enumerate(rows) if row.request.logits or index in behind]
         if not apart:
             return rows, self._replay(rows, whole)
         if len(apart) == len(rows) or self.model.residency.streams:
@@ -219,7 +219,7 @@ class ModelRunner:
         return order, torch.cat(logits) if logits else None
 
     def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Runs these rows, which are touched between blocks at the most. → logits of those that sample, if any does."""
+        """Runs these rows, which are not touched behind the blocks. → logits of those that sample, if any does."""
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]

@@ -22,7 +22,7 @@ from djinnd.device import Device
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
 from djinnd.engine.sending import send
-from djinnd.engine.spans import Hits, Ints, is_behind, is_resid, point_of, spread
+from djinnd.engine.spans import Hits, Ints, is_behind, point_of, spread
 from djinnd.model.editing import EditRows, apply
 
 
@@ -91,10 +91,10 @@ class Touched:
         return bool(steps.min() >= 0 and steps.max() < self._lasts)
 
     @cached_property
-    def inside(self) -> frozenset[int]:
-        """The rows that are touched elsewhere than between blocks."""
+    def behind(self) -> frozenset[int]:
+        """The rows that are touched behind the blocks."""
         codes = np.concatenate([self._edits.point, self._seen.point])
-        tokens = np.concatenate([self._edits.token, self._seen.token])[~is_resid(codes)]
+        tokens = np.concatenate([self._edits.token, self._seen.token])[is_behind(codes)]
         return frozenset(np.searchsorted(np.cumsum(self._counts), tokens, side="right").tolist())
 
     def part(self, rows: Sequence[int]) -> Part:

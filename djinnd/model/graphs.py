@@ -10,8 +10,9 @@ boundaries; all replays of a step together cost the host little more than one (2
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays the graphs of
 its shape in order, all of them or those of some blocks that follow each other, and only `logits` is read after it.
-Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). What lies
-inside of a block is not: a step that wants it runs eagerly.
+Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). For what
+lies inside of a block, that block runs eagerly, and leaves what it gives where its graph would: the host launches it
+while the device has the blocks before it to do.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
 kernels are compiled before anybody waits (`compile`).
@@ -31,7 +32,7 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.model.adapter import Prologue
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
-from djinnd.model.probe import Probe, is_between_blocks, look
+from djinnd.model.probe import Probe, blocks_seen, is_behind_blocks, look
 from djinnd.model.unowned import unowned
 
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -106,15 +107,18 @@ class StepGraphs:
 
     def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
         """Runs the step through all blocks, or through these (as PagedModel.forward has it), by graphs if the shape has
-        been captured and `probe` wants no more than what is between blocks. → logits [picks, vocab], valid until the
-        next step; None where none are wanted."""
+        been captured and `probe` wants nothing behind the blocks. → logits [picks, vocab], valid until the next step;
+        None where none are wanted."""
         blocks = range(self._model.num_blocks) if blocks is None else blocks
         assert not picks or blocks.stop == self._model.num_blocks, (
             "what has not been through the last block has no logits"
         )
         captured, residency = self._captured.get(shape), self._model.residency
-        if captured is None or not (probe is None or is_between_blocks(probe)):
+        if captured is None or (probe is not None and is_behind_blocks(probe)):
             return self._run_eagerly(shape, picks, probe, blocks)
+        seen = frozenset[int]() if probe is None else blocks_seen(probe)
+        if seen:
+            self._attend(shape)
         prologue, *graphs, epilogue = captured.graphs
         with self._device.span("compute", "prologue"):
             prologue.replay()
@@ -126,7 +130,11 @@ class StepGraphs:
         if residency.streams or self._device.trace is not None or probe is not None:
             for index in blocks:
                 residency.begin(index)
-                graphs[index].replay()
+                if index in seen:
+                    given = captured.resid[index], captured.prologue.arguments[index]
+                    captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
+                else:
+                    graphs[index].replay()
                 residency.end(index)
                 if probe is not None:
                     look(probe, Point("resid", index + 1), captured.resid[index + 1])
@@ -148,6 +156,9 @@ class StepGraphs:
             inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
         )
         return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
+
+    def _attend(self, shape: Shape) -> None:
+        self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
 
     def wants(self, shape: Shape) -> bool:
         """Whether the shape should be captured, now that it has been run."""
@@ -192,7 +203,7 @@ class StepGraphs:
         """Of a shape that has just been run, so that its kernels are compiled and libraries set up."""
         model, adapter, inputs = self._model, self._model.adapter, self.inputs(shape)
         self._device.synchronize()
-        model.attend(inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
+        self._attend(shape)
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
             prologue = adapter.prologue(inputs.ids, inputs.positions)

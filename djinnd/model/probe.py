@@ -34,9 +34,14 @@ def look(probe: Probe, point: Point, value: Tensor) -> None:
         probe.at(point, value)
 
 
-def is_between_blocks(probe: Probe) -> bool:
-    """Whether blocks and epilogue may run as one, captured or not."""
-    return all(point.where == "resid" for point in probe.points)
+def blocks_seen(probe: Probe) -> frozenset[int]:
+    """The blocks of which more is shown than what lies between them."""
+    return frozenset(point.block for point in probe.points if point.where in ("attn", "mlp"))
+
+
+def is_behind_blocks(probe: Probe) -> bool:
+    """Whether it wants something of the epilogue."""
+    return any(point.where in ("norm", "logits") for point in probe.points)
 
 
 @contextmanager

@@ -30,8 +30,9 @@ def probed(request: pytest.FixtureRequest) -> Iterator[Graphed]:
 PROBED: list[Rows] = [[(1, 33)], [(1, 17), (1, 200), (1, 33)], [(1, 90), (40, 40), (30, 70)]]
 
 
-def between_blocks(graphed: Graphed) -> list[Point]:
-    return [point for point in all_points(graphed.model.skeleton.points) if point.where == "resid"]
+def of_blocks(graphed: Graphed) -> list[Point]:
+    """Between them, where replays leave it, and within, for which a block runs without its graph."""
+    return [p for p in all_points(graphed.model.skeleton.points) if p.where in ("resid", "attn", "mlp")]
 
 
 def changing(graphed: Graphed) -> Change:
@@ -51,7 +52,7 @@ def changing(graphed: Graphed) -> Change:
 @pytest.mark.parametrize("rows", PROBED, ids=named)
 def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Graphed, rows: Rows) -> None:
     step, _ = with_history(probed, rows)
-    points = between_blocks(probed)
+    points = of_blocks(probed)
     unprobed = probed.replay(step)
     eagerly, between = Looking(points), Looking(points)
     eager = probed.eager(step, eagerly)
@@ -67,7 +68,7 @@ def test_what_is_changed_between_replays_goes_on(probed: Graphed, rows: Rows) ->
     step, _ = with_history(probed, rows)
     unprobed, pool = probed.replay(step), probed.model.pool
     before = pool.clone()
-    for point in between_blocks(probed):
+    for point in of_blocks(probed):
         eager = probed.eager(step, Looking((), {point: changing(probed)}))
         written = pool.clone()
         pool.copy_(before)

@@ -64,7 +64,7 @@ class Touching:
 
 @pytest.fixture
 def steered() -> Iterator[Touching]:
-    """Three sessions: one from position 5 on, one inside of a block at position 7, one not at all."""
+    """Three sessions: one from position 5 on, one inside of a block and behind all at position 7, one not at all."""
     v = torch.ones(1, WIDTH)
     one, two = an_edit("add", [RESID], [Extent(5)], v), an_edit("add", [ATTN, NORM], [Extent(7, 8)], v)
     touching = Touching([(one,), (two,), ()])
@@ -140,9 +140,9 @@ def test_a_batch_that_nothing_touches_has_no_probe(steered: Touching) -> None:
     assert part.probe() is None and part.probe_behind([0, 1]) is None
 
 
-def test_rows_that_are_touched_inside_of_blocks(steered: Touching) -> None:
-    assert steered.touched(steered.batch((0, 7, 1), (2, 3, 2), (1, 4, 8))).inside == {2}
-    assert steered.touched(steered.batch((0, 7, 1), (1, 8, 3))).inside == frozenset()
+def test_rows_that_are_touched_behind_the_blocks(steered: Touching) -> None:
+    assert steered.touched(steered.batch((0, 7, 1), (2, 3, 2), (1, 4, 8))).behind == {2}
+    assert steered.touched(steered.batch((0, 7, 1), (1, 8, 3))).behind == frozenset()
 
 
 def test_a_pass_of_some_rows_counts_their_tokens_only(steered: Touching) -> None:

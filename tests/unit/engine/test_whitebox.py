@@ -13,7 +13,7 @@ from djinn_client.points import Point
 from djinnd import messages
 from djinnd.core.edits import Edit, Extent, cut, ended, now
 from djinnd.model.graphs import Shape, StepGraphs
-from djinnd.model.probe import Probe, is_between_blocks
+from djinnd.model.probe import Probe, blocks_seen, is_behind_blocks
 from tests.support import reference
 from tests.support.descriptors import open_descriptors
 from tests.support.hooked import Hooked
@@ -161,18 +161,19 @@ def test_sessions_of_one_batch_are_edited_each_in_its_way_and_bystanders_not_at_
 
 
 @pytest.mark.parametrize("placing", [Placing(), Placing(resident=1)], ids=["resident", "streamed"])
-def test_rows_that_are_touched_inside_of_blocks_leave_graphs_to_the_others(
+def test_rows_that_are_touched_behind_the_blocks_leave_graphs_to_the_others(
     placing: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With graphs that are never captured, so that each of their steps runs eagerly, in its padded shape."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    replays, passes = [], []
+    replays, passes, inside = [], [], list[bool]()
 
     class Graphs(StepGraphs):
         def run(
             self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
         ) -> Tensor | None:
-            assert probe is None or is_between_blocks(probe)
+            assert probe is None or not is_behind_blocks(probe)
+            inside.append(probe is not None and bool(blocks_seen(probe)))
             replays.append(shape)
             return super().run(shape, picks, probe, blocks)
 
@@ -189,7 +190,7 @@ def test_rows_that_are_touched_inside_of_blocks_leave_graphs_to_the_others(
         engine.check_idle()
     steps = engine.engine._figures.steps
     assert len(passes) == steps if placing.resident else len(passes) > steps, "a pass costs the bus where blocks stream"
-    assert replays
+    assert replays and any(inside) != bool(placing.resident), "who is touched within blocks is with the others"
 
 
 def test_pages_are_shared_up_to_the_first_edit_and_by_who_is_edited_alike(engine: Engine, hooked: Hooked) -> None:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.points import Point
+from djinn_client.points import Point, Where
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.graphs import Shape, StepGraphs, _Captured
+from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 from tests.support.loaded import MEMORY, fill, load_weights, random_prompt
 from tests.support.models import reduced_model
+from tests.support.probing import Looking, all_points
 
 PAGE, TOKENS, BLOCKS = 4, 7, 4
 SHAPE = Shape(TOKENS, 1, TOKENS)
@@ -22,8 +24,13 @@ SHAPE = Shape(TOKENS, 1, TOKENS)
 class Graph:
     """Work on fixed tensors."""
 
-    def __init__(self, replay: Callable[[], object]) -> None:
-        self.replay = replay
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._work()
 
 
 class Seen:
@@ -105,3 +112,54 @@ def test_without_anybody_looking_all_is_the_same(graphs: StepGraphs) -> None:
     expected = expected.clone()
     logits = graphs.run(SHAPE, 1)
     assert logits is not None and torch.equal(logits, expected)
+
+
+def inside(graphs: StepGraphs) -> list[Point]:
+    points = all_points(graphs._model.skeleton.points)
+    return [point for point in points if point.where in ("resid", "attn", "mlp")]
+
+
+def eager(graphs: StepGraphs, probe: Looking) -> Tensor:
+    logits = graphs._run_eagerly(SHAPE, 1, probe)
+    assert logits is not None
+    return logits.clone()
+
+
+def replayed(graphs: StepGraphs) -> list[int]:
+    """By which graphs: the prologue's is 0, that of block i i + 1."""
+    return [index for index, graph in enumerate(graphs._captured[SHAPE].graphs) if graph.replays]  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def test_what_lies_within_blocks_is_seen_as_in_the_eager_step(graphs: StepGraphs) -> None:
+    points = inside(graphs)
+    wanted, seen = Looking(points), Looking(points)
+    expected = eager(graphs, wanted)
+    model = graphs._model
+    model.attend(StepInputs(model.device, 1, 1, 1), max_query=1, max_kv=1, fresh=True)  # the last step was another's
+    logits = graphs.run(SHAPE, 1, seen)
+    assert logits is not None and torch.equal(logits, expected)
+    assert seen.order == wanted.order == points and len(points) == 3 * BLOCKS + 1
+    assert all(torch.equal(seen.seen[point][0], wanted.seen[point][0]) for point in points)
+    assert replayed(graphs) == [0, BLOCKS + 1]
+
+
+@pytest.mark.parametrize("where", ["resid", "attn", "mlp"])
+@pytest.mark.parametrize("block", range(BLOCKS))
+@torch.inference_mode()
+def test_only_the_block_that_somebody_looks_into_runs_without_its_graph(
+    graphs: StepGraphs, where: Where, block: int
+) -> None:
+    change = {Point(where, block): lambda value: value.mul_(-2.0)}
+    expected, plain = eager(graphs, Looking((), change)), eager(graphs, Looking(()))
+    logits = graphs.run(SHAPE, 1, Looking((), change))
+    assert logits is not None and torch.equal(logits, expected) and not torch.equal(logits, plain)
+    alone = set() if where == "resid" else {block + 1}
+    assert replayed(graphs) == sorted(set(range(BLOCKS + 2)) - alone)
+
+
+@torch.inference_mode()
+def test_who_looks_behind_the_blocks_has_a_step_without_graphs(graphs: StepGraphs) -> None:
+    seen = Looking([Point("norm"), Point("attn", 1)])
+    assert graphs.run(SHAPE, 1, seen) is not None
+    assert replayed(graphs) == [] and seen.order == [Point("attn", 1), Point("norm")]
