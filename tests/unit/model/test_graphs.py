@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -163,3 +164,40 @@ def test_who_looks_behind_the_blocks_has_a_step_without_graphs(graphs: StepGraph
     seen = Looking([Point("norm"), Point("attn", 1)])
     assert graphs.run(SHAPE, 1, seen) is not None
     assert replayed(graphs) == [] and seen.order == [Point("attn", 1), Point("norm")]
+
+
+@pytest.mark.parametrize(("max_tokens", "max_rows"), [(16, 4), (32, 64), (100, 20), (2048, 256)])
+def test_every_batch_within_the_limits_has_a_shape_that_holds_it(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_rows: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = StepGraphs(model, model.device, max_tokens, max_rows, 4, 16)  # type: ignore[arg-type]
+    for rows in range(1, min(max_rows, max_tokens) + 1):
+        decodes = graphs.fitting(rows, rows, 1)
+        assert decodes is not None and decodes.max_query == 1 and decodes.tokens == decodes.rows >= rows
+        for tokens in {rows + 1, (rows + max_tokens) // 2, max_tokens} - {rows}:
+            if rows < tokens <= max_tokens:
+                shape = graphs.fitting(tokens, rows, tokens - rows + 1)
+                assert shape is not None and shape.tokens >= tokens and shape.rows >= rows
+                assert shape.rows <= shape.tokens == shape.max_query, "no row without a token has a place in it"
+    assert graphs.fitting(max_tokens + 1, 1, 2) is None and graphs.fitting(max_rows + 1, max_rows + 1, 1) is None
+
+
+def test_compiling_runs_blocks_in_each_shape_and_touches_nobody_s_pages(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = StepGraphs(model, model.device, 200, 80, 4, 16)  # type: ignore[arg-type]
+    beats, ran, before = [], list[tuple[int, int]](), model.pool.clone()
+    run_block = model.run_block
+
+    def counted(index: int, hidden: Tensor, *more: Any) -> Tensor:
+        ran.append((index, hidden.shape[1]))
+        return run_block(index, hidden, *more)
+
+    monkeypatch.setattr(model, "run_block", counted)
+    graphs.compile(lambda: beats.append(len(ran)))
+    decodes, chunks = {1, 2, 4, 8, 12, 16, 24, 32, 48, 64}, {32, 64, 96, 128, 192, 200}
+    assert {size for _, size in ran} == decodes | chunks and {index for index, _ in ran} == set(range(BLOCKS))
+    assert len(beats) == len(ran) // BLOCKS and ran[-1][1] == 200, "the largest is captured first, and compiled last"
+    assert torch.equal(model.pool[1:], before[1:])
