@@ -42,7 +42,7 @@ SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
 _WHERES: tuple[Where, ...] = get_args(Where)
 _KINDS = 8  # more than there are
 _RUN = 2 * FOREVER  # more than any position: positions of all runs, one after another, ascend
-_RESID, _NORM, _LOGITS = (_WHERES.index(where) for where in ("resid", "norm", "logits"))
+_NORM, _LOGITS = (_WHERES.index(where) for where in ("norm", "logits"))
 
 
 def code_of(point: Point) -> int:
@@ -51,11 +51,6 @@ def code_of(point: Point) -> int:
 
 def point_of(code: int) -> Point:
     return Point(_WHERES[code % _KINDS], code // _KINDS)
-
-
-def is_resid(codes: Ints) -> Bools:
-    resid: Bools = codes % _KINDS == _RESID
-    return resid
 
 
 def is_behind(codes: Ints) -> Bools:

@@ -1,4 +1,4 @@
-"""Which rows of a batch bring one token and which a chunk: each kind has a kernel of its own, which visits no other.
+"""Which rows of a batch bring a chunk and which one token: attention (kernels/mixed.py) visits those and no others.
 
     visits  int32 [R, 4]  of a row that brings something: which it is, its first token, its tokens, its tokens in KV
                           once this step's are written; those that bring a chunk come first

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinn_client.points import Point
-from djinnd.engine.spans import SpanTable, code_of, is_behind, is_resid, point_of, sites_of, spread
+from djinnd.engine.spans import SpanTable, code_of, is_behind, point_of, sites_of, spread
 
 POINTS = [Point("resid", 0), Point("resid", 4), Point("attn", 3), Point("mlp", 0), Point("norm"), Point("logits")]
 
@@ -13,7 +13,6 @@ POINTS = [Point("resid", 0), Point("resid", 4), Point("attn", 3), Point("mlp", 0
 def test_a_point_s_code_is_its_own() -> None:
     assert [point_of(code_of(point)) for point in POINTS] == POINTS
     codes = np.array([code_of(point) for point in POINTS])
-    assert is_resid(codes).tolist() == [True, True, False, False, False, False]
     assert is_behind(codes).tolist() == [False, False, False, False, True, True]
 
 
