@@ -84,15 +84,16 @@ class ModelRunner:
 
     def compile(self, beat: Callable[[], None]) -> None:
         """The kernels of steps, before anybody waits for one; see StepGraphs.compile."""
-        if self.graphs is not None:
-            self.graphs.compile(beat)
+        if (graphs := self.graphs) is not None:
+            self._attempt(graphs, lambda: graphs.compile(beat))
 
     def prepare(self) -> bool:
         """Does some of what later steps would have to do, in a tenth of a second; False: there is nothing left."""
         return self.graphs is not None and self._attempt(self.graphs, self.graphs.capture_next)
 
     def _attempt(self, graphs: StepGraphs, capture: Callable[[], object]) -> bool:
-        """Captures; a family whose forward cannot be captured runs eagerly from then on. → whether it did something."""
+        """Captures, or makes ready for that; a family whose forward cannot be captured runs eagerly from then on. →
+        whether it did something."""
         try:
             return bool(capture())
         except torch.OutOfMemoryError as error:

@@ -24,5 +24,6 @@ def fill_visits(starts: Integers, lengths: Integers, visits: Integers, extent: I
     counts = np.diff(starts)
     chunks, singles = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
     rows = np.concatenate((chunks, singles))
-    visits[: len(rows)] = np.stack((rows, starts[rows], counts[rows], lengths[rows]), axis=1)
+    for column, of_row in enumerate((rows, starts[rows], counts[rows], lengths[rows])):
+        visits[: len(rows), column] = of_row
     extent[:] = (len(chunks), counts.max(), len(rows))

@@ -78,7 +78,7 @@ def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphe
         assert {kernel.__name__ for kernel in kernels} <= set(compiled)
         compiled.clear()
         for rows in DECODES + CHUNKS:
-            graphed.eager(with_history(graphed, rows)[0][-len(rows) :])
+            graphed.eager(with_history(graphed, rows)[0])
     assert compiled == []
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -362,3 +362,27 @@ def test_logits_over_shared_prefixes_are_those_of_sessions_that_computed_all_the
             for session in chance.sample(sessions, 3):
                 served.scheduler.close(session.id)
     assert spared > 100
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("cannot"), torch.OutOfMemoryError("no room")], ids=["forward", "memory"]
+)
+def test_a_model_whose_shapes_cannot_be_run_in_advance_serves_without_graphs(served: Served, error: Exception) -> None:
+    class Graphs:
+        is_full = False
+
+        def compile(self, beat: Callable[[], None]) -> None:
+            beat()
+            raise error
+
+        def stop_capturing(self) -> None:
+            self.is_full = True
+
+    beats: list[int] = []
+    served.runner.graphs = graphs = Graphs()  # type: ignore[assignment]
+    served.runner.compile(lambda: beats.append(1))
+    assert beats == [1]
+    assert graphs.is_full if isinstance(error, torch.OutOfMemoryError) else served.runner.graphs is None
