@@ -37,6 +37,11 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     where: Where
     block: int = 0
 
+    @property
+    def is_behind(self) -> bool:
+        """All blocks, where only those tokens come whose logits are wanted."""
+        return self.where in ("norm", "logits")
+
 
 class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which points a model has, and what its own modules are called. "": it has no such module."""
@@ -69,7 +74,7 @@ class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def order(self, point: Point) -> tuple[int, int]:
         """By which points are sorted in the order of computing."""
-        block = self.blocks if point.where in ("norm", "logits") else point.block
+        block = self.blocks if point.is_behind else point.block
         return block, ("resid", "attn", "mlp", "norm", "logits").index(point.where)
 
     def resolve(self, name: str) -> dict[str, Point]:

@@ -44,7 +44,7 @@ class Stage:
 
     def stands(self, points: Iterable[Point]) -> bool:
         """Whether its positions have still all of these points before them, while they wait before `first`."""
-        return all(point.where in ("norm", "logits") or point.block >= self.first for point in points)
+        return all(point.is_behind or point.block >= self.first for point in points)
 
 
 def next_stop(stops: Iterable[Stop], end: int) -> Stop | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from djinn_client.points import Point
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import Hits, Ints, SpanTable, sites_of
+from djinnd.engine.spans import Ints, Overlaps, Reach, SpanTable, sites_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,11 @@ class Captures:
         ]
         self._table.set(request, np.array(spans, self._table.dtype), sites)
 
-    def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Hits:
+    def reach(self, requests: Sequence[int]) -> Reach | None:
+        """See SpanTable.reach."""
+        return self._table.reach(requests)
+
+    def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Overlaps:
         return self._table.join(requests, starts, counts)
 
     def offsets(self, request: int) -> list[int]:

@@ -55,6 +55,8 @@ class Courses:
                 continue
             try:
                 one.waits = next(one.course)
+                while one.waits is not None and one.waits.done():
+                    one.waits = next(one.course)
             except StopIteration:
                 del self._under_way[request]
             except DjinnError as error:
@@ -68,10 +70,15 @@ class Courses:
         """In the thread, and nobody waits for it."""
         self._aside.submit(act).add_done_callback(_note)
 
-    def elsewhere(self, act: Callable[[], T]) -> Generator[Wait, None, T]:
-        """In the thread."""
+    def begin(self, act: Callable[[], T]) -> Future[T]:
+        """In the thread; a course that waits for it goes on when it is done."""
         future: Future[T] = self._aside.submit(act)
         future.add_done_callback(lambda _: self._channel.wake())
+        return future
+
+    def elsewhere(self, act: Callable[[], T]) -> Generator[Wait, None, T]:
+        """In the thread."""
+        future = self.begin(act)
         yield future
         return future.result()
 

@@ -3,10 +3,11 @@
 They are those that it has asked for, or those of the point where it stopped.
 
     start    window made, and pinned where it is large, in a thread, while the request runs
-    end      ─► copied, piece by piece, beside the steps ─► Finished, with the descriptor ─► unpinned, in the thread
+    end      ─► copied, piece by piece, between the steps ─► Finished, with the descriptor ─► unpinned, in the thread
 
-Captured rows stay the request's until they have been copied. A request that is cancelled or fails is answered at once,
-by the engine, and what it has captured is dropped.
+What need not be done between two steps is done beside the next one: having the window made, and telling that it is
+filled. Captured rows stay the request's until they have been copied. A request that is cancelled or fails is answered
+at once, by the engine, and what it has captured is dropped.
 """
 
 from __future__ import annotations
@@ -41,12 +42,9 @@ class _Delivery:
     first: int  # position
     room: int  # positions
     offsets: list[int]  # bytes in the window, of each point, and where the last ends
+    memory: _Memory
+    made: Future[None] | None = None  # the memory, since that has begun
     ended: Future[Finished] = field(default_factory=Future)
-
-    @property
-    def nbytes(self) -> int:
-        """Of whole host pages, which are pinned."""
-        return -(-self.offsets[-1] // HOST_PAGE) * HOST_PAGE
 
     @property
     def positions(self) -> int:
@@ -63,7 +61,7 @@ class _Delivery:
             first=self.first,
             positions=self.positions,
             room=self.room,
-            nbytes=self.nbytes,
+            nbytes=self.memory.nbytes,
             offsets=self.offsets[:-1],
         )
         return msgspec.structs.replace(self.ended.result(), capture=capture)
@@ -80,6 +78,8 @@ class Deliveries:
         self._courses = courses
         self._fail = fail
         self._deliveries: dict[int, _Delivery] = {}  # by request
+        self._to_make: list[_Delivery] = []
+        self._to_tell: list[_Delivery] = []  # all copies of these have been queued
 
     def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
         """The request begins. Raises OutOfMemory where the device has no room for what it captures."""
@@ -103,9 +103,20 @@ class Deliveries:
         room: int,
     ) -> None:
         runner.captures.open(request.id, points, first, room)
-        delivery = _Delivery(session, request, runner, first, room, runner.captures.offsets(request.id))
+        offsets = runner.captures.offsets(request.id)
+        memory = _Memory(self._device, -(-offsets[-1] // HOST_PAGE) * HOST_PAGE, self._courses)
+        delivery = _Delivery(session, request, runner, first, room, offsets, memory)
         self._deliveries[request.id] = delivery
+        self._to_make.append(delivery)
         self._courses.start(request.id, self._deliver(delivery))
+
+    def beside_step(self) -> bool:
+        """While the device runs a step. → whether more may come to its end."""
+        for delivery in list(self._to_make):
+            self._make(delivery)
+        for delivery in [each for each in self._to_tell if each.memory.window.is_filled]:
+            self._tell(delivery)
+        return bool(self._to_tell)
 
     def ended(self, request: Request, reply: Finished) -> None:
         """With something captured. The reply is sent when that has been copied."""
@@ -116,7 +127,7 @@ class Deliveries:
         delivery = self._deliveries.pop(request.id, None)
         if delivery is not None:
             self._courses.drop(request.id)
-            delivery.runner.captures.close(request.id)  # the course may not have begun
+            self._close(delivery)  # the course may not have begun
 
     def abandon(self, runner: ModelRunner) -> None:
         """The model goes, and with it what was captured: who waits for that is told the rest, and of a hit that it is
@@ -130,11 +141,12 @@ class Deliveries:
             self._channel.send(reply)
 
     def _deliver(self, delivery: _Delivery) -> Course:
-        request, runner = delivery.request, delivery.runner
-        memory = _Memory(self._device, delivery.nbytes, self._courses)
+        request, memory = delivery.request, delivery.memory
         try:
+            made = self._make(delivery)
+            yield made
             try:
-                yield from self._courses.elsewhere(memory.make)
+                made.result()
             except OutOfMemory as error:
                 del self._deliveries[request.id]
                 self._fail(delivery.session, request, error)
@@ -147,12 +159,32 @@ class Deliveries:
                     if first:
                         yield None
                     memory.window.queue(copies)
-            memory.window.settle()
-            del self._deliveries[request.id]
-            self._channel.send(delivery.told(), [memory.fd])
+            self._to_tell.append(delivery)
+            yield None
+            self._tell(delivery)
         finally:
-            runner.captures.close(request.id)
-            self._courses.later(memory.close)
+            self._close(delivery)
+
+    def _make(self, delivery: _Delivery) -> Future[None]:
+        if delivery.made is None:
+            self._to_make.remove(delivery)
+            delivery.made = self._courses.begin(delivery.memory.make)
+        return delivery.made
+
+    def _tell(self, delivery: _Delivery) -> None:
+        """When all copies have happened, for which it waits. Once."""
+        if delivery in self._to_tell:
+            self._to_tell.remove(delivery)
+            delivery.memory.window.settle()
+            del self._deliveries[delivery.request.id]
+            self._channel.send(delivery.told(), [delivery.memory.fd])
+
+    def _close(self, delivery: _Delivery) -> None:
+        for some in (self._to_make, self._to_tell):
+            if delivery in some:
+                some.remove(delivery)
+        delivery.runner.captures.close(delivery.request.id)
+        self._courses.later(delivery.memory.close)
 
 
 class _Memory:
@@ -160,7 +192,7 @@ class _Memory:
 
     def __init__(self, device: Device, nbytes: int, courses: Courses) -> None:
         self._device = device
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._courses = courses
         self.fd = -1
         self.bytes: Tensor
@@ -169,13 +201,13 @@ class _Memory:
     def make(self) -> None:
         """Raises OutOfMemory."""
         try:
-            self.fd = new_window("djinnd-capture", self._nbytes)
+            self.fd = new_window("djinnd-capture", self.nbytes)
         except OSError as error:
             raise OutOfMemory(
-                f"the host has no {self._nbytes:,} bytes for what is captured: {error}", needed=self._nbytes
+                f"the host has no {self.nbytes:,} bytes for what is captured: {error}", needed=self.nbytes
             ) from error
-        self.bytes = torch.frombuffer(map_writable(self.fd, self._nbytes), dtype=torch.uint8)
-        kind = StagedWindow if self._nbytes <= STAGED_BYTES else Window
+        self.bytes = torch.frombuffer(map_writable(self.fd, self.nbytes), dtype=torch.uint8)
+        kind = StagedWindow if self.nbytes <= STAGED_BYTES else Window
         self.window = kind(self._device, self.bytes, HOST_PAGE, self._courses)
         self.window.pin()
 
@@ -186,6 +218,7 @@ class _Memory:
             self.window.settle()
             self.window.release()
         os.close(self.fd)
+        self.fd = -1
 
 
 def _copies(delivery: _Delivery, piece: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -17,7 +17,7 @@ from djinn_client.points import Point
 from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import Hits, Ints, Records, SpanTable, sites_of
+from djinnd.engine.spans import Ints, Overlaps, Reach, Records, SpanTable, sites_of
 from djinnd.model.editing import CODES
 from djinnd.model.loader import DTYPES
 
@@ -89,7 +89,11 @@ class EditTable:
         else:
             self._table.drop(session)
 
-    def join(self, sessions: Sequence[str], starts: Ints, counts: Ints) -> Hits:
+    def reach(self, sessions: Sequence[str]) -> Reach | None:
+        """See SpanTable.reach."""
+        return self._table.reach(sessions)
+
+    def join(self, sessions: Sequence[str], starts: Ints, counts: Ints) -> Overlaps:
         return self._table.join(sessions, starts, counts)
 
     def _spans_of(self, edits: tuple[Edit, ...]) -> tuple[Records, Records]:

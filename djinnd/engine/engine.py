@@ -159,7 +159,7 @@ class Engine:
         started, began = self._requests.note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
-                sampled = self._runners[batch.model].run(batch, self._tiers.beside_step)
+                sampled = self._runners[batch.model].run(batch, self._beside_step)
         except Exception as error:
             self._fail_batch(batch, error)
             return True
@@ -177,6 +177,11 @@ class Engine:
             self._requests.finish(request)
         self._runners[batch.model].settle()
         return True
+
+    def _beside_step(self) -> bool:
+        """While the device has the step to do. → whether it is worth while to be called again."""
+        moving = self._tiers.beside_step()
+        return self._requests.deliveries.beside_step() or moving
 
     def _waited_for(self, batch: Batch) -> float:
         """The seconds of this step, and of those before it that nobody has waited for."""

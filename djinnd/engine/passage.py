@@ -12,8 +12,10 @@ change on the device, between two blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from djinn_client.points import Point
@@ -21,7 +23,7 @@ from djinnd.core.batch import Row
 from djinnd.device import Device
 from djinnd.engine.held import HeldRows
 from djinnd.engine.sending import send
-from djinnd.engine.spans import Ints, spread
+from djinnd.engine.spans import spread
 from djinnd.model.inputs import StepInputs
 from djinnd.model.probe import Probe, look
 
@@ -69,22 +71,22 @@ class Passage:
         inner: Probe | None,
     ) -> None:
         """Takes the slots of rows that join from the host side of `inputs`."""
-        self._gone_at, gone_tokens, _ = _spread(gone)
-        self._kept_at, kept_tokens, kept_as = _spread(kept)
-        self._come_at, come_tokens, come_as = _spread(come)
+        self._come = _Spread(come)
         host = inputs.host["slots"]
-        slots = host[come_tokens].astype(np.int64)
-        host[come_tokens] = _SCRATCH
-        arrays = [gone_tokens, kept_tokens, kept_as, come_tokens, come_as, slots]
-        (there,) = send(device, [np.concatenate(arrays)])
-        self._gone, self._kept, self._kept_as, self._come, self._come_as, self._come_slots = there.split(
-            [len(array) for array in arrays]
-        )
+        self._come_slots = host[self._come.tokens].astype(np.int64)
+        host[self._come.tokens] = _SCRATCH
+        self._moves = gone, kept
+        self._device = device
         self._held = held.tensor
         self._slots = inputs.slots
         self._inner = inner
-        own = {Point("resid", block) for block in (*self._gone_at, *self._come_at)}
-        self.points = frozenset(own if inner is None else own | inner.points)
+        blocks = [block for block, *_ in (*gone, *come)]
+        self.first = min(blocks if inner is None else (*blocks, inner.first))
+        self._own = frozenset(Point("resid", block) for block in blocks)
+
+    @cached_property
+    def points(self) -> frozenset[Point]:
+        return self._own if self._inner is None else self._own | self._inner.points
 
     def at(self, point: Point, value: Tensor) -> None:
         """See Probe."""
@@ -93,24 +95,49 @@ class Passage:
         if self._inner is not None:
             look(self._inner, point, value)
 
+    @cached_property
+    def _gone(self) -> _Spread:
+        return _Spread(self._moves[0])
+
+    @cached_property
+    def _kept(self) -> _Spread:
+        return _Spread(self._moves[1])
+
+    @cached_property
+    def _there(self) -> Sequence[Tensor]:
+        """All of it on the device: sent when the first row goes or comes, while that has the blocks before to do."""
+        gone, kept, come = self._gone, self._kept, self._come
+        arrays = [gone.tokens, kept.tokens, kept.held, come.tokens, come.held, self._come_slots]
+        (there,) = send(self._device, [np.concatenate(arrays)])
+        return torch.split(there, [len(array) for array in arrays])
+
     def _pass(self, block: int, rows: Tensor) -> None:
-        if (some := self._kept_at.get(block)) is not None:
-            self._held.index_copy_(0, self._kept_as[some], rows.index_select(0, self._kept[some]))
-        if (some := self._gone_at.get(block)) is not None:
-            self._slots.index_fill_(0, self._gone[some], _SCRATCH)
-        if (some := self._come_at.get(block)) is not None:
-            rows.index_copy_(0, self._come[some], self._held.index_select(0, self._come_as[some]))
-            self._slots.index_copy_(0, self._come[some], self._come_slots[some])
+        kept, gone, come = (spread.at.get(block) for spread in (self._kept, self._gone, self._come))
+        if gone is None and come is None:
+            return
+        gone_tokens, kept_tokens, kept_as, come_tokens, come_as, come_slots = self._there
+        if kept is not None:
+            self._held.index_copy_(0, kept_as[kept], rows.index_select(0, kept_tokens[kept]))
+        if gone is not None:
+            self._slots.index_fill_(0, gone_tokens[gone], _SCRATCH)
+        if come is not None:
+            rows.index_copy_(0, come_tokens[come], self._held.index_select(0, come_as[come]))
+            self._slots.index_copy_(0, come_tokens[come], come_slots[come])
 
 
-def _spread(moves: _Moves) -> tuple[dict[int, slice], Ints, Ints]:
-    """Their tokens and held rows, in the order of blocks, and which of them each block has."""
-    moves.sort()
-    at: dict[int, slice] = {}
-    end = 0
-    for block, _, count, _ in moves:
-        at[block] = slice(at[block].start if block in at else end, end + count)
-        end += count
-    _, firsts, counts, rows = np.array(moves, np.int64).reshape(-1, 4).T
-    tokens, of = spread(firsts, counts)
-    return at, tokens, tokens + (rows - firsts)[of]
+class _Spread:
+    """Moves by token, in the order of blocks: the tokens, their held rows, and which of them each block has."""
+
+    def __init__(self, moves: _Moves) -> None:
+        self.tokens = self.held = np.empty(0, np.int64)
+        self.at: dict[int, slice] = {}
+        if not moves:
+            return
+        moves.sort()
+        end = 0
+        for block, _, count, _ in moves:
+            self.at[block] = slice(self.at[block].start if block in self.at else end, end + count)
+            end += count
+        _, firsts, counts, rows = np.array(moves, np.int64).reshape(-1, 4).T
+        self.tokens, of = spread(firsts, counts)
+        self.held = self.tokens + (rows - firsts)[of]

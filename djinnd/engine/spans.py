@@ -17,6 +17,7 @@ elsewhere cost nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -41,6 +42,7 @@ SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
 
 _WHERES: tuple[Where, ...] = get_args(Where)
 _KINDS = 8  # more than there are
+_NOWHERE = 1 << 60  # a block
 _RUN = 2 * FOREVER  # more than any position: positions of all runs, one after another, ascend
 _NORM, _LOGITS = (_WHERES.index(where) for where in ("norm", "logits"))
 
@@ -66,6 +68,13 @@ def sites_of(points: Iterable[Point], shifts: Sequence[int] = ()) -> Records:
     return sites
 
 
+class Reach(NamedTuple):
+    """Of all points that some keys have."""
+
+    first: int  # the lowest block of those that are not behind all blocks
+    is_behind: bool  # whether there are others
+
+
 class Hits(NamedTuple):
     """One for each point at each position that a span is about. `span`: an index of the table's `spans`."""
 
@@ -78,14 +87,45 @@ class Hits(NamedTuple):
         return Hits(*(each[chosen] for each in self))
 
 
+class Overlaps:
+    """Spans at positions of a batch's rows, and their points. What each position hits is worked out when it is asked
+    for: that takes the host as long as a block takes the device, which may have blocks to do by then."""
+
+    def __init__(self, spans: Records, sites: Records, span: Ints, row: Ints, starts: Ints, counts: Ints) -> None:
+        """Of `spans` these, each with the row that it is at."""
+        found = spans[span]
+        low = np.maximum(found["start"], starts[row])
+        high = np.minimum(found["end"], (starts + counts)[row])
+        site, of = spread(found["site"], np.where(low < high, found["sites"], 0))
+        self.points: Ints = sites["point"][site]  # codes: of each span all of its points
+        self.rows: Ints = row[of]  # of the batch, one for each of those
+        self._given = found, sites, span, row, starts, counts, low, high
+
+    @cached_property
+    def hits(self) -> Hits:
+        found, sites, span, row, starts, counts, low, high = self._given
+        position, of = spread(low, high - low)
+        site, hit = spread(found["site"][of], found["sites"][of])
+        position, of, at = position[hit], of[hit], sites[site]
+        first_token = np.cumsum(counts) - counts
+        behind = position - found["start"][of]
+        return Hits(
+            span[of],
+            at["point"],
+            position - starts[row[of]] + first_token[row[of]],
+            found["row"][of] + found["stride"][of] * behind + at["shift"],
+        )
+
+
 class SpanTable:
     def __init__(self, fields: Sequence[tuple[str, type]] = ()) -> None:
         """`fields`: that the owner's spans have beside SPAN's."""
         self.dtype = np.dtype([*SPAN, *fields])
         self.version = 0  # of what is in it
         self._entries: dict[Hashable, tuple[Records, Records]] = {}  # spans, of which `site` counts in these sites
-        self._built = -1  # the version that the arrays are of
-        self._place: dict[Hashable, int] = {}
+        self._reach: dict[Hashable, Reach] = {}
+        self._built: int  # the version that the arrays are of
+        self._place: dict[Hashable, int]
         self._first: Ints  # run, and how many, by place
         self._count: Ints
         self._run_ends: Ints  # spans, by run
@@ -93,6 +133,7 @@ class SpanTable:
         self._ends: Ints
         self.spans: Records  # of all keys
         self._sites: Records
+        self._build()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -101,33 +142,30 @@ class SpanTable:
         return key in self._entries
 
     def set(self, key: Hashable, spans: Records, sites: Records) -> None:
+        codes = sites["point"]
+        behind = is_behind(codes)
         self._entries[key] = (spans, sites)
+        self._reach[key] = Reach(int((codes[~behind] // _KINDS).min(initial=_NOWHERE)), bool(behind.any()))
         self.version += 1
 
     def drop(self, key: Hashable) -> None:
         """One that is not there is none."""
         self.version += self._entries.pop(key, None) is not None
+        self._reach.pop(key, None)
 
-    def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Hits:
+    def reach(self, keys: Iterable[Hashable]) -> Reach | None:
+        """Wherever their spans are; None: they have none."""
+        there = [self._reach[key] for key in self._reach.keys() & keys]
+        return Reach(min(each.first for each in there), any(each.is_behind for each in there)) if there else None
+
+    def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Overlaps:
         """Of a batch of rows, each with positions [start, start + count) of the session of its key."""
+        if not self._entries:
+            return _NONE
         run, row = self._runs_of(keys)
         first, end = self._next(run, starts[row]), np.searchsorted(self._starts, run * _RUN + (starts + counts)[row])
         span, of = spread(first, end - first)
-        row, found = row[of], self.spans[span]
-        low = np.maximum(found["start"], starts[row])
-        high = np.minimum(found["end"], (starts + counts)[row])
-
-        position, of = spread(low, high - low)
-        site, hit = spread(found["site"][of], found["sites"][of])
-        position, of, sites = position[hit], of[hit], self._sites[site]
-        first_token = np.cumsum(counts) - counts
-        behind = position - found["start"][of]
-        return Hits(
-            span[of],
-            sites["point"],
-            position - starts[row[of]] + first_token[row[of]],
-            found["row"][of] + found["stride"][of] * behind + sites["shift"],
-        )
+        return Overlaps(self.spans, self._sites, span, row[of], starts, counts)
 
     def lasts(self, keys: Sequence[Hashable], starts: Ints) -> int:
         """For so many steps in which each key has one token more, from one that it has at `starts` on, hits are the
@@ -156,15 +194,15 @@ class SpanTable:
         """The last place is that of keys that the table does not have."""
         every = list(self._entries.values())
         self._place = {key: place for place, key in enumerate(self._entries)}
-        self.spans = np.concatenate([np.empty(0, self.dtype), *(spans for spans, _ in every)])
-        self._sites = np.concatenate([np.empty(0, SITE), *(sites for _, sites in every)])
+        self.spans = _joined([spans for spans, _ in every], self.dtype)
+        self._sites = _joined([sites for _, sites in every], SITE)
         spans, sites = (np.array([len(each[kind]) for each in every], np.int64) for kind in (0, 1))
         self.spans["site"] += np.repeat(np.cumsum(sites) - sites, spans)
 
         starts, ends = self.spans["start"], self.spans["end"]
         place = np.repeat(np.arange(len(every)), spans)
         begins = np.ones(len(starts), np.bool_)
-        begins[1:] = (starts[1:] < ends[:-1]) | (np.diff(place) != 0)
+        begins[1:] = (starts[1:] < ends[:-1]) | (place[1:] != place[:-1])
         run = np.cumsum(begins) - 1
         self._starts, self._ends = starts + run * _RUN, ends + run * _RUN
         self._run_ends = np.append(np.flatnonzero(begins)[1:], len(starts))
@@ -173,8 +211,17 @@ class SpanTable:
         self._built = self.version
 
 
+def _joined(arrays: Sequence[Records], dtype: np.dtype[np.void]) -> Records:
+    """Their own memory. Where there is one, as there mostly is, without what numpy does for records of two types."""
+    return arrays[0].copy() if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+
+
 def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     """The numbers first[i], first[i] + 1, … for each i, count[i] of them; and i of each."""
     of = np.repeat(np.arange(len(count)), count)
     behind = np.arange(len(of)) - (np.cumsum(count) - count)[of]
     return first[of] + behind, of
+
+
+_NO_ONE = np.empty(0, np.int64)
+_NONE = Overlaps(np.empty(0, SPAN), np.empty(0, SITE), *[_NO_ONE] * 4)

@@ -9,8 +9,8 @@ edits' numbers. All indices of a probe come to the device in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -22,39 +22,64 @@ from djinnd.device import Device
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
 from djinnd.engine.sending import send
-from djinnd.engine.spans import Hits, Ints, is_behind, point_of, spread
+from djinnd.engine.spans import Hits, Ints, Overlaps, is_behind, point_of, spread
 from djinnd.model.editing import EditRows, apply
 
 
 class StepProbe:
-    """A Probe (model/probe.py)."""
+    """A Probe (model/probe.py). What it does where is found out when the step comes to the first block in question: by
+    then the device has those before it to do, and nobody waits for it."""
 
-    def __init__(self, device: Device, edits: Hits, seen: Hits, table: EditTable, captures: Captures) -> None:
-        """The hits' tokens are rows of what `at` is given."""
-        self._edits: dict[Point, list[tuple[Tensor, EditRows]]] = {}
-        self._seen: dict[Point, tuple[Tensor, Tensor, Tensor]] = {}  # from, to, and of which tensor
+    def __init__(
+        self,
+        device: Device,
+        first: int,
+        codes: Callable[[], Iterable[int]],
+        hits: Callable[[], tuple[Hits, Hits]],
+        table: EditTable,
+        captures: Captures,
+    ) -> None:
+        """`codes`: of the points, none of a block below `first`. `hits`: of edits and captures, at these points; their
+        tokens are rows of what `at` is given."""
+        self.first = first
+        self._device = device
+        self._codes = codes
+        self._hits = hits
+        self._table = table
+        self._captures = captures
+
+    @cached_property
+    def points(self) -> frozenset[Point]:
+        return frozenset(map(point_of, self._codes()))
+
+    @cached_property
+    def _does(self) -> tuple[dict[Point, list[tuple[Tensor, EditRows]]], dict[Point, tuple[Tensor, Tensor, Tensor]]]:
+        """Edits, and captures: from, to, and of which tensor."""
+        edits, seen = self._hits()
         edits, edit_groups = _grouped(edits)
         seen, seen_groups = _grouped(seen)
-        does = table.spans[edits.span]
+        does = self._table.spans[edits.span]
         fields = [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
-        sent = send(device, [edits.token, edits.row, seen.token, seen.row, *fields])
+        sent = send(self._device, [edits.token, edits.row, seen.token, seen.row, *fields])
         where, value, source, target, op, scale, low, high = sent
+        edited: dict[Point, list[tuple[Tensor, EditRows]]] = {}
+        captured: dict[Point, tuple[Tensor, Tensor, Tensor]] = {}
         for point, group in edit_groups:
-            bank = table.bank(of_logits=point.where == "logits")
+            bank = self._table.bank(of_logits=point.where == "logits")
             rows = EditRows(op[group], scale[group], low[group], high[group], value[group], bank)
-            self._edits.setdefault(point, []).append((where[group], rows))
+            edited.setdefault(point, []).append((where[group], rows))
         for point, group in seen_groups:
-            assert point not in self._seen, f"one position is captured twice at {point}"
-            self._seen[point] = source[group], target[group], captures.into(of_logits=point.where == "logits")
-        self.points = frozenset(self._edits.keys() | self._seen.keys())
+            assert point not in captured, f"one position is captured twice at {point}"
+            captured[point] = source[group], target[group], self._captures.into(of_logits=point.where == "logits")
+        return edited, captured
 
     def at(self, point: Point, value: Tensor) -> None:
         """value: [1, rows, width], changed in place."""
+        edited, captured = self._does
         rows = value[0]
-        for where, edits in self._edits.get(point, ()):
+        for where, edits in edited.get(point, ()):
             apply(rows, where, edits)
-        seen = self._seen.get(point)
-        if seen is not None:
+        if (seen := captured.get(point)) is not None:
             source, target, into = seen
             into.index_copy_(0, target, rows.index_select(0, source))
 
@@ -74,12 +99,21 @@ class Touched:
         self._sessions = [row.session for row in rows]
         self._starts, self._counts = np.array([row.start for row in rows]), np.array([row.count for row in rows])
         self._probes: dict[tuple[bytes, bool], StepProbe | None] = {}
-        names = [session.id for session in self._sessions]
-        self._edits = table.join(names, self._starts, self._counts)
-        self._seen = captures.join([row.request.id for row in rows], self._starts, self._counts)
+        self._names = [session.id for session in self._sessions]
+        self._requests = [row.request.id for row in rows]
+        reaches = table.reach(self._names), captures.reach(self._requests)
+        self._reaches = [reach for reach in reaches if reach is not None]
         self._lasts = 1
         if batch.decode_only and not len(captures):
-            self._lasts = table.lasts(names, self._starts)
+            self._lasts = table.lasts(self._names, self._starts)
+
+    @cached_property
+    def _edits(self) -> Overlaps:
+        return self._table.join(self._names, self._starts, self._counts)
+
+    @cached_property
+    def _seen(self) -> Overlaps:
+        return self._captures.join(self._requests, self._starts, self._counts)
 
     def lasts(self, batch: Batch) -> bool:
         """Whether this is as true of that batch."""
@@ -93,54 +127,94 @@ class Touched:
     @cached_property
     def behind(self) -> frozenset[int]:
         """The rows that are touched behind the blocks."""
-        codes = np.concatenate([self._edits.point, self._seen.point])
-        tokens = np.concatenate([self._edits.token, self._seen.token])[is_behind(codes)]
-        return frozenset(np.searchsorted(np.cumsum(self._counts), tokens, side="right").tolist())
+        if not any(reach.is_behind for reach in self._reaches):
+            return frozenset()
+        rows = [some.rows[is_behind(some.points)] for some in (self._edits, self._seen)]
+        return frozenset(np.concatenate(rows).tolist())
 
     def part(self, rows: Sequence[int]) -> Part:
         """A pass that brings these rows, in their order."""
+        return Part(self, np.array(rows))
+
+    def tokens(self, rows: Ints) -> Ints:
         first = np.cumsum(self._counts) - self._counts
-        index = np.array(rows)
-        tokens, _ = spread(first[index], self._counts[index])
-        return Part(self, tokens)
+        return spread(first[rows], self._counts[rows])[0]
 
     def seen_behind(self, tokens: Ints) -> Ints:
         """Of these tokens, the indices of those whose norm or logits are captured."""
-        indices: Ints = np.flatnonzero(np.isin(tokens, self._seen.token[is_behind(self._seen.point)]))
+        if not any(reach.is_behind for reach in self._reaches):
+            return _NOBODY
+        hits = self._seen.hits
+        indices: Ints = np.flatnonzero(np.isin(tokens, hits.token[is_behind(hits.point)]))
         return indices
 
-    def probe(self, tokens: Ints, *, behind: bool) -> StepProbe | None:
-        """Of a pass that brings these tokens, in their order; `behind`: of an epilogue that is given them. None: it has
-        nothing to do there."""
-        key = tokens.tobytes(), behind
+    def probe(self, rows: Ints) -> StepProbe | None:
+        """Of prologue and blocks of a pass that brings these rows, in their order. None: nobody in the batch has edits
+        or captures."""
+        if not self._reaches:
+            return None
+        key = rows.tobytes(), False
         if key not in self._probes:
-            place = np.full(self._counts.sum(), -1)
-            place[tokens] = np.arange(len(tokens))
-            edits, seen = (_placed(hits, place, behind) for hits in (self._edits, self._seen))
-            has_any = len(edits.token) or len(seen.token)
-            self._probes[key] = StepProbe(self._device, edits, seen, self._table, self._captures) if has_any else None
+            first = min(reach.first for reach in self._reaches)
+            self._probes[key] = self._new_probe(first, partial(self._codes, rows), partial(self.tokens, rows), False)
         return self._probes[key]
+
+    def _codes(self, rows: Ints) -> set[int]:
+        """Of the points before the last block's end at which something is done to these rows."""
+        codes = [some.points[np.isin(some.rows, rows)] for some in (self._edits, self._seen)]
+        joined = np.concatenate(codes)
+        return set(joined[~is_behind(joined)].tolist())
+
+    def probe_behind(self, tokens: Ints) -> StepProbe | None:
+        """Of an epilogue that is given these tokens, in their order. None: it has nothing to do there."""
+        if not any(reach.is_behind for reach in self._reaches):
+            return None
+        key = tokens.tobytes(), True
+        if key not in self._probes:
+            hits = [some.hits for some in (self._edits, self._seen)]
+            codes = [some.point[is_behind(some.point) & np.isin(some.token, tokens)] for some in hits]
+            found = set(np.concatenate(codes).tolist())
+            self._probes[key] = self._new_probe(0, lambda: found, lambda: tokens, True) if found else None
+        return self._probes[key]
+
+    def _new_probe(
+        self, first: int, codes: Callable[[], Iterable[int]], tokens: Callable[[], Ints], behind: bool
+    ) -> StepProbe:
+        def hits() -> tuple[Hits, Hits]:
+            there = tokens()
+            place = np.full(self._counts.sum(), -1)
+            place[there] = np.arange(len(there))
+            return _placed(self._edits.hits, place, behind), _placed(self._seen.hits, place, behind)
+
+        return StepProbe(self._device, first, codes, hits, self._table, self._captures)
 
 
 class Part:
     """The same of the rows of one pass. Tokens count in the pass."""
 
-    def __init__(self, touched: Touched, tokens: Ints) -> None:
+    def __init__(self, touched: Touched, rows: Ints) -> None:
         self._touched = touched
-        self._tokens = tokens
+        self._rows = rows
+
+    @cached_property
+    def _tokens(self) -> Ints:
+        return self._touched.tokens(self._rows)
 
     def probe(self) -> StepProbe | None:
         """Of prologue and blocks."""
-        return self._touched.probe(self._tokens, behind=False)
+        return self._touched.probe(self._rows)
 
     def probe_behind(self, picks: Sequence[int]) -> StepProbe | None:
         """Of an epilogue that is given these tokens, none twice."""
-        return self._touched.probe(self._tokens[list(picks)], behind=True)
+        return self._touched.probe_behind(self._tokens[list(picks)])
 
     def seen_behind(self, others: Sequence[int]) -> list[int]:
         """Tokens whose norm or logits are captured, but for `others`."""
         tokens: list[int] = np.setdiff1d(self._touched.seen_behind(self._tokens), others).tolist()
         return tokens
+
+
+_NOBODY = np.empty(0, np.int64)
 
 
 def _placed(hits: Hits, place: Ints, behind: bool) -> Hits:

@@ -58,6 +58,11 @@ class Window:
         if len(self._flying) > 2:
             self._flying.popleft().wait()
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether all copies that were queued have happened."""
+        return all(event.has_passed() for event in self._flying)
+
     def settle(self) -> None:
         """Waits for the copies in flight."""
         while self._flying:

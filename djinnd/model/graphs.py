@@ -32,7 +32,7 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.model.adapter import Prologue
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
-from djinnd.model.probe import Probe, blocks_seen, is_behind_blocks, look
+from djinnd.model.probe import Probe, look, looks_inside
 from djinnd.model.unowned import unowned
 
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -107,18 +107,15 @@ class StepGraphs:
 
     def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
         """Runs the step through all blocks, or through these (as PagedModel.forward has it), by graphs if the shape has
-        been captured and `probe` wants nothing behind the blocks. → logits [picks, vocab], valid until the next step;
+        been captured. `probe` is shown nothing behind the blocks. → logits [picks, vocab], valid until the next step;
         None where none are wanted."""
         blocks = range(self._model.num_blocks) if blocks is None else blocks
         assert not picks or blocks.stop == self._model.num_blocks, (
             "what has not been through the last block has no logits"
         )
         captured, residency = self._captured.get(shape), self._model.residency
-        if captured is None or (probe is not None and is_behind_blocks(probe)):
+        if captured is None:
             return self._run_eagerly(shape, picks, probe, blocks)
-        seen = frozenset[int]() if probe is None else blocks_seen(probe)
-        if seen:
-            self._attend(shape)
         prologue, *graphs, epilogue = captured.graphs
         with self._device.span("compute", "prologue"):
             prologue.replay()
@@ -130,7 +127,8 @@ class StepGraphs:
         if residency.streams or self._device.trace is not None or probe is not None:
             for index in blocks:
                 residency.begin(index)
-                if index in seen:
+                if probe is not None and looks_inside(probe, index):
+                    self._attend(shape)
                     given = captured.resid[index], captured.prologue.arguments[index]
                     captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
                 else:
@@ -155,7 +153,7 @@ class StepGraphs:
         hidden = model.forward(
             inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
         )
-        return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
+        return model.logits(hidden, inputs.picks(shape.rows))[:picks] if picks else None
 
     def _attend(self, shape: Shape) -> None:
         self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)

@@ -11,7 +11,7 @@ from djinn_client.points import Point
 from djinnd.model.attention import attention_for
 from djinnd.model.hf_attention import AttentionContext, BlockKV
 from djinnd.model.inputs import StepInputs
-from djinnd.model.probe import Probe, blocks_seen, look, watching
+from djinnd.model.probe import Probe, look, looks_inside, watching
 from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton
 
@@ -65,13 +65,13 @@ class PagedModel:
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
-        inside = frozenset[int]() if probe is None else blocks_seen(probe)
         self.residency.pass_over(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), hidden)
         for index in blocks:
             self.residency.begin(index)
-            hidden = self.run_block(index, hidden, prologue.arguments[index], probe if index in inside else None)
+            within = probe if probe is not None and looks_inside(probe, index) else None
+            hidden = self.run_block(index, hidden, prologue.arguments[index], within)
             self.residency.end(index)
             if probe is not None:
                 look(probe, Point("resid", index + 1), hidden)

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from djinn_client.points import Point
+from djinn_client.points import Point, Where
+
+INSIDE: tuple[Where, ...] = ("attn", "mlp")
 
 
 class Probe(Protocol):
@@ -21,7 +23,13 @@ class Probe(Protocol):
     stream; in a step that runs some of the blocks, from before the first to behind the last of those. norm and logits
     come only where logits are wanted, and once each time that they are."""
 
-    points: frozenset[Point]
+    @property
+    def first(self) -> int:
+        """No point is of a block below this one. Until the blocks below it have been launched, nobody asks for
+        `points`, which may take the host as long to find as the device needs for a block."""
+
+    @property
+    def points(self) -> frozenset[Point]: ...
 
     def at(self, point: Point, value: Tensor) -> None:
         """`value`, in the model's dtype, is what the model goes on with when this returns, and may be changed in place;
@@ -30,18 +38,13 @@ class Probe(Protocol):
 
 
 def look(probe: Probe, point: Point, value: Tensor) -> None:
-    if point in probe.points:
+    if point.block >= probe.first and point in probe.points:
         probe.at(point, value)
 
 
-def blocks_seen(probe: Probe) -> frozenset[int]:
-    """The blocks of which more is shown than what lies between them."""
-    return frozenset(point.block for point in probe.points if point.where in ("attn", "mlp"))
-
-
-def is_behind_blocks(probe: Probe) -> bool:
-    """Whether it wants something of the epilogue."""
-    return any(point.where in ("norm", "logits") for point in probe.points)
+def looks_inside(probe: Probe, block: int) -> bool:
+    """Whether it is shown more of the block than what lies before and behind it."""
+    return block >= probe.first and any(Point(where, block) in probe.points for where in INSIDE)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def _check_between_blocks(name: str, point: Point, model: PointMap) -> None:
     """Raises InvalidRequest with the nearest point at which a call can stop."""
     if point.where == "resid":
         return
-    block = model.blocks - 1 if point.where in ("norm", "logits") else point.block
+    block = model.blocks - 1 if point.is_behind else point.block
     near = f"blocks.{block}.hook_resid_{'pre' if point.where == 'attn' else 'post'}"
     raise InvalidRequest(
         f"{name} is not between two blocks, and a call stops between blocks only: the nearest is {near}; what is at "

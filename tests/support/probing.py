@@ -17,6 +17,7 @@ class Looking:
 
     def __init__(self, points: Iterable[Point], changes: Mapping[Point, Change] | None = None) -> None:
         self.changes = dict(changes or {})
+        self.first = 0
         self.points = frozenset(points) | frozenset(self.changes)
         self.seen: dict[Point, list[Tensor]] = defaultdict(list)  # [tokens, width], one each time
         self.order: list[Point] = []

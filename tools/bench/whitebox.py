@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,13 +116,13 @@ def beside(
 # --- captures and calls ---------------------------------------------------------------------------------------------
 
 
-def captured(address: str, info: ModelInfo, way: str, tokens: int, rounds: int) -> Captured:
+def captured(address: str, info: ModelInfo, way: str, tokens: int, rounds: int, seeds: Iterator[int]) -> Captured:
     """Each time in a session of its own, with a prompt of its own: nothing of it is there already."""
     plain, seconds, points, nbytes = [], [], 0, 0
     for number in range(rounds + 1):
         for capturing in (False, True) if number % 2 else (True, False):
             with djinn.Session(MODEL, address=address) as session:
-                text = prompt(tokens, info.vocab, 2 * number + capturing)
+                text = prompt(tokens, info.vocab, next(seeds))
                 began = time.perf_counter()
                 if not capturing:
                     session.generate(text, max_tokens=1)
@@ -242,8 +244,9 @@ def measure(
         say("calls")
         found["calls"] = calls(address, info, 20 * rounds)._asdict()
         say("captures")
+        seeds = count()
         found["captured"] = [
-            captured(address, info, way, length, rounds)._asdict() for way in ("one point", "all blocks")
+            captured(address, info, way, length, rounds, seeds)._asdict() for way in ("one point", "all blocks")
         ]
         found["beside"] = beside(address, info, others, steered, tokens, rounds)
     return found

@@ -31,7 +31,7 @@ def captures(device: CpuDevice) -> Captures:
 def test_each_point_has_a_row_for_each_position_and_nobody_has_another_s(captures: Captures) -> None:
     captures.open(1, [RESID, LOGITS, ATTN], first=5, room=3)
     captures.open(2, [RESID], first=0, room=2)
-    hits = captures.join([1, 2, 7], np.array([4, 0, 0]), np.array([10, 10, 3]))
+    hits = captures.join([1, 2, 7], np.array([4, 0, 0]), np.array([10, 10, 3])).hits
     rows = {(code, token): row for code, token, row in zip(hits.point, hits.token, hits.row, strict=True)}
     assert {token for _, token in rows} == {1, 2, 3, 10, 11}, "what has room, of those that capture"
     narrow = [row for (code, _), row in rows.items() if code != code_of(LOGITS)]
@@ -43,7 +43,7 @@ def test_points_lie_in_a_window_as_they_were_asked_for(captures: Captures) -> No
     captures.open(1, [LOGITS, RESID, ATTN], first=5, room=3)
     sizes = [3 * VOCAB * 2, 3 * WIDTH * 2, 3 * WIDTH * 2]
     assert captures.offsets(1) == [0, sizes[0], sizes[0] + sizes[1], sum(sizes)]
-    hits = captures.join([1], np.array([5]), np.array([3]))
+    hits = captures.join([1], np.array([5]), np.array([3])).hits
     for code, token, row in zip(hits.point, hits.token, hits.row, strict=True):
         captures.into(of_logits=code == code_of(LOGITS))[row] = float(100 * code + token)
     for point, rows in zip([LOGITS, RESID, ATTN], captures.rows_of(1, 2), strict=True):
@@ -62,7 +62,7 @@ def test_what_is_closed_is_others_and_the_last_gives_the_memory_back(captures: C
     for request in (2, 3, 3, 9):
         captures.close(request)
     assert device.budget.used == 0 and len(captures) == 0
-    assert len(captures.join([1, 2, 3], np.array([0, 0, 0]), np.array([4, 4, 4])).row) == 0
+    assert len(captures.join([1, 2, 3], np.array([0, 0, 0]), np.array([4, 4, 4])).hits.row) == 0
 
 
 def test_what_has_no_room_takes_none(captures: Captures, device: CpuDevice) -> None:

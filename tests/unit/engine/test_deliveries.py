@@ -116,6 +116,53 @@ def test_what_was_captured_comes_with_the_final_reply(
     assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
 
 
+def test_beside_a_step_windows_are_made_and_what_has_come_is_told(engine: Engine) -> None:
+    """So that nobody waits for it between two steps."""
+    request = engine.begin()
+    assert not engine.deliveries.beside_step(), "there is nothing to tell yet"
+    made = next(iter(engine.deliveries._deliveries.values())).made
+    assert made is not None
+    made.result(SECONDS)
+    engine.deliveries.ended(request, finished(request, 4))
+    engine.server.setblocking(False)
+    assert engine.courses.turn(), "all is copied, and it goes on in the next turn, if no step comes first"
+    with pytest.raises(BlockingIOError):
+        engine.server.recv(1, socket.MSG_PEEK)
+    until = time.monotonic() + SECONDS
+    while engine.deliveries.beside_step():
+        assert time.monotonic() < until
+    data, (fd,), _, _ = socket.recv_fds(engine.server, 1 << 16, 4)
+    os.close(fd)
+    (frame,) = FrameDecoder(1 << 20).feed(data)
+    reply = messages.decode_from_engine(frame.payload)
+    assert isinstance(reply, messages.Finished) and reply.capture is not None
+    engine.deliveries.drop(request)
+    assert engine.courses.turn() is False
+    with pytest.raises(BlockingIOError):
+        engine.server.recv(1)
+    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1], ids=["made", "copied"])
+def test_what_is_dropped_beside_a_step_is_never_told(engine: Engine, turns: int) -> None:
+    before = open_descriptors()
+    request = engine.begin()
+    engine.deliveries.beside_step()
+    made = next(iter(engine.deliveries._deliveries.values())).made
+    assert made is not None
+    made.result(SECONDS)
+    engine.deliveries.ended(request, finished(request, 4))
+    for _ in range(turns):
+        engine.courses.turn()
+    engine.deliveries.drop(request)
+    assert not engine.deliveries.beside_step() and not engine.courses.turn()
+    engine.courses.close()
+    assert engine.device.budget.used == 0 and open_descriptors() == before
+    engine.server.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        engine.server.recv(1)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_is_dropped_gives_all_back_and_says_nothing(engine: Engine, begun: bool) -> None:
     before = open_descriptors()

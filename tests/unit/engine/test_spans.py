@@ -56,7 +56,7 @@ def test_hits_are_what_one_would_find_one_by_one(
         entries.pop(key, None)
     assert len(table) == len(entries)
     starts, counts = np.array([start for _, start, _ in rows]), np.array([count for *_, count in rows])
-    hits = table.join([key for key, *_ in rows], starts, counts)
+    hits = table.join([key for key, *_ in rows], starts, counts).hits
     expected, token = [], 0
     for key, first, count in rows:
         for position in range(first, first + count):

@@ -18,7 +18,9 @@ from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
+from djinnd.engine.spans import SpanTable
 from djinnd.engine.step_probe import StepProbe, Touched
+from djinnd.model.probe import look, looks_inside
 from tests.support.hooked import changes_of, name_of
 from tests.support.whitebox import an_edit
 
@@ -136,8 +138,28 @@ def test_rows_of_all_sessions_are_edited_together_as_each_by_itself(
 
 
 def test_a_batch_that_nothing_touches_has_no_probe(steered: Touching) -> None:
+    part = steered.touched(steered.batch((2, 7, 1))).part([0])
+    assert part.probe() is None and part.probe_behind([0]) is None
     part = steered.touched(steered.batch((2, 7, 1), (0, 0, 5))).part([0, 1])
-    assert part.probe() is None and part.probe_behind([0, 1]) is None
+    probe = part.probe()
+    assert probe is not None and probe.points == frozenset(), "of one who is steered elsewhere"
+    assert part.probe_behind([0, 1]) is None
+
+
+def test_nobody_looks_up_what_is_touched_before_the_first_block_in_question(
+    steered: Touching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device would wait for it."""
+    joins: list[object] = []
+    join = SpanTable.join
+    monkeypatch.setattr(SpanTable, "join", lambda *given: joins.append(given) or join(*given))
+    probe = steered.touched(steered.batch((0, 9, 1), (2, 3, 1))).part([0, 1]).probe()
+    assert probe is not None and probe.first == RESID.block
+    value = torch.zeros(1, 2, WIDTH)
+    look(probe, Point("resid", RESID.block - 1), value)
+    assert not looks_inside(probe, RESID.block - 1) and not joins and not value.any()
+    look(probe, RESID, value)
+    assert joins and value.sum(dim=2).tolist() == [[WIDTH, 0.0]]
 
 
 def test_rows_that_are_touched_behind_the_blocks(steered: Touching) -> None:

@@ -13,7 +13,7 @@ from djinn_client.points import Point
 from djinnd import messages
 from djinnd.core.edits import Edit, Extent, cut, ended, now
 from djinnd.model.graphs import Shape, StepGraphs
-from djinnd.model.probe import Probe, blocks_seen, is_behind_blocks
+from djinnd.model.probe import INSIDE, Probe
 from tests.support import reference
 from tests.support.descriptors import open_descriptors
 from tests.support.hooked import Hooked
@@ -172,8 +172,9 @@ def test_rows_that_are_touched_behind_the_blocks_leave_graphs_to_the_others(
         def run(
             self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
         ) -> Tensor | None:
-            assert probe is None or not is_behind_blocks(probe)
-            inside.append(probe is not None and bool(blocks_seen(probe)))
+            points = frozenset[Point]() if probe is None else probe.points
+            assert not any(point.is_behind for point in points)
+            inside.append(any(point.where in INSIDE for point in points))
             replays.append(shape)
             return super().run(shape, picks, probe, blocks)
 

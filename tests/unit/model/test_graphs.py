@@ -38,6 +38,7 @@ class Seen:
     """A probe that keeps what it is shown, and may put something else there at one boundary."""
 
     def __init__(self, given_at: int = -1, given: Tensor | None = None) -> None:
+        self.first = 0
         self.points = frozenset(Point("resid", block) for block in range(BLOCKS + 1))
         self.seen: dict[int, Tensor] = {}
         self._given = {given_at: given}
@@ -159,11 +160,33 @@ def test_only_the_block_that_somebody_looks_into_runs_without_its_graph(
     assert replayed(graphs) == sorted(set(range(BLOCKS + 2)) - alone)
 
 
+class Late:
+    """A probe that notes when it is asked where it looks."""
+
+    def __init__(self, point: Point, launched: Callable[[], list[int]]) -> None:
+        self.first = point.block
+        self.seen: list[Point] = []
+        self.asked: list[list[int]] = []  # what had been launched
+        self._point = point
+        self._launched = launched
+
+    @property
+    def points(self) -> frozenset[Point]:
+        self.asked.append(self._launched())
+        return frozenset({self._point})
+
+    def at(self, point: Point, value: Tensor) -> None:
+        self.seen.append(point)
+
+
+@pytest.mark.parametrize("where", ["resid", "attn"])
 @torch.inference_mode()
-def test_who_looks_behind_the_blocks_has_a_step_without_graphs(graphs: StepGraphs) -> None:
-    seen = Looking([Point("norm"), Point("attn", 1)])
-    assert graphs.run(SHAPE, 1, seen) is not None
-    assert replayed(graphs) == [] and seen.order == [Point("attn", 1), Point("norm")]
+def test_nobody_asks_where_it_looks_before_the_blocks_that_come_first_are_launched(
+    graphs: StepGraphs, where: Where
+) -> None:
+    probe = Late(Point(where, 2), lambda: replayed(graphs))
+    assert graphs.run(SHAPE, 1, probe) is not None and probe.seen == [Point(where, 2)]
+    assert probe.asked[0] == [0, 1, 2], "the prologue, and blocks 0 and 1"
 
 
 @pytest.mark.parametrize(("max_tokens", "max_rows"), [(16, 4), (32, 64), (100, 20), (2048, 256)])

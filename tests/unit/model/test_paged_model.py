@@ -74,6 +74,7 @@ class Handing:
     """A probe that keeps what is at the end of one part of the blocks, and puts it where the next begins."""
 
     def __init__(self, *points: Point, given: Tensor | None = None) -> None:
+        self.first = 0
         self.points = frozenset(points)
         self.given = given
         self.seen: dict[Point, Tensor] = {}
