@@ -134,7 +134,7 @@ class Functions(Struct, frozen=True):
 class Scheduling(Struct, frozen=True):
     """See docs/scheduling.md."""
 
-    slowdown: Annotated[float, Meta(ge=1)] = 1.25  # of a step with sessions that decode, by what joins them
+    slowdown: Annotated[float, Meta(ge=1)] = 1.25  # times a step of one session, that decodes, with what joins it
     between_tokens: Seconds = 0  # up to which a step may become longer in any case
     ageing: Seconds = 10  # after which a session that had no row comes first, one at a time
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from djinn_client.points import Point
@@ -58,16 +60,18 @@ class StepProbe:
         edits, seen = self._hits()
         edits, edit_groups = _grouped(edits)
         seen, seen_groups = _grouped(seen)
-        does = self._table.spans[edits.span]
-        fields = [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
-        sent = send(self._device, [edits.token, edits.row, seen.token, seen.row, *fields])
-        where, value, source, target, op, scale, low, high = sent
+        arrays: list[npt.NDArray[Any]] = [seen.token, seen.row]
+        if edit_groups:
+            does = self._table.spans[edits.span]
+            arrays += [edits.token, edits.row]
+            arrays += [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
+        source, target, *given = send(self._device, arrays)
         edited: dict[Point, list[tuple[Tensor, EditRows]]] = {}
         captured: dict[Point, tuple[Tensor, Tensor, Tensor]] = {}
         for point, group in edit_groups:
+            where, value, op, scale, low, high = (each[group] for each in given)
             bank = self._table.bank(of_logits=point.where == "logits")
-            rows = EditRows(op[group], scale[group], low[group], high[group], value[group], bank)
-            edited.setdefault(point, []).append((where[group], rows))
+            edited.setdefault(point, []).append((where, EditRows(op, scale, low, high, value, bank)))
         for point, group in seen_groups:
             assert point not in captured, f"one position is captured twice at {point}"
             captured[point] = source[group], target[group], self._captures.into(of_logits=point.where == "logits")
@@ -161,9 +165,11 @@ class Touched:
 
     def _codes(self, rows: Ints) -> set[int]:
         """Of the points before the last block's end at which something is done to these rows."""
-        codes = [some.points[np.isin(some.rows, rows)] for some in (self._edits, self._seen)]
-        joined = np.concatenate(codes)
-        return set(joined[~is_behind(joined)].tolist())
+        codes = np.concatenate([some.points for some in (self._edits, self._seen)])
+        if len(rows) < len(self._counts):
+            of_rows = np.concatenate([some.rows for some in (self._edits, self._seen)])
+            codes = codes[np.isin(of_rows, rows)]
+        return set(codes[~is_behind(codes)].tolist())
 
     def probe_behind(self, tokens: Ints) -> StepProbe | None:
         """Of an epilogue that is given these tokens, in their order. None: it has nothing to do there."""
@@ -218,12 +224,16 @@ _NOBODY = np.empty(0, np.int64)
 
 
 def _placed(hits: Hits, place: Ints, behind: bool) -> Hits:
+    if not len(hits.token):
+        return hits
     hits = hits._replace(token=place[hits.token])
     return hits.of((hits.token >= 0) & (is_behind(hits.point) == behind))
 
 
 def _grouped(hits: Hits) -> tuple[Hits, list[tuple[Point, slice]]]:
     """Spans of a session are in the order of the edits' numbers, and so are the groups of a point."""
+    if len(hits.token) < 2:  # as where one session stands at a breakpoint, or nobody: then it has to be quick
+        return hits, [(point_of(int(point)), slice(None)) for point in hits.point]
     hits = hits.of(np.lexsort((hits.span, hits.token, hits.point)))
     index = np.arange(len(hits.token))
     again = np.zeros(len(index), np.bool_)
@@ -232,5 +242,5 @@ def _grouped(hits: Hits) -> tuple[Hits, list[tuple[Point, slice]]]:
     order = np.lexsort((rank, hits.point))
     hits, rank = hits.of(order), rank[order]
     ends = np.flatnonzero(np.diff(rank) | np.diff(hits.point)) + 1
-    edges = [0, *ends.tolist(), len(index)] if len(index) else [0]
+    edges = [0, *ends.tolist(), len(index)]
     return hits, [(point_of(int(hits.point[first])), slice(first, end)) for first, end in pairwise(edges)]

@@ -21,12 +21,16 @@ LEAST_CHUNK = 64
 # then lower classes take the device for as long as so many steps of one row, at most.
 LATELY_S = 10.0
 BUSY_STEPS = 3.0
+# Where those that decode take longer by themselves than `Policy.slowdown` allows for, what joins them makes the step at
+# most so many times as long.
+CROWDED_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`slowdown`: so much longer a step may become by what joins sessions that decode; `between_tokens`: seconds that
-    it may take in any case; `ageing`: seconds, see ageing.py."""
+    """`slowdown`: times the step of one row, as which a step may take by what joins sessions that decode; if these take
+    longer, see CROWDED_SLOWDOWN. `between_tokens`: seconds that it may take in any case; `ageing`: seconds, see
+    ageing.py."""
 
     slowdown: float = 1.25
     between_tokens: float = 0.0
@@ -68,11 +72,12 @@ class Room:
     get what it leaves. The first that is asked has a token in any case, if nobody protected decodes.
 
     Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own;
-    where nobody decodes, of a prompt that is read, from lower classes. These may make the step `slowdown` times as
-    long as it would be without them; while nobody knows how long that is, they stay out of it until it has been
-    measured. Who may call in a moment is protected from finding the device busy with lower classes for long. Nobody
-    is protected in the lowest class, nor who has said that it works in bulk. Where reading the weights takes the
-    time, as with a streamed model, joining costs nothing, and all join.
+    where nobody decodes, of a prompt that is read, from lower classes. With them, a step that decodes may take
+    `slowdown` times as long as one of a single row does, and one that reads so many times as long as without them;
+    while nobody knows how long that is, they stay out of it until it has been measured. Who may call in a moment is
+    protected from finding the device busy with lower classes for long. Nobody is protected in the lowest class, nor who
+    has said that it works in bulk. Where reading the weights takes the time, as with a streamed model, joining costs
+    nothing, and all join.
     """
 
     def __init__(
@@ -115,11 +120,12 @@ class Room:
         if self._times.wants(decoders):
             self._times.ask(decoders)
             return 0.0
-        return self._slowed(self._times.predict(decoders))
+        return self._longest_of(self._times.predict(1), self._times.predict(decoders))
 
     def _reading(self) -> float:
         """The same for the sake of the prompts that are read, where nobody decodes."""
-        return self._slowed(self._times.predict(self._readers, self._read)) if self._readers else math.inf
+        alone = self._times.predict(self._readers, self._read) if self._readers else 0.0
+        return self._longest_of(alone, alone)
 
     def _until_free(self, klass: Class) -> float:
         """Seconds for which the device may be this class's, for the sake of higher ones that have no row."""
@@ -128,8 +134,12 @@ class Room:
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
         return max(BUSY_STEPS * row, least, self._policy.between_tokens) if row else math.inf
 
-    def _slowed(self, alone: float) -> float:
-        return max(self._policy.slowdown * alone, self._policy.between_tokens) if alone else math.inf
+    def _longest_of(self, usual: float, alone: float) -> float:
+        """Seconds of a step that without those who join takes `alone`; inf where nobody knows."""
+        policy = self._policy
+        if not alone:
+            return math.inf
+        return max(policy.slowdown * usual, min(policy.slowdown, CROWDED_SLOWDOWN) * alone, policy.between_tokens)
 
     def _measure(self) -> None:
         """What there is room for in this class: rows in the step, and tokens of a chunk beside all of the class that

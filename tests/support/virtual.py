@@ -18,7 +18,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.policy import BUSY_STEPS, DEFAULT, LATELY_S, LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import BUSY_STEPS, CROWDED_SLOWDOWN, DEFAULT, LATELY_S, LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.step_times import StepTimes
 
@@ -208,7 +208,9 @@ class Step:
         shielded = [row for row in self.of(*classes) if not row.session.bulk]
         decoders = sum(not self.reads(row) for row in shielded) + own
         alone = self.times.predict(decoders) if decoders else self.takes(shielded)
-        return max(self.policy.slowdown * alone, self.policy.between_tokens) + 1e-9 if alone else math.inf
+        slowdown, usual = self.policy.slowdown, self.times.predict(1) if decoders else alone
+        longest = max(slowdown * usual, min(slowdown, CROWDED_SLOWDOWN) * alone, self.policy.between_tokens)
+        return longest + 1e-9 if alone else math.inf
 
     def until_free(self, klass: Class) -> float:
         """Seconds for which rows of the class may take the device, for the sake of higher ones that have none."""

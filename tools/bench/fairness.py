@@ -4,7 +4,7 @@
 
 tenants      four equal ones, of whom one has 50 times the sessions: Jain's index of what they get, over 10 s windows
 weights      three of 1, 2 and 4
-interactive  sessions that ask now and then: alone, and beside batch sessions at full load
+interactive  sessions that ask now and then: alone, and beside a process whose batch sessions ask for all they can get
 idle         batch throughput: alone, and beside interactive sessions that say nothing
 ageing       a batch session, where interactive ones have all pages and never end: its longest time without a token
 
@@ -35,6 +35,7 @@ from tools.bench.kv import allow_connections
 from tools.bench.live_load import expect_tenants, open_to_all, serve, user_of
 from tools.bench.load import Group, Load
 from tools.bench.load_course import WINDOW_S, Figures, Outcome, outcome
+from tools.bench.load_process import LoadProcess
 from tools.bench.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S
 from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
@@ -42,6 +43,7 @@ from tools.private_daemon import PrivateDaemon
 READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
 
 
+BESIDE_S = 2.0  # that those beside whom times are taken go on for longer
 ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
 ENDLESS_TOKENS = 256  # that each of them comes to, at most
 
@@ -107,8 +109,9 @@ class Bench:
             pause_s=(0.2, 0.6),
         )
         batch = Group(klass="batch", sessions=sizes.batch, context=(64, 128), answer=(100, 200))
-        alone = self._serve("asking alone", Load(seconds=sizes.seconds, groups={"asking": asking}))
-        beside = self._serve("asking beside", Load(seconds=sizes.seconds, groups={"asking": asking, "batch": batch}))
+        load = Load(seconds=sizes.seconds, groups={"asking": asking})
+        alone = self._serve("asking alone", load)
+        beside = self._serve("asking beside", load, Load(seconds=sizes.seconds + BESIDE_S, groups={"batch": batch}))
         idle, busy = alone.groups["asking"], beside.groups["asking"]
         for name, before, after in (
             ("p50", idle.first_token.p50, busy.first_token.p50),
@@ -165,11 +168,18 @@ class Bench:
 
     # --- a daemon ---------------------------------------------------------------------------------------------------
 
-    def _serve(self, name: str, load: Load) -> Outcome:
+    def _serve(self, name: str, load: Load, beside: Load | None = None) -> Outcome:
+        """`beside`: what a process of its own asks for meanwhile."""
         expect_tenants(load)
         with self._daemon({"quotas": quotas(load.weights)}) as address:
-            self._warm_up(address, load)
-            return self._run(address, name, load)
+            both = load.groups | ({} if beside is None else beside.groups)
+            self._warm_up(address, msgspec.structs.replace(load, groups=both))
+            if beside is None:
+                return self._run(address, name, load)
+            with LoadProcess(address, MODEL, _vocab(address), beside) as process:
+                got = self._run(address, name, load)
+                self.found.outcomes[f"{name}, the others"] = outcome(process.course(), beside.weights)
+            return got
 
     def _warm_up(self, address: str, load: Load) -> None:
         """As the machine is whose users have asked for such before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -41,13 +41,15 @@ def open_to_all(address: str) -> None:
     os.chmod(address, 0o666)
 
 
-async def serve(address: str, model: str, vocab: int, load: Load) -> Course:
+async def serve(address: str, model: str, vocab: int, load: Load, begun: Callable[[], None] = lambda: None) -> Course:
     """Asks for the load, from when all sessions are open that are there from the beginning, until its time is over;
-    calls that run then are broken off. Raises DjinnError where a session cannot be opened."""
+    calls that run then are broken off. `begun` is called when they are. Raises DjinnError where a session cannot be
+    opened."""
     run = _Run(address, model, vocab, load)
     lives = [asyncio.create_task(run.live(following)) for following in visits(load)]
     try:
         await run.go()
+        begun()
         await asyncio.wait(lives, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION)
         run.course.ended = time.perf_counter()
         for life in lives:
