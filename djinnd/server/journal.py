@@ -33,18 +33,9 @@ from djinnd.core.edits import Edit
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.edit_list import EditList
 from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
-from djinnd.server.journal_file import (
-    Change,
-    Closed,
-    Extended,
-    JournalFile,
-    KeptSession,
-    Opened,
-    Published,
-    Reclassified,
-    Withdrawn,
-)
+from djinnd.server.journal_file import JournalFile, KeptSession
 from djinnd.server.stopping import leave_signals_to_the_loop
 
 log = logging.getLogger("djinnd.server")

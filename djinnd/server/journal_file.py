@@ -31,12 +31,22 @@ from djinn_client.protocol import Class
 from djinnd.server import journal_breakpoints, journal_edits
 from djinnd.server.breakpoint_list import BreakpointList
 from djinnd.server.edit_list import EditList
-from djinnd.server.journal_breakpoints import BreakpointChange, BreakpointFold, BreakpointsEnded, Broken, Stopped
-from djinnd.server.journal_edits import EditChange, Edited, EditFold, EditsCut, EditsEnded
+from djinnd.server.journal_breakpoints import BreakpointFold, BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal_changes import (
+    Change,
+    Closed,
+    Extended,
+    Opened,
+    Published,
+    Reclassified,
+    Unfolded,
+    Withdrawn,
+)
+from djinnd.server.journal_edits import Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.socket_path import StartError
 
 NAME = "journal.db"
-FOLD_BYTES = 256 << 10  # some ten milliseconds of folding, in which nobody is told anything
+FOLD_BYTES = 2 << 20  # a fold takes some 20 us for each session that has changed, and nobody is told anything meanwhile
 LOG_BYTES = 16 << 20  # of the write-ahead log, after which it is copied into the file, and both are synchronised
 
 _TOKEN = "I"  # an array of them is what a session's blob holds: uint32
@@ -55,50 +65,6 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
 )
 VERSION = len(_UPGRADES)
 
-
-class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
-    """`shared`: the model was a client's, so that no later one of that name is it. `created`: seconds since 1970."""
-
-    session: str
-    user: int
-    model: str
-    shared: bool
-    priority: Class
-    created: float
-
-
-class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
-    """From `start` on the session's tokens are these. None: it was cut there."""
-
-    session: str
-    start: int
-    tokens: list[int]
-
-
-class Reclassified(msgspec.Struct, array_like=True, tag="reclassified", frozen=True):
-    session: str
-    priority: Class
-
-
-class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
-    session: str
-
-
-class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
-    """A public prefix of the model: see prefixes.py. `user`: who has marked it. `created`: seconds since 1970."""
-
-    prefix: str
-    model: str
-    user: int
-    created: float
-    tokens: list[int]
-
-
-class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
-    prefix: str
-
-
-Change = Opened | Extended | Reclassified | Closed | EditChange | BreakpointChange | Published | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -128,7 +94,8 @@ class JournalFile:
         self.path = Path(folder, NAME)
         self._log = Path(folder, f"{NAME}-wal")
         self._log_limit = LOG_BYTES
-        self._unfolded = 0  # bytes
+        self._unfolded = Unfolded()
+        self._unfolded_bytes = 0
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):  # SQLite would make it readable to others; its other files follow this one
@@ -138,6 +105,8 @@ class JournalFile:
             raise StartError(f"no journal at {self.path}: {error}; choose another place with --state-dir") from error
         try:
             self._prepare()
+            for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
+                self._unfolded.add(at, _decoder.decode(encoded))
             self.fold()
         except BaseException as error:
             self._db.close()
@@ -169,9 +138,10 @@ class JournalFile:
 
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
-        encoded = _encoder.encode(changes)
-        self._db.execute("INSERT INTO change (at, changes) VALUES (?, ?)", (time.time(), encoded))
-        self._unfolded += len(encoded)
+        encoded, at = _encoder.encode(changes), time.time()
+        self._db.execute("INSERT INTO change (at, changes) VALUES (?, ?)", (at, encoded))
+        self._unfolded.add(at, changes)
+        self._unfolded_bytes += len(encoded)
 
     @property
     def wants_tidying(self) -> bool:
@@ -189,7 +159,7 @@ class JournalFile:
 
     @property
     def _is_full(self) -> bool:
-        return self._unfolded >= FOLD_BYTES
+        return self._unfolded_bytes >= FOLD_BYTES
 
     @property
     def _log_bytes(self) -> int:
@@ -200,7 +170,9 @@ class JournalFile:
 
     def fold(self) -> None:
         """Raises ValueError where changes do not fit the sessions."""
-        self._unfolded = 0  # also where it fails: it is tried again when as much has come
+        self._unfolded_bytes = 0  # also where it fails: it is tried again when as much has come
+        if not self._unfolded:
+            return
         images: dict[str, KeptSession | None] = {}
         prefixes: dict[str, Published | None] = {}
 
@@ -208,11 +180,8 @@ class JournalFile:
             return self._image(session, images) is not None
 
         edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
-        for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
-            for change in _decoder.decode(encoded):
-                self._apply(change, at, images, prefixes, edits, breakpoints)
-        if not images and not prefixes:
-            return
+        for at, change in self._unfolded:
+            self._apply(change, at, images, prefixes, edits, breakpoints)
         gone = [(name,) for name, image in images.items() if image is None]
         kept = [_row(image) for image in images.values() if image is not None]
         withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
@@ -231,6 +200,7 @@ class JournalFile:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        self._unfolded.clear()
 
     def close(self) -> None:
         self._db.close()

@@ -17,7 +17,7 @@ from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import PrefixInfo
 from djinnd.config import Limits
 from djinnd.server.journal import Journal
-from djinnd.server.journal_file import Published
+from djinnd.server.journal_changes import Published
 
 log = logging.getLogger("djinnd.server")
 

@@ -16,8 +16,9 @@ from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.server import journal_file
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
-from djinnd.server.journal_file import NAME, Closed, Extended, JournalFile, Opened, Published, Reclassified, Withdrawn
+from djinnd.server.journal_file import NAME, JournalFile
 from djinnd.server.socket_path import StartError
 
 ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
@@ -34,7 +35,7 @@ def kept(folder: Path) -> dict[str, list[int]]:
         file.close()
 
 
-def write(folder: Path, *commits: list[journal_file.Change]) -> None:
+def write(folder: Path, *commits: list[Change]) -> None:
     file = JournalFile(str(folder))
     for changes in commits:
         file.append(changes)

@@ -1,0 +1,105 @@
+"""What the journal's file holds: changes to sessions, and those of them that are still to be folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from djinn_client.protocol import Class
+from djinnd.server.journal_breakpoints import BreakpointChange
+from djinnd.server.journal_edits import EditChange
+
+
+class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
+    """`shared`: the model was a client's, so that no later one of that name is it. `created`: seconds since 1970."""
+
+    session: str
+    user: int
+    model: str
+    shared: bool
+    priority: Class
+    created: float
+
+
+class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
+    """From `start` on the session's tokens are these. None: it was cut there."""
+
+    session: str
+    start: int
+    tokens: list[int]
+
+
+class Reclassified(msgspec.Struct, array_like=True, tag="reclassified", frozen=True):
+    session: str
+    priority: Class
+
+
+class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
+    session: str
+
+
+class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
+    """A public prefix of the model: see prefixes.py. `user`: who has marked it. `created`: seconds since 1970."""
+
+    prefix: str
+    model: str
+    user: int
+    created: float
+    tokens: list[int]
+
+
+class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
+    prefix: str
+
+
+Change = Opened | Extended | Reclassified | Closed | EditChange | BreakpointChange | Published | Withdrawn
+
+
+@dataclass(slots=True)
+class _At:
+    at: float  # seconds since 1970
+    change: Change
+
+
+class Unfolded:
+    """The changes since the last fold, in as few as say the same: hundreds of steps in a row give each of many sessions
+    a token, and to fold these one by one would keep everybody waiting for longer than a step takes."""
+
+    def __init__(self) -> None:
+        self._changes: list[_At] = []
+        self._growing: dict[str, tuple[_At, Extended]] = {}  # by session, of the last changes, which were all Extended
+
+    def add(self, at: float, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if type(change) is not Extended:
+                self._growing.clear()
+                self._changes.append(_At(at, change))
+            elif not self._grows(at, change):
+                own = Extended(change.session, change.start, list(change.tokens))
+                self._changes.append(_At(at, own))
+                self._growing[change.session] = self._changes[-1], own
+
+    def _grows(self, at: float, change: Extended) -> bool:
+        """Whether it could be made a part of the session's last one."""
+        last = self._growing.get(change.session)
+        if last is None:
+            return False
+        entry, before = last
+        kept = change.start - before.start
+        if not 0 <= kept <= len(before.tokens):
+            return False
+        before.tokens[kept:] = change.tokens
+        entry.at = at
+        return True
+
+    def __iter__(self) -> Iterator[tuple[float, Change]]:
+        return ((each.at, each.change) for each in self._changes)
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def clear(self) -> None:
+        self._changes.clear()
+        self._growing.clear()
