@@ -85,6 +85,9 @@ class Call:
     def send(self, message: Piece | Progress) -> None:
         self.client.send(message)
 
+    def flush(self) -> None:
+        self.client.flush()
+
     def tell_loading(self, loading: Loading) -> None:
         done, total = loading.done, loading.total
         self.send(Progress(id=self.id, model=loading.model, stage=loading.stage, done=done, total=total))
@@ -152,6 +155,10 @@ class Client:
     def send(self, message: Reply) -> None:
         frame = encode(message)  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
         self._desk.after(self._connection.send, frame)
+
+    def flush(self) -> None:
+        """What the journal does not hold back leaves now, and not at the end of this turn of the loop."""
+        self._connection.flush()
 
     def cancel_calls(self, fate: DjinnError | None = None) -> None:
         """`fate`: what the client is told of those that have no result then."""

@@ -51,8 +51,15 @@ _numbers = itertools.count(1)  # of requests: unique in the daemon, also across 
 class Run(Protocol):
     """What is told of one message that `EngineClient.run` sends. Times are CLOCK_MONOTONIC."""
 
+    @property
+    def is_urgent(self) -> bool:
+        """Its tokens leave before those that others were given in the same step, and do not wait for their books."""
+
     def started(self, at: float, woken: bool) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
+    def tell(self) -> None:
+        """What it was given leaves now, and not at the end of this turn of the loop."""
+
     def finished(self, message: messages.Finished) -> None: ...
     def captured(self, message: messages.Finished, fd: int) -> None:
         """It is finished, and this is what it was to capture. The descriptor is the run's now."""
@@ -221,9 +228,16 @@ class EngineClient:
         for start in message.started:
             if start.request in runs:
                 runs[start.request].started(start.at, start.woken)
-        for token in message.tokens:
-            if token.request in runs:
-                runs[token.request].token(token.token, token.logprobs, now)
+        given = [(runs[token.request], token) for token in message.tokens if token.request in runs]
+        urgent = [(run, token) for run, token in given if run.is_urgent]
+        if 0 < len(urgent) < len(given):
+            for run, token in urgent:
+                run.token(token.token, token.logprobs, now)
+            for run, _ in urgent:
+                run.tell()
+            given = [(run, token) for run, token in given if not run.is_urgent]
+        for run, token in given:
+            run.token(token.token, token.logprobs, now)
 
     def _answer_call(self, message: Reply) -> None:
         future = self._calls.get(message.request)

@@ -185,6 +185,11 @@ class Journal:
         else:
             act(*arguments)
 
+    def write_now(self) -> None:
+        """What has happened so far, and not when this turn's work is gathered; unless the disk is slow."""
+        if self._thread is not None and self._writing is None:
+            self._write_gathered()
+
     def _note(self, change: Change) -> None:
         if self._thread is not None:
             self._gathering.changes.append(change)

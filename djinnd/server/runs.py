@@ -17,7 +17,7 @@ import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import Cancelled, DjinnError
-from djinn_client.protocol import Forward, Generate, Generated, Logits, Logprobs, Sampling, Timings
+from djinn_client.protocol import CLASSES, Forward, Generate, Generated, Logits, Logprobs, Sampling, Timings
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
 from djinnd.server.call_breakpoints import CallBreakpoints
@@ -56,6 +56,14 @@ class SessionRun:
         if self._held:
             return "held"
         return "running" if self._started else "queued"
+
+    @property
+    def is_urgent(self) -> bool:
+        return self._session.priority == CLASSES[0]
+
+    def tell(self) -> None:
+        self._session.journal.write_now()
+        self._call.flush()
 
     def cancel(self) -> None:
         """The engine's final word comes within a step."""

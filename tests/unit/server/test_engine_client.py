@@ -17,8 +17,9 @@ from tests.support.descriptors import open_descriptors
 class Heard:
     """As the owner of models, and as a run: writes down what it is told."""
 
-    def __init__(self):
+    def __init__(self, is_urgent=False):
         self.told = []
+        self.is_urgent = is_urgent
 
     def __getattr__(self, name):
         return lambda *values: self.told.append((name, *values))
@@ -100,6 +101,34 @@ def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
             ("finished", finished(first)),
         ]
         assert (one.told[0], two.told[0]) == (("started", 4.0, False), ("started", 5.0, True))
+
+    play(act)
+
+
+@pytest.mark.parametrize(
+    ("urgent", "expected"),
+    [
+        ("bd", ["token b", "token d", "tell b", "tell d", "token a", "token c"]),
+        ("abcd", ["token a", "token b", "token c", "token d"]),
+        ("", ["token a", "token b", "token c", "token d"]),
+    ],
+)
+def test_urgent_tokens_have_left_before_anybody_looks_at_the_others(play, urgent, expected):
+    async def act(scene):
+        told = []
+
+        class Run(Heard):
+            def __init__(self, name):
+                super().__init__(name in urgent)
+                self.name = name
+
+            def __getattr__(self, event):
+                return lambda *values: told.append(f"{event} {self.name}")
+
+        numbers = [scene.run(Run(name)) for name in "abcd"]
+        scene.say(messages.Stepped([messages.Token(number, 1) for number in (999, *numbers)]))
+        await scene.until(lambda: told)
+        assert told == expected
 
     play(act)
 

@@ -104,6 +104,29 @@ def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_p
     assert play(tmp_path, act) == {"slow": [], "a": [1, 2, 3]}
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_is_written_now_is_told_now_unless_the_disk_is_slow(tmp_path: Path, disk: Disk, is_slow: bool) -> None:
+    async def act(there: Journal) -> None:
+        told: list[int] = []
+        if is_slow:
+            await disk.be_slow_once(there)
+        session = Session("a")
+        for token in range(3):
+            if not token:
+                there.opened(session)
+            session.tokens.append(token)
+            there.changed(session)
+            there.after(told.append, token)
+            assert told == list(range(0 if is_slow else token))
+            there.write_now()
+            assert told == list(range(0 if is_slow else token + 1))
+        there.write_now()
+        await there.settled()
+        assert told == [0, 1, 2] and disk.commits == (2 if is_slow else 3)
+
+    assert play(tmp_path, act) == {"a": [0, 1, 2]} | ({"slow": []} if is_slow else {})
+
+
 def test_what_depends_on_nothing_new_waits_for_the_commit_before_it_only(tmp_path: Path, disk: Disk) -> None:
     async def act(there: Journal) -> None:
         told: list[str] = []
