@@ -112,7 +112,7 @@ class Room:
         self._limit = self._until_free(klass) if self._spared == math.inf else self._spared
         own = min(self._protected[klass], self._rows, self._tokens)
         self._chunk_limit = min(self._limit, self._longest(self._decoders + own)) if own else self._limit
-        self._owed = LEAST_CHUNK if own and self._chunk_limit > 0 else 0
+        self._owed = LEAST_CHUNK if own and self._limit > 0 else 0
         self._measure()
 
     def _longest(self, decoders: int) -> float:

@@ -43,7 +43,7 @@ from tools.private_daemon import PrivateDaemon
 READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
 
 
-BESIDE_S = 2.0  # that those beside whom times are taken go on for longer
+BESIDE_S = 2.0  # that those beside whom times are taken begin before, and go on for longer
 ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
 ENDLESS_TOKENS = 256  # that each of them comes to, at most
 
@@ -111,7 +111,8 @@ class Bench:
         batch = Group(klass="batch", sessions=sizes.batch, context=(64, 128), answer=(100, 200))
         load = Load(seconds=sizes.seconds, groups={"asking": asking})
         alone = self._serve("asking alone", load)
-        beside = self._serve("asking beside", load, Load(seconds=sizes.seconds + BESIDE_S, groups={"batch": batch}))
+        others = Load(seconds=sizes.seconds + 2 * BESIDE_S, groups={"batch": batch})
+        beside = self._serve("asking beside", load, others)
         idle, busy = alone.groups["asking"], beside.groups["asking"]
         for name, before, after in (
             ("p50", idle.first_token.p50, busy.first_token.p50),
@@ -177,6 +178,7 @@ class Bench:
             if beside is None:
                 return self._run(address, name, load)
             with LoadProcess(address, MODEL, _vocab(address), beside) as process:
+                time.sleep(BESIDE_S)  # all of them have just begun to read their prompts
                 got = self._run(address, name, load)
                 self.found.outcomes[f"{name}, the others"] = outcome(process.course(), beside.weights)
             return got

@@ -168,6 +168,11 @@ def test_some_of_a_prompt_is_read_in_any_case_of_one() -> None:
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, LEAST_CHUNK, 0]
 
 
+def test_also_while_it_is_to_be_measured_what_those_who_decode_take() -> None:
+    order = [session("i", klass="interactive"), *(session(f"p{n}", 2000, klass="interactive") for n in range(2))]
+    assert shares(room(order), order) == [1, LEAST_CHUNK, 0]
+
+
 def test_several_short_prompts_are_read_together_in_its_place() -> None:
     """Not one a step: the last of those that come together would wait for them all."""
     short = [session(f"p{n}", LEAST_CHUNK // 3, klass="interactive") for n in range(4)]
