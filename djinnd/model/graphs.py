@@ -12,7 +12,7 @@ memory pool, and what a block's graph leaves behind may be overwritten by any la
 its shape in order, all of them or those of some blocks that follow each other, and only `logits` is read after it.
 Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). For what
 lies inside of a block, that block runs eagerly, and leaves what it gives where its graph would: the host launches it
-while the device has the blocks before it to do.
+while the device has the blocks before it to do. So does the epilogue for what lies behind the blocks.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
 kernels are compiled before anybody waits (`compile`).
@@ -32,7 +32,7 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.model.adapter import Prologue
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
-from djinnd.model.probe import Probe, look, looks_inside
+from djinnd.model.probe import Probe, look, looks_behind, looks_inside
 from djinnd.model.unowned import unowned
 
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -107,8 +107,7 @@ class StepGraphs:
 
     def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
         """Runs the step through all blocks, or through these (as PagedModel.forward has it), by graphs if the shape has
-        been captured. `probe` is shown nothing behind the blocks. → logits [picks, vocab], valid until the next step;
-        None where none are wanted."""
+        been captured. → logits [picks, vocab], valid until the next step; None where none are wanted."""
         blocks = range(self._model.num_blocks) if blocks is None else blocks
         assert not picks or blocks.stop == self._model.num_blocks, (
             "what has not been through the last block has no logits"
@@ -142,6 +141,8 @@ class StepGraphs:
         residency.pass_over(range(blocks.stop, len(graphs)))
         if not picks:
             return None
+        if probe is not None and looks_behind(probe):
+            return self._model.logits(captured.resid[-1], self.inputs(shape).picks(shape.rows), probe)[:picks]
         with self._device.span("compute", "epilogue"):
             epilogue.replay()
         return captured.logits[:picks]
@@ -153,7 +154,7 @@ class StepGraphs:
         hidden = model.forward(
             inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
         )
-        return model.logits(hidden, inputs.picks(shape.rows))[:picks] if picks else None
+        return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
 
     def _attend(self, shape: Shape) -> None:
         self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)

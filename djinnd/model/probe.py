@@ -47,6 +47,11 @@ def looks_inside(probe: Probe, block: int) -> bool:
     return block >= probe.first and any(Point(where, block) in probe.points for where in INSIDE)
 
 
+def looks_behind(probe: Probe) -> bool:
+    """Whether it is shown something of the epilogue."""
+    return any(point.is_behind for point in probe.points)
+
+
 @contextmanager
 def watching(probe: Probe, modules: Mapping[Point, nn.Module]) -> Iterator[None]:
     """Until it is left, what these modules give is shown to the probe. What they return must be a tensor, or a tuple

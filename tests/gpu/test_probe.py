@@ -78,7 +78,7 @@ def test_what_is_changed_between_replays_goes_on(probed: Graphed, rows: Rows) ->
     assert same_bytes(probed.replay(step), unprobed)
 
 
-def test_a_step_that_is_looked_into_deeper_runs_eagerly(probed: Graphed) -> None:
+def test_what_lies_behind_the_blocks_is_seen_as_in_the_eager_step(probed: Graphed) -> None:
     step, _ = with_history(probed, [(1, 17), (1, 40)])
     points = all_points(probed.model.skeleton.points)
     eagerly, through_graphs = Looking(points), Looking(points)

@@ -46,9 +46,12 @@ async def serve(address: str, model: str, vocab: int, load: Load, begun: Callabl
     calls that run then are broken off. `begun` is called when they are. Raises DjinnError where a session cannot be
     opened."""
     run = _Run(address, model, vocab, load)
+    going = asyncio.create_task(run.go())
     lives = [asyncio.create_task(run.live(following)) for following in visits(load)]
     try:
-        await run.go()
+        ended, _ = await asyncio.wait([going, *lives], return_when=asyncio.FIRST_COMPLETED)
+        for each in ended:
+            each.result()  # nobody has lived yet: it is `going`, or one that could not be opened
         begun()
         await asyncio.wait(lives, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION)
         run.course.ended = time.perf_counter()
@@ -56,9 +59,9 @@ async def serve(address: str, model: str, vocab: int, load: Load, begun: Callabl
             if life.done():
                 life.result()
     finally:
-        for life in lives:
-            life.cancel()
-        await asyncio.gather(*lives, return_exceptions=True)
+        for each in (going, *lives):
+            each.cancel()
+        await asyncio.gather(going, *lives, return_exceptions=True)
     return run.course
 
 

@@ -160,6 +160,18 @@ def test_only_the_block_that_somebody_looks_into_runs_without_its_graph(
     assert replayed(graphs) == sorted(set(range(BLOCKS + 2)) - alone)
 
 
+@torch.inference_mode()
+def test_who_looks_behind_the_blocks_has_an_epilogue_without_its_graph(graphs: StepGraphs) -> None:
+    points, change = [Point("norm"), Point("attn", 1)], {Point("logits"): lambda value: value.mul_(-2.0)}
+    wanted, seen = Looking(points, change), Looking(points, change)
+    expected, plain = eager(graphs, wanted), eager(graphs, Looking(()))
+    logits = graphs.run(SHAPE, 1, seen)
+    assert logits is not None and torch.equal(logits, expected) and not torch.equal(logits, plain)
+    assert seen.order == wanted.order == [Point("attn", 1), Point("norm"), Point("logits")]
+    assert all(torch.equal(seen.seen[point][0], wanted.seen[point][0]) for point in seen.order)
+    assert replayed(graphs) == sorted(set(range(BLOCKS + 1)) - {2})
+
+
 class Late:
     """A probe that notes when it is asked where it looks."""
 
