@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -16,15 +17,27 @@ from torch import Tensor
 from djinn_client.points import Point
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import Ints, Overlaps, Reach, SpanTable, sites_of
+from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, reach_of, sites_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     points: tuple[Point, ...]
+    first: int  # position
     room: int
     rows: dict[bool, int]  # the first, of points that are logits and of others
     shifts: dict[Point, int]  # from there
+
+    def spans(self) -> tuple[Records, Records]:
+        """And sites, for a SpanTable."""
+        of_kind = {kind: [point for point in self.points if (point.where == "logits") == kind] for kind in self.rows}
+        sites = [sites_of(some, [self.shifts[point] for point in some]) for some in of_kind.values()]
+        ends = np.cumsum([len(some) for some in of_kind.values()])
+        spans = [
+            (self.first, self.first + self.room, row, 1, end - len(some), len(some))
+            for row, some, end in zip(self.rows.values(), of_kind.values(), ends, strict=True)
+        ]
+        return np.array(spans, SPAN), np.concatenate(sites)
 
 
 class Captures:
@@ -32,7 +45,7 @@ class Captures:
 
     def __init__(self, device: Device, model: str, width: int, vocab: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._table = SpanTable()
+        self._table = SpanTable()  # of those whose rows have been mixed with others that something is done to
         self._rows = {
             False: DeviceRows(device, f"captures of {model}", width, dtype),
             True: DeviceRows(device, f"captures of {model}'s logits", vocab, dtype),
@@ -65,34 +78,48 @@ class Captures:
                 self._rows[kind].give_back(row, len(of_kind[kind]) * room)
             raise
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
-        self._captured[request] = _Captured(tuple(points), room, rows, shifts)
-        sites = np.concatenate([sites_of(of_kind[kind], [shifts[p] for p in of_kind[kind]]) for kind in rows])
-        sizes = [len(of_kind[kind]) for kind in rows]
-        spans = [
-            (first, first + room, row, 1, sum(sizes[:index]), sizes[index]) for index, row in enumerate(rows.values())
-        ]
-        self._table.set(request, np.array(spans, self._table.dtype), sites)
+        self._captured[request] = _Captured(tuple(points), first, room, rows, shifts)
+
+    def sole(self, requests: Sequence[int]) -> int | None:
+        """The only one of these that is here."""
+        there = self._captured.keys() & requests
+        return there.pop() if len(there) == 1 else None
+
+    def rows_at(self, request: int, start: int, end: int) -> tuple[int, int, dict[Point, int]]:
+        """Of a request whose points are none of logits: which of the positions [start, end) it captures, the first and
+        how many, and for each point the row of that first one."""
+        captured = self._captured[request]
+        first = max(start, captured.first)
+        count = min(end, captured.first + captured.room) - first
+        row = captured.rows[False] + first - captured.first
+        return first, max(count, 0), {point: row + shift for point, shift in captured.shifts.items()}
 
     def reach(self, requests: Sequence[int]) -> Reach | None:
         """See SpanTable.reach."""
-        return self._table.reach(requests)
+        there = self._captured.keys() & requests
+        return reach_of(chain.from_iterable(self._captured[request].points for request in there)) if there else None
 
     def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Overlaps:
+        """See SpanTable.join."""
+        for request in self._captured.keys() & requests:
+            if request not in self._table:
+                self._table.set(request, *self._captured[request].spans())
         return self._table.join(requests, starts, counts)
 
     def offsets(self, request: int) -> list[int]:
         """Where each point begins in a window: one after another, `room` rows each; and the end of the last."""
         captured = self._captured[request]
-        sizes = [captured.room * self._rows[point.where == "logits"].row_bytes for point in captured.points]
-        return [0, *np.cumsum(sizes).tolist()]
+        sizes = (captured.room * self._rows[point.where == "logits"].row_bytes for point in captured.points)
+        return list(accumulate(sizes, initial=0))
 
     def rows_of(self, request: int, count: int) -> Iterator[Tensor]:
-        """Of each point, the bytes of its first `count` rows, uint8: views, good until somebody else captures."""
+        """Of each point, the bytes of its first `count` rows, uint8: views of where they are now, whoever captures
+        afterwards."""
         captured = self._captured[request]
-        for point in captured.points:
-            kind = point.where == "logits"
-            first = captured.rows[kind] + captured.shifts[point]
-            yield self._rows[kind].tensor[first : first + count].view(torch.uint8).flatten()
+        tensors = {kind: self._rows[kind].tensor for kind in captured.rows}
+        places = [(point.where == "logits", captured.shifts[point]) for point in captured.points]
+        firsts = [(tensors[kind], captured.rows[kind] + shift) for kind, shift in places]
+        return (rows[first : first + count].view(torch.uint8).flatten() for rows, first in firsts)
 
     def close(self, request: int) -> None:
         """Its rows are others'. One that is not here had none."""

@@ -3,19 +3,21 @@
 They are those that it has asked for, or those of the point where it stopped.
 
     start    window made, and pinned where it is large, in a thread, while the request runs
-    end      ─► copied, piece by piece, between the steps ─► Finished, with the descriptor ─► unpinned, in the thread
+    end      ─► copied, piece by piece ─► Finished, with the descriptor ─► unpinned, in the thread
 
-What need not be done between two steps is done beside the next one: having the window made, and telling that it is
-filled. Captured rows stay the request's until they have been copied. A request that is cancelled or fails is answered
-at once, by the engine, and what it has captured is dropped.
+What need not be done between two steps is done beside the next one, if there is one: having the window made, copying
+the first piece, telling that all is there, giving the rows back. Captured rows stay the request's until they have been
+copied. A request that is cancelled or fails is answered at once, by the engine, and what it has captured is dropped.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,12 +28,21 @@ from djinn_client.points import Point
 from djinn_client.shm import map_writable, new_window
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.device import Device
+from djinnd.device import Device, Mark
 from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Course, Courses
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.window import HOST_PAGE, STAGED_BYTES, StagedWindow, Window
 from djinnd.messages import Capture, Finished
+
+Copies = list[tuple[Tensor, Tensor]]  # target and source
+
+
+class _Filled(NamedTuple):
+    """What was captured of each point, as bytes: uint8 on the device, since the mark."""
+
+    rows: Iterator[Tensor]
+    after: Mark
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +56,8 @@ class _Delivery:
     memory: _Memory
     made: Future[None] | None = None  # the memory, since that has begun
     ended: Future[Finished] = field(default_factory=Future)
+    filled: _Filled | None = None  # since then
+    pieces: deque[Copies] | None = None  # that are left, since some has been copied
 
     @property
     def positions(self) -> int:
@@ -53,6 +66,24 @@ class _Delivery:
         if reply.stopped is not None:
             return reply.length - self.first
         return self.request.prompt_end + max(reply.generated - 1, 0) - self.first
+
+    @property
+    def has_memory(self) -> bool:
+        return self.made is not None and self.made.done() and self.made.exception() is None
+
+    def in_pieces(self) -> Iterator[Copies]:
+        """Of the window, those in which there is something to copy."""
+        assert self.filled is not None
+        captured = list(self.filled.rows)
+        for first, count in self.memory.window.pieces():
+            begin, end = first * HOST_PAGE, (first + count) * HOST_PAGE
+            copies = Copies()
+            for offset, rows in zip(self.offsets, captured, strict=False):
+                low, high = max(offset, begin), min(offset + len(rows), end)
+                if low < high:
+                    copies.append((self.memory.bytes[low:high], rows[low - offset : high - offset]))
+            if copies:
+                yield copies
 
     def told(self) -> Finished:
         dtype = str(self.runner.captures.dtype).removeprefix("torch.")
@@ -79,6 +110,7 @@ class Deliveries:
         self._fail = fail
         self._deliveries: dict[int, _Delivery] = {}  # by request
         self._to_make: list[_Delivery] = []
+        self._to_copy: list[_Delivery] = []  # the requests of these have ended
         self._to_tell: list[_Delivery] = []  # all copies of these have been queued
 
     def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
@@ -114,13 +146,20 @@ class Deliveries:
         """While the device runs a step. → whether more may come to its end."""
         for delivery in list(self._to_make):
             self._make(delivery)
+        for delivery in [each for each in self._to_copy if each.has_memory]:
+            self._copy_piece(delivery)
         for delivery in [each for each in self._to_tell if each.memory.window.is_filled]:
             self._tell(delivery)
+            self._courses.drop(delivery.request.id)
         return bool(self._to_tell)
 
     def ended(self, request: Request, reply: Finished) -> None:
         """With something captured. The reply is sent when that has been copied."""
-        self._deliveries[request.id].ended.set_result(reply)
+        delivery = self._deliveries[request.id]
+        delivery.ended.set_result(reply)
+        rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
+        delivery.filled = _Filled(rows, self._device.mark())
+        self._to_copy.append(delivery)
 
     def drop(self, request: Request) -> None:
         """It was cancelled, or has failed. One that captures nothing, or that was answered, stays as it is."""
@@ -141,7 +180,7 @@ class Deliveries:
             self._channel.send(reply)
 
     def _deliver(self, delivery: _Delivery) -> Course:
-        request, memory = delivery.request, delivery.memory
+        request = delivery.request
         try:
             made = self._make(delivery)
             yield made
@@ -152,18 +191,27 @@ class Deliveries:
                 self._fail(delivery.session, request, error)
                 return
             yield delivery.ended
-            for first, count in memory.window.pieces():
-                begin = first * HOST_PAGE
-                copies = list(_copies(delivery, memory.bytes[begin : begin + count * HOST_PAGE], begin))
-                if copies:
-                    if first:
-                        yield None
-                    memory.window.queue(copies)
-            self._to_tell.append(delivery)
+            yield None  # the next step goes first, which the first piece is copied beside
+            if delivery.pieces is None:
+                self._copy_piece(delivery)
+            while delivery.pieces:
+                yield None
+                self._copy_piece(delivery)
             yield None
             self._tell(delivery)
         finally:
             self._close(delivery)
+
+    def _copy_piece(self, delivery: _Delivery) -> None:
+        """The next one, if there is one."""
+        if delivery.pieces is None:
+            self._to_copy.remove(delivery)
+            delivery.pieces = deque(delivery.in_pieces())
+        if delivery.pieces:
+            assert delivery.filled is not None
+            delivery.memory.window.queue(delivery.pieces.popleft(), delivery.filled.after)
+        if not delivery.pieces:
+            self._to_tell.append(delivery)
 
     def _make(self, delivery: _Delivery) -> Future[None]:
         if delivery.made is None:
@@ -180,7 +228,7 @@ class Deliveries:
             self._channel.send(delivery.told(), [delivery.memory.fd])
 
     def _close(self, delivery: _Delivery) -> None:
-        for some in (self._to_make, self._to_tell):
+        for some in (self._to_make, self._to_copy, self._to_tell):
             if delivery in some:
                 some.remove(delivery)
         delivery.runner.captures.close(delivery.request.id)
@@ -219,12 +267,3 @@ class _Memory:
             self.window.release()
         os.close(self.fd)
         self.fd = -1
-
-
-def _copies(delivery: _Delivery, piece: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of the window's bytes from `begin` on, as many as the piece has: those that were captured. Target and source."""
-    rows = delivery.runner.captures.rows_of(delivery.request.id, delivery.positions)
-    for offset, filled in zip(delivery.offsets, rows, strict=False):
-        low, high = max(offset, begin), min(offset + len(filled), begin + len(piece))
-        if low < high:
-            yield piece[low - begin : high - begin], filled[low - offset : high - offset]

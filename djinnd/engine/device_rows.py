@@ -89,7 +89,8 @@ class DeviceRows:
                 raise OutOfMemory(told, **error.data) from error
             except torch.OutOfMemoryError as error:
                 raise OutOfMemory(f"{label}: {error}") from error
-            tensor[:end].copy_(old)
+            if end:
+                tensor[:end].copy_(old)
         self.tensor = tensor
         if end:
             self._device.release(self._label)

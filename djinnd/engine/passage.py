@@ -11,7 +11,7 @@ change on the device, between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -23,12 +23,13 @@ from djinnd.core.batch import Row
 from djinnd.device import Device
 from djinnd.engine.held import HeldRows
 from djinnd.engine.sending import send
-from djinnd.engine.spans import spread
+from djinnd.engine.spans import Ints, spread
 from djinnd.model.inputs import StepInputs
 from djinnd.model.probe import Probe, look
 
 _SCRATCH = 0  # a slot of the scratch page
 _Moves = list[tuple[int, int, int, int]]  # of rows: block, first token, number of tokens, and first held row
+_Where = slice | Tensor  # rows of a tensor: side by side, or wherever they are
 
 
 def waits(row: Row, num_blocks: int) -> bool:
@@ -41,46 +42,49 @@ def through(
 ) -> Probe | None:
     """The probe of a pass with these rows, for which `inputs` have been filled and not been sent: `inner`, where all of
     them go through all blocks."""
-    gone, kept, come = _Moves(), _Moves(), _Moves()
+    gone, come = list[tuple[Row, int]](), _Moves()
     first = 0
     for row in rows:
         if row.stage is not None:
-            joins = row.first_block > 0
-            if joins:
+            if row.first_block > 0:
                 come.append((row.first_block, first, row.count, held.row_of(row)))
             if waits(row, num_blocks):
-                gone.append((row.last_block, first, row.count, 0))
-                if joins or (row.last_block > 0 and held.give_room(row)):
-                    kept.append((row.last_block, first, row.count, held.row_of(row)))
+                gone.append((row, first))
         first += row.count
-    return Passage(device, inputs, held, gone, kept, come, inner) if gone or come else inner
+    return Passage(device, inputs, held, gone, come, inner) if gone or come else inner
 
 
 class Passage:
     """A Probe, of a pass in which such rows are. At each boundary `inner` comes after it: what is held is what was
-    there before edits, and edits see rows that have joined."""
+    there before edits, and edits see rows that have joined.
+
+    Before the step is launched it does no more than it must. Room for what is held is found, and what goes where is
+    sent, when the first row comes or goes, while the device has the blocks before to do; of one row, there is nothing
+    to send."""
 
     def __init__(
         self,
         device: Device,
         inputs: StepInputs,
         held: HeldRows,
-        gone: _Moves,
-        kept: _Moves,
+        gone: Sequence[tuple[Row, int]],
         come: _Moves,
         inner: Probe | None,
     ) -> None:
-        """Takes the slots of rows that join from the host side of `inputs`."""
+        """`gone`: rows, each with its first token in the pass. Takes the slots of rows that join from the host side of
+        `inputs`."""
         self._come = _Spread(come)
-        host = inputs.host["slots"]
-        self._come_slots = host[self._come.tokens].astype(np.int64)
-        host[self._come.tokens] = _SCRATCH
-        self._moves = gone, kept
+        self._come_slots = np.empty(0, np.int64)
+        if come:
+            host = inputs.host["slots"]
+            self._come_slots = host[self._come.tokens].astype(np.int64)
+            host[self._come.tokens] = _SCRATCH
+        self._rows = gone
         self._device = device
-        self._held = held.tensor
+        self._held = held
         self._slots = inputs.slots
         self._inner = inner
-        blocks = [block for block, *_ in (*gone, *come)]
+        blocks = [*(row.last_block for row, _ in gone), *(block for block, *_ in come)]
         self.first = min(blocks if inner is None else (*blocks, inner.first))
         self._own = frozenset(Point("resid", block) for block in blocks)
 
@@ -90,54 +94,104 @@ class Passage:
 
     def at(self, point: Point, value: Tensor) -> None:
         """See Probe."""
-        if point.where == "resid":
+        if point.where == "resid" and point in self._own:
             self._pass(point.block, value[0])
         if self._inner is not None:
             look(self._inner, point, value)
 
     @cached_property
-    def _gone(self) -> _Spread:
-        return _Spread(self._moves[0])
-
-    @cached_property
-    def _kept(self) -> _Spread:
-        return _Spread(self._moves[1])
-
-    @cached_property
-    def _there(self) -> Sequence[Tensor]:
-        """All of it on the device: sent when the first row goes or comes, while that has the blocks before to do."""
-        gone, kept, come = self._gone, self._kept, self._come
-        arrays = [gone.tokens, kept.tokens, kept.held, come.tokens, come.held, self._come_slots]
-        (there,) = send(self._device, [np.concatenate(arrays)])
-        return torch.split(there, [len(array) for array in arrays])
+    def _there(self) -> tuple[_Places, _Places, _Places, Tensor]:
+        """Of rows that go, that are held as they go, and that come, by block; and the slots of those that come."""
+        held = self._held
+        gone = _Spread([(row.last_block, first, row.count, 0) for row, first in self._rows])
+        kept = _Spread(
+            [
+                (row.last_block, first, row.count, held.row_of(row))
+                for row, first in self._rows
+                if row.first_block > 0 or (row.last_block > 0 and held.give_room(row))
+            ]
+        )
+        spreads = gone, kept, self._come
+        arrays = [*(array for each in spreads for array in each.to_send), self._come_slots]
+        there = iter(_sent(self._device, arrays))
+        places = [each.places([next(there) for _ in each.to_send]) for each in spreads]
+        return places[0], places[1], places[2], next(there)
 
     def _pass(self, block: int, rows: Tensor) -> None:
-        kept, gone, come = (spread.at.get(block) for spread in (self._kept, self._gone, self._come))
-        if gone is None and come is None:
-            return
-        gone_tokens, kept_tokens, kept_as, come_tokens, come_as, come_slots = self._there
-        if kept is not None:
-            self._held.index_copy_(0, kept_as[kept], rows.index_select(0, kept_tokens[kept]))
-        if gone is not None:
-            self._slots.index_fill_(0, gone_tokens[gone], _SCRATCH)
-        if come is not None:
-            rows.index_copy_(0, come_tokens[come], self._held.index_select(0, come_as[come]))
-            self._slots.index_copy_(0, come_tokens[come], come_slots[come])
+        gone, kept, come, slots = self._there
+        if block in kept:
+            tokens, held_as, _ = kept[block]
+            _put(self._held.tensor, held_as, _taken(rows, tokens))
+        if block in gone:
+            tokens, _, _ = gone[block]
+            _fill(self._slots, tokens, _SCRATCH)
+        if block in come:
+            tokens, held_as, which = come[block]
+            _put(rows, tokens, _taken(self._held.tensor, held_as))
+            _put(self._slots, tokens, slots[which])
+
+
+_Places = Mapping[int, tuple[_Where, _Where, slice]]  # by block: tokens, held rows, and which of all tokens these are
 
 
 class _Spread:
-    """Moves by token, in the order of blocks: the tokens, their held rows, and which of them each block has."""
+    """Moves by token, in the order of blocks."""
 
     def __init__(self, moves: _Moves) -> None:
-        self.tokens = self.held = np.empty(0, np.int64)
-        self.at: dict[int, slice] = {}
-        if not moves:
-            return
+        self.tokens: Ints
+        self._held: Ints
+        self._at: dict[int, slice] = {}  # which of the tokens each block has
+        self._sole: _Places | None = None
         moves.sort()
-        end = 0
-        for block, _, count, _ in moves:
-            self.at[block] = slice(self.at[block].start if block in self.at else end, end + count)
-            end += count
-        _, firsts, counts, rows = np.array(moves, np.int64).reshape(-1, 4).T
-        self.tokens, of = spread(firsts, counts)
-        self.held = self.tokens + (rows - firsts)[of]
+        if not moves:
+            self._sole = {}
+        elif len(moves) == 1:
+            (block, first, count, row) = moves[0]
+            self.tokens = np.arange(first, first + count)
+            self._sole = {block: (slice(first, first + count), slice(row, row + count), slice(None))}
+        else:
+            end = 0
+            for block, _, count, _ in moves:
+                self._at[block] = slice(self._at[block].start if block in self._at else end, end + count)
+                end += count
+            _, firsts, counts, rows = np.array(moves, np.int64).reshape(-1, 4).T
+            self.tokens, of = spread(firsts, counts)
+            self._held = self.tokens + (rows - firsts)[of]
+
+    @property
+    def to_send(self) -> list[Ints]:
+        return [] if self._sole is not None else [self.tokens, self._held]
+
+    def places(self, sent: Sequence[Tensor]) -> _Places:
+        """`sent`: to the device."""
+        if self._sole is not None:
+            return self._sole
+        tokens, held = sent
+        return {block: (tokens[which], held[which], which) for block, which in self._at.items()}
+
+
+def _sent(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
+    """In one copy, if there is anything."""
+    sizes = [len(array) for array in arrays]
+    if not any(sizes):
+        return [torch.empty(0, dtype=torch.int64)] * len(arrays)
+    (there,) = send(device, [np.concatenate(arrays)])
+    return torch.split(there, sizes)
+
+
+def _taken(rows: Tensor, where: _Where) -> Tensor:
+    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
+
+
+def _put(into: Tensor, where: _Where, rows: Tensor) -> None:
+    if isinstance(where, slice):
+        into[where].copy_(rows)
+    else:
+        into.index_copy_(0, where, rows)
+
+
+def _fill(into: Tensor, where: _Where, value: int) -> None:
+    if isinstance(where, slice):
+        into[where].fill_(value)
+    else:
+        into.index_fill_(0, where, value)

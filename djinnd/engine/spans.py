@@ -75,6 +75,11 @@ class Reach(NamedTuple):
     is_behind: bool  # whether there are others
 
 
+def reach_of(points: Iterable[Point]) -> Reach:
+    blocks = [_NOWHERE if point.is_behind else point.block for point in points]
+    return Reach(min(blocks), _NOWHERE in blocks)
+
+
 class Hits(NamedTuple):
     """One for each point at each position that a span is about. `span`: an index of the table's `spans`."""
 

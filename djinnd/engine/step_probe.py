@@ -24,8 +24,10 @@ from djinnd.device import Device
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
 from djinnd.engine.sending import send
+from djinnd.engine.sole_capture import SoleCapture
 from djinnd.engine.spans import Hits, Ints, Overlaps, is_behind, point_of, spread
 from djinnd.model.editing import EditRows, apply
+from djinnd.model.probe import Probe
 
 
 class StepProbe:
@@ -95,7 +97,7 @@ class Touched:
     is of the next steps, too (`lasts`)."""
 
     def __init__(self, device: Device, batch: Batch, table: EditTable, captures: Captures) -> None:
-        rows = batch.rows
+        self._rows = rows = batch.rows
         self._device = device
         self._table = table
         self._captures = captures
@@ -105,8 +107,12 @@ class Touched:
         self._probes: dict[tuple[bytes, bool], StepProbe | None] = {}
         self._names = [session.id for session in self._sessions]
         self._requests = [row.request.id for row in rows]
-        reaches = table.reach(self._names), captures.reach(self._requests)
-        self._reaches = [reach for reach in reaches if reach is not None]
+        edits, seen = table.reach(self._names), captures.reach(self._requests)
+        self._reaches = [reach for reach in (edits, seen) if reach is not None]
+        self._sole = None  # the row that captures, where that is all there is to do
+        if edits is None and seen is not None and not seen.is_behind:
+            sole = captures.sole(self._requests)
+            self._sole = None if sole is None else self._requests.index(sole)
         self._lasts = 1
         if batch.decode_only and not len(captures):
             self._lasts = table.lasts(self._names, self._starts)
@@ -152,16 +158,29 @@ class Touched:
         indices: Ints = np.flatnonzero(np.isin(tokens, hits.token[is_behind(hits.point)]))
         return indices
 
-    def probe(self, rows: Ints) -> StepProbe | None:
+    def probe(self, rows: Ints) -> Probe | None:
         """Of prologue and blocks of a pass that brings these rows, in their order. None: nobody in the batch has edits
         or captures."""
         if not self._reaches:
             return None
+        if self._sole is not None:
+            return self._sole_probe(self._sole, rows.tolist())
         key = rows.tobytes(), False
         if key not in self._probes:
             first = min(reach.first for reach in self._reaches)
             self._probes[key] = self._new_probe(first, partial(self._codes, rows), partial(self.tokens, rows), False)
         return self._probes[key]
+
+    def _sole_probe(self, sole: int, rows: list[int]) -> SoleCapture | None:
+        """None: the pass does not bring that row, or what it brings is not captured."""
+        if sole not in rows:
+            return None
+        row = self._rows[sole]
+        first, count, at = self._captures.rows_at(row.request.id, row.start, row.end)
+        if not count:
+            return None
+        before = sum([self._rows[index].count for index in rows[: rows.index(sole)]])
+        return SoleCapture(self._captures.into(of_logits=False), at, before + first - row.start, count)
 
     def _codes(self, rows: Ints) -> set[int]:
         """Of the points before the last block's end at which something is done to these rows."""
@@ -206,7 +225,7 @@ class Part:
     def _tokens(self) -> Ints:
         return self._touched.tokens(self._rows)
 
-    def probe(self) -> StepProbe | None:
+    def probe(self) -> Probe | None:
         """Of prologue and blocks."""
         return self._touched.probe(self._rows)
 

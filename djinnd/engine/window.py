@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from djinnd.device import Device, Event, Lane
+from djinnd.device import Device, Event, Lane, Mark
 from djinnd.engine.courses import Courses
 
 PIECE_BYTES = 32 << 20
@@ -47,9 +47,9 @@ class Window:
         self._device.pin(pieces, read_only=self._read_only)
         self._pinned = pieces
 
-    def queue(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """One piece, target and source of each copy."""
-        after, event = self._device.mark(), None
+    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
+        """One piece, target and source of each copy; what they read has been there since `after`, or is now."""
+        after, event = after or self._device.mark(), None
         for target, source in copies:
             event = self._device.copy(target, source, after, "window", self._lane)
         assert event is not None, "a piece without pages"
@@ -94,11 +94,11 @@ class StagedWindow(Window):
         """Has the pages come, so that the engine's thread need not wait for them."""
         self._memory.zero_()
 
-    def queue(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
         targets, sources = zip(*copies, strict=True)
         sizes = [len(target) for target in targets]
         staged = self._device.staging(sum(sizes)).split(sizes)
-        super().queue(zip(staged, sources, strict=True))
+        super().queue(zip(staged, sources, strict=True), after)
         self._staged += zip(targets, staged, strict=True)
 
     def settle(self) -> None:

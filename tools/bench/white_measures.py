@@ -16,7 +16,7 @@ from djinn_client.protocol import Span
 from tools.bench.paged_model import MODEL, PagedModel
 
 CONTEXT = 32  # tokens of those whose steps are traced
-TURNS = 2  # that each kind of call has
+TURNS = 6  # that each kind of call has
 TRACED = 24  # steps of a turn
 MORE = 6  # that decode: the trace may begin a little later
 TRACE_S = 30.0  # in which they have been run

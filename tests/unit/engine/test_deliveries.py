@@ -125,7 +125,7 @@ def test_beside_a_step_windows_are_made_and_what_has_come_is_told(engine: Engine
     made.result(SECONDS)
     engine.deliveries.ended(request, finished(request, 4))
     engine.server.setblocking(False)
-    assert engine.courses.turn(), "all is copied, and it goes on in the next turn, if no step comes first"
+    assert engine.courses.turn(), "it goes on in the next turn, if no step comes first"
     with pytest.raises(BlockingIOError):
         engine.server.recv(1, socket.MSG_PEEK)
     until = time.monotonic() + SECONDS
@@ -136,14 +136,31 @@ def test_beside_a_step_windows_are_made_and_what_has_come_is_told(engine: Engine
     (frame,) = FrameDecoder(1 << 20).feed(data)
     reply = messages.decode_from_engine(frame.payload)
     assert isinstance(reply, messages.Finished) and reply.capture is not None
+    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0, "the rows were given back, too"
     engine.deliveries.drop(request)
     assert engine.courses.turn() is False
     with pytest.raises(BlockingIOError):
         engine.server.recv(1)
-    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
 
 
-@pytest.mark.parametrize("turns", [0, 1], ids=["made", "copied"])
+def test_what_comes_between_a_request_s_end_and_its_copy_changes_nothing(engine: Engine) -> None:
+    """Another's captures may have all rows moved meanwhile, and the step fill them."""
+    request = engine.begin()
+    engine.deliveries.beside_step()
+    engine.deliveries.ended(request, finished(request, 4))
+    other = engine.begin(number=2)
+    for of_logits in (False, True):
+        engine.runner.captures.into(of_logits=of_logits).fill_(-1.0)
+    ((reply, (fd,)),) = engine.turns()
+    assert isinstance(reply, messages.Finished) and reply.capture is not None
+    with mmap.mmap(fd, reply.capture.nbytes, access=mmap.ACCESS_READ) as memory:
+        found = torch.frombuffer(bytearray(memory[: 4 * 11 * VOCAB]), dtype=torch.float32)
+    os.close(fd)
+    assert torch.equal(found, torch.arange(11 * VOCAB).float())
+    engine.deliveries.drop(other)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2], ids=["made", "ended", "copied"])
 def test_what_is_dropped_beside_a_step_is_never_told(engine: Engine, turns: int) -> None:
     before = open_descriptors()
     request = engine.begin()

@@ -18,6 +18,7 @@ from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
+from djinnd.engine.sole_capture import SoleCapture
 from djinnd.engine.spans import SpanTable
 from djinnd.engine.step_probe import StepProbe, Touched
 from djinnd.model.probe import look, looks_inside
@@ -194,6 +195,32 @@ def test_captures_come_after_edits_each_to_its_request_s_rows() -> None:
     assert torch.equal(first[:2], resid[0, 1:3]) and torch.equal(second[:2], other[0, 1:3])
     _, third = touching.captures.rows_of(2, 30)
     assert torch.equal(third.view(torch.float32).view(30, VOCAB)[28:], logits[0, [1, 0]])
+    touching.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_who_captures_beside_others_finds_his_tokens_as_if_he_were_one_of_many(data: st.DataObject) -> None:
+    """In whichever pass of the batch his row is; nothing is looked up for him."""
+    touching = Touching([(), (), ()], [[], [OTHER, RESID, ATTN], []])
+    order = data.draw(st.permutations(range(3)))
+    batch = touching.batch(*[(s, data.draw(st.integers(0, 34)), data.draw(st.integers(1, 5))) for s in order])
+    rows = data.draw(st.lists(st.integers(0, 2), min_size=1, unique=True))
+    probe = touching.touched(batch).part(rows).probe()
+    start, end = next((row.start, row.end) for row in batch.rows if row.session.id == "s1")
+    positions = range(max(start, 2), min(end, 32))
+    if order.index(1) not in rows or not positions:
+        assert probe is None
+    else:
+        assert isinstance(probe, SoleCapture) and probe.points == {RESID, OTHER, ATTN} and probe.first == 2
+        before = sum(batch.rows[row].count for row in rows[: rows.index(order.index(1))]) - start
+        for seed, point in enumerate((RESID, OTHER, ATTN)):
+            value = activations(sum(batch.rows[row].count for row in rows) + 3, seed=seed)  # some rows pad
+            probe.at(point, value)
+            found = dict(zip([OTHER, RESID, ATTN], touching.captures.rows_of(1, 30), strict=True))[point]
+            own = value[0, [before + position for position in positions]]
+            kept = found.view(torch.float32).view(30, WIDTH)[[position - 2 for position in positions]]
+            assert torch.equal(kept, own)
     touching.close()
 
 
