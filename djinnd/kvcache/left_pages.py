@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ class Left(NamedTuple):
 
     keys: list[Key]
     tokens: int
+    back_at: float = 0.0  # when it was expected back, as it left; 0: nobody knew
 
 
 class LeftPages:
@@ -21,6 +23,7 @@ class LeftPages:
     def __init__(self) -> None:
         self._left: dict[str, Left] = {}
         self._sessions: dict[Key, int] = {}  # that have left a page
+        self._back_at: dict[Key, float] = {}  # of the last who left it and is expected
 
     def get(self, session: str) -> Left | None:
         return self._left.get(session)
@@ -30,6 +33,8 @@ class LeftPages:
         self._left[session] = left
         for key in left.keys:
             self._sessions[key] = self._sessions.get(key, 0) + 1
+        if left.back_at:
+            self._back_at.update(dict.fromkeys(left.keys, left.back_at))
 
     def forget(self, session: str) -> None:
         """Where nothing is known of it, nothing happens."""
@@ -43,6 +48,14 @@ class LeftPages:
                 del sessions[key]
             else:
                 sessions[key] = count - 1
+        if left.back_at:
+            for key in left.keys:
+                if self._back_at.get(key) == left.back_at:
+                    del self._back_at[key]
+
+    def wanted_at(self, key: Key) -> float:
+        """When somebody who has left the page is expected back; inf: nobody is."""
+        return self._back_at.get(key, math.inf)
 
     def __contains__(self, key: object) -> bool:
         return key in self._sessions
@@ -50,3 +63,4 @@ class LeftPages:
     def check_integrity(self) -> None:
         counted = Counter(key for left in self._left.values() for key in left.keys)
         assert self._sessions == counted, "pages that sessions have left are counted otherwise"
+        assert self._back_at.keys() <= counted.keys(), "somebody is expected back for a page that nobody has left"

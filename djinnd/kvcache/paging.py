@@ -112,18 +112,26 @@ class Paging:
 
     def takes_freely(self, keys: Sequence[Key], tenant: int) -> bool:
         """Whether the host could save what it lacks of these pages, and lose no page that is not elsewhere, too."""
+        lost = self.losses(keys, tenant)
+        return lost is not None and not lost
+
+    def losses(self, keys: Sequence[Key], tenant: int) -> list[Key] | None:
+        """The pages that would be nowhere any more, and cannot be spared, if the host saved what it lacks of these.
+        None: it could not."""
         if self.host is None:
-            return False
-        lacking = sum([key not in self.host for key in keys])
+            return None
+        lacking = self.host.lacks(keys)
         if not lacking:
-            return True
+            return []
         kept = [slot for key in keys if (slot := self.host.peek(key)) is not None]
         for slot in kept:  # would not give way to the others
             self.host.pin(slot)
-        going = self.host.making_room(tenant, lacking)
+        going = self.host.making_room(tenant, len(lacking))
         for slot in kept:
             self.host.unpin(slot)
-        return going is not None and all(tier.is_spare(slot) or self._is_on_disk(tier, slot) for tier, slot in going)
+        if going is None:
+            return None
+        return [tier.key(slot) for tier, slot in going if not (tier.is_spare(slot) or self._is_on_disk(tier, slot))]
 
     def _is_on_disk(self, tier: Tier, slot: int) -> bool:
         return tier is self.host and self.disk is not None and self.disk.peek(tier.key(slot)) is not None

@@ -3,6 +3,7 @@ what each is charged with when a step has run. What is of one step only is compo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -55,6 +56,7 @@ class Composer:
         # The order that others are told between steps is that of the last one:
         self._seated: set[str] = set()  # who held pages before it, where they are short
         self._lengthy: set[str] = set()  # who had much to read
+        self._waiting_since: dict[Class, float] = {}  # when a row was last had by who has waited longest to read on
         self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
 
     def set_policy(self, policy: Policy) -> None:
@@ -189,8 +191,9 @@ class Composer:
         """Those that can have a row. Notes who has much to read, too."""
         is_moving = self._residence.is_moving if self._residence.sessions_move else None
         decoders: Decoders = {klass: set() for klass in CLASSES}
-        self._lengthy = set()
+        self._lengthy, self._waiting_since = set(), {}
         for klass, some in decoders.items():
+            since = math.inf
             for session in self._line.of(klass):
                 stage, tokens = session.stage, session.tokens
                 # session.remaining, spelt out: in every step, for all that stand in line
@@ -198,8 +201,12 @@ class Composer:
                 if remaining == 1:
                     if is_moving is None or not is_moving(session):
                         some.add(session)
-                elif remaining > BRIEF and len(tokens) - session.left_at > BRIEF:  # else little, once its KV is back
+                    continue
+                if remaining > BRIEF and len(tokens) - session.left_at > BRIEF:  # else little, once its KV is back
                     self._lengthy.add(session.id)
+                if session.row_at < since and (is_moving is None or not is_moving(session)):
+                    since = session.row_at
+            self._waiting_since[klass] = since
         return decoders
 
     def _next_apart(self) -> tuple[Session | None, int]:
@@ -227,8 +234,9 @@ class Composer:
         for klass in CLASSES[:-1]:
             if any(not session.bulk for session in self._line.of(klass)):
                 self._called_at[klass] = now
+        waited = {klass: max(now - since, 0.0) for klass, since in self._waiting_since.items()}
         lately = [klass for klass, at in self._called_at.items() if now - at < LATELY_S]
-        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately)
+        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:

@@ -25,6 +25,12 @@ BUSY_STEPS = 3.0
 # most so many times as long.
 CROWDED_SLOWDOWN = 1.1
 
+# Who has to read and has had no row for longer than this slows down those that decode in its class: a step may take as
+# many times longer as it has waited such times. Else each of them would have its tokens in time, and wake-ups would
+# wait for one another without end. Not in the highest class, where somebody reads each token as it comes.
+PATIENCE_S = 0.25
+NOBODY: Mapping[Class, float] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -89,9 +95,10 @@ class Room:
         decoding: Mapping[Class, int],
         protected: Mapping[Class, int],
         lately: Collection[Class] = (),
+        waited: Mapping[Class, float] = NOBODY,
     ) -> None:
         """`decoding`: sessions by class that need one token; `protected`: of these, those that are. `lately`: classes
-        of which somebody may call in a moment."""
+        of which somebody may call in a moment. `waited`: seconds, for a row, of who has waited longest to read on."""
         self._times = times
         self._policy = policy
         self._rows = max_rows  # that are left
@@ -99,6 +106,7 @@ class Room:
         self._decoding = dict(decoding)  # that have had no row yet
         self._protected = protected
         self._lately = lately
+        self._waited = waited
         self._taken = self._further = 0  # rows, and what they bring beyond one token each
         self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
         self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
@@ -111,7 +119,9 @@ class Room:
         self._spared = min(self._spared, self._longest(self._decoders) if self._decoders else self._reading())
         self._limit = self._until_free(klass) if self._spared == math.inf else self._spared
         own = min(self._protected[klass], self._rows, self._tokens)
-        self._chunk_limit = min(self._limit, self._longest(self._decoders + own)) if own else self._limit
+        self._chunk_limit = self._limit
+        if own:
+            self._chunk_limit = min(self._limit, self._longest(self._decoders + own) * self._indulgence(klass))
         self._owed = LEAST_CHUNK if own and self._limit > 0 else 0
         self._measure()
 
@@ -121,6 +131,10 @@ class Room:
             self._times.ask(decoders)
             return 0.0
         return self._longest_of(self._times.predict(1), self._times.predict(decoders))
+
+    def _indulgence(self, klass: Class) -> float:
+        """How many times longer than else a step of those that decode may take, for the sake of who has waited."""
+        return 1.0 if klass == CLASSES[0] else max(1.0, self._waited.get(klass, 0.0) / PATIENCE_S)
 
     def _reading(self) -> float:
         """The same for the sake of the prompts that are read, where nobody decodes."""

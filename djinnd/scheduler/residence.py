@@ -217,7 +217,8 @@ class Residence:
         """The session's pages leave the device: at once, or when they have been copied (`sealed`: and are found on the
         host). → the transfer, if there is one to wait for. Unless it is `forced`, nothing leaves where there is no
         lower tier, nor KV that cannot be computed and has not been saved. Who waits for its pages does not wait for
-        the host's to be made ready, too: computing them anew takes less time, where that can be done."""
+        the host's to be made ready, too: computing them anew takes less time, where that can be done. Nor does who
+        waits for something else take the place of those who will be back before it."""
         if self.paging.host is None and not forced:
             return None
         departure = self._leaving.get(session.id)
@@ -230,6 +231,10 @@ class Residence:
             self.rewind(session, session.computed)  # what holds no KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced)
         keys = self.keys(session) if session.computed else []
+        if forced and not sealed and session.id not in self._leaving and self._is_wanted_later(session, keys):
+            departure.transfer.failed = True
+            self._departed(departure)
+            return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
@@ -254,6 +259,16 @@ class Residence:
         """What it has brought through the blocks, or KV that the host does not take freely."""
         return session.stage is not None or not self.leaves_freely(session)
 
+    def _is_wanted_later(self, session: Session, keys: list[Key]) -> bool:
+        """Than all that would be lost if the host took its pages: then it is its own that are computed anew (Belady,
+        "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
+        if not (session.waits and session.wakes_at) or session.foreign_tokens:
+            return False
+        lost = self.paging.losses(keys, session.tenant)
+        if not lost:
+            return False
+        return all(self._left.wanted_at(key) <= session.wakes_at for key in lost)
+
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)
         return session.computed if arrival is None else arrival.transfer.tokens
@@ -271,7 +286,7 @@ class Residence:
         self._left.forget(session.id)
         if session.computed and session.computed == departure.reach:
             # The pages keep them, whatever becomes public meanwhile.
-            self._left.remember(session.id, Left(self.keys(session), session.computed))
+            self._left.remember(session.id, Left(self.keys(session), session.computed, session.wakes_at))
         if departure.reach:
             session.left_at = departure.reach
             session.woken = True
@@ -357,7 +372,7 @@ class Residence:
             self.rewind(session, min(session.computed, first))
         if left is not None:
             reach = min(left.tokens, first)
-            self._left.remember(session.id, Left(left.keys[: self.kv.pages_for(reach)], reach))
+            self._left.remember(session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach))
 
     def close(self, session: Session) -> None:
         """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and

@@ -18,7 +18,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.policy import BUSY_STEPS, CROWDED_SLOWDOWN, DEFAULT, LATELY_S, LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import BUSY_STEPS, CROWDED_SLOWDOWN, DEFAULT, LATELY_S, LEAST_CHUNK, PATIENCE_S, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.step_times import StepTimes
 
@@ -122,16 +122,25 @@ class VirtualDevice:
         remaining = {session.id: session.remaining for session in self.scheduler.sessions()}
         for name in self.kv:
             self.called_at.update({(name, s.klass): self.now for s in self.active(name) if not s.bulk})
+        waited = {name: self._waited(name) for name in self.kv}
         batch = self.scheduler.next_batch()
         if batch is None:
             assert not any(self.active(name) for name in self.kv), "somebody waits, and nobody runs"
             return None
-        step = Step(self, batch, aged[batch.model], remaining)
+        step = Step(self, batch, aged[batch.model], remaining, waited[batch.model])
         step.check_protection()
         if not pages_are_short[batch.model]:
             step.check_left_out()
         self._take(batch)
         return batch
+
+    def _waited(self, model: str) -> dict[Class, float]:
+        """By class: for how long whoever has waited longest to read has had no row."""
+        waited: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
+        for session in self.active(model):
+            if session.remaining > 1 and not self.scheduler.residence(model).is_moving(session):
+                waited[session.klass] = max(waited[session.klass], self.now - session.row_at)
+        return waited
 
     def _pages_to_come(self, model: str) -> int:
         kv = self.kv[model]
@@ -174,8 +183,16 @@ class VirtualDevice:
 class Step:
     """One that was composed, and has not run."""
 
-    def __init__(self, device: VirtualDevice, batch: Batch, aged: Session | None, remaining: dict[str, int]) -> None:
+    def __init__(
+        self,
+        device: VirtualDevice,
+        batch: Batch,
+        aged: Session | None,
+        remaining: dict[str, int],
+        waited: dict[Class, float],
+    ) -> None:
         self.batch = batch
+        self.waited = waited  # see VirtualDevice._waited
         self.remaining = remaining  # tokens by session, before the step was composed
         self.times: StepTimes = device.composer(batch.model).times
         self.policy = device.scheduler.policy
@@ -212,6 +229,10 @@ class Step:
         longest = max(slowdown * usual, min(slowdown, CROWDED_SLOWDOWN) * alone, self.policy.between_tokens)
         return longest + 1e-9 if alone else math.inf
 
+    def indulgence(self, klass: Class) -> float:
+        """How many times longer who decodes lets those of its class read who have waited."""
+        return max(1.0, self.waited[klass] / PATIENCE_S) if klass != "interactive" else 1.0
+
     def until_free(self, klass: Class) -> float:
         """Seconds for which rows of the class may take the device, for the sake of higher ones that have none."""
         above = CLASSES[: CLASSES.index(klass)]
@@ -230,7 +251,7 @@ class Step:
             assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
             own = self.protected(klass)
             chunks = sum(row.count for row in self.of(klass) if self.reads(row))
-            may = self.allowed(*above[:-1], own=own) if own else math.inf
+            may = self.allowed(*above[:-1], own=own) * self.indulgence(klass) if own else math.inf
             through = self.takes([*self.aged, *self.of(*above)])
             assert chunks <= LEAST_CHUNK or through <= may, f"{klass}: its own prompts"
 
@@ -246,6 +267,6 @@ class Step:
             own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
             reads = self.remaining[session.id] > 1
             if reads and own:
-                may = min(may, self.allowed(*above, own=own))
+                may = min(may, self.allowed(*above, own=own) * self.indulgence(session.klass))
             with_it = self.times.predict(rows + 1, further + reads)
             assert with_it >= may - 1e-6, f"{session.id} is left out though there is room"

@@ -45,7 +45,7 @@ READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), 
 
 BESIDE_S = 2.0  # that those beside whom times are taken begin before, and go on for longer
 ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
-ENDLESS_TOKENS = 256  # that each of them comes to, at most
+ENDLESS_TOKENS = 256  # that each of them comes to; it begins with so many that the pool is never large enough for all
 
 
 class Sizes(NamedTuple):
@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     rounds: int  # of what is compared in turns, as the machine's rate changes
 
 
-FULL = Sizes(seconds=60, warm_s=10, few=16, many=800, batch=32, asking=4, idle=50, ageing_s=10, rounds=4)
+FULL = Sizes(seconds=60, warm_s=10, few=16, many=800, batch=32, asking=4, idle=50, ageing_s=5, rounds=4)
 SMOKE = Sizes(seconds=3, warm_s=0.5, few=6, many=300, batch=8, asking=2, idle=10, ageing_s=1, rounds=4)
 
 
@@ -155,7 +155,7 @@ class Bench:
     def ageing(self) -> None:
         sizes = self._sizes
         groups = {
-            "endless": Group(klass="interactive", sessions=ENDLESS, context=(32, 64), answer=(150, 180)),
+            "endless": Group(klass="interactive", sessions=ENDLESS, context=(196, 200), answer=(48, 56)),
             "batch": Group(klass="batch", sessions=1, context=(32, 64), answer=(150, 180)),
         }
         settings = {"scheduling": {"ageing": sizes.ageing_s}}

@@ -8,7 +8,7 @@ import pytest
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-from djinnd.scheduler.policy import BUSY_STEPS, LEAST_CHUNK, Policy, Room, eviction_order
+from djinnd.scheduler.policy import BUSY_STEPS, LEAST_CHUNK, NOBODY, PATIENCE_S, Policy, Room, eviction_order
 from djinnd.scheduler.step_times import StepTimes
 
 
@@ -40,11 +40,12 @@ def room(
     times: StepTimes | None = None,
     policy: Policy = Policy(),  # noqa: B008
     lately: Collection[Class] = (),
+    waited: Mapping[Class, float] = NOBODY,
 ) -> Room:
     decoding = Counter(session.klass for session in order if session.remaining == 1)
     protected = Counter(s.klass for s in order if s.remaining == 1 and s.klass != "batch" and not s.bulk)
     by_class = {klass: decoding[klass] for klass in CLASSES}
-    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately)
+    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately, waited)
 
 
 def shares(room: Room, sessions: list[Session]) -> list[int]:
@@ -190,6 +191,24 @@ def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_highe
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=150.001)), order)) == 150
+
+
+@pytest.mark.parametrize(("klass", "times"), [("agent", 4.0), ("interactive", 1.0)])
+def test_agents_that_decode_let_those_read_who_have_waited_long(klass: Class, times: float) -> None:
+    """Not so who is interactive, nor at the cost of those."""
+    order = [*(session(f"d{n}", klass=klass) for n in range(100)), session("p", 2000, klass=klass)]
+    waited: dict[Class, float] = {klass: 4.0 * PATIENCE_S}
+    counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=200.0), waited=waited), order)
+    assert counts[100] == pytest.approx(200 * times - 100, rel=0.1)
+    waited[klass] = 0.5 * PATIENCE_S
+    assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=200.0), waited=waited), order)[100] <= 110
+
+
+def test_but_not_at_the_cost_of_a_higher_class() -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(100)]
+    order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
+    policy = Policy(slowdown=150.001)
+    assert sum(shares(room(order, times=known(LINEAR), policy=policy, waited={"agent": 60.0}), order)) == 150
 
 
 def test_a_step_may_take_so_long_in_any_case() -> None:

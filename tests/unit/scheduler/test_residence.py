@@ -336,6 +336,47 @@ def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else(
     assert (second.computed, house.kv.pages_held("b")) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("expected", "stays"),
+    [
+        ((10.0, 12.0, 20.0), ["a", "b"]),  # whose pages were to be lost come back before it does
+        ((10.0, 12.0, 11.0), ["a", "b"]),  # likewise: it is the first's that would be lost
+        ((10.0, 12.0, 9.0), ["c", "b"]),
+        ((0.0, 12.0, 20.0), ["c", "b"]),  # of whom nobody knows when, or that they will
+        ((10.0, 12.0, 0.0), ["c", "b"]),
+    ],
+)
+def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
+    expected: tuple[float, float, float], stays: list[str]
+) -> None:
+    house = House(host=4)
+    a, b, c = (house.session(name, 8, first) for first, name in enumerate("abc"))
+    for session, back_at in zip((a, b, c), expected, strict=True):
+        session.waits, session.wakes_at = True, back_at
+        house.residence.leave(session, forced=True)
+        house.copy_all()
+        assert house.kv.pages_held(session.id) == 0
+    found = {
+        name: house.paging.count(house.residence.keys(session))[0]
+        for name, session in zip("abc", (a, b, c), strict=True)
+    }
+    assert sorted(name for name, pages in found.items() if pages == 2) == sorted(stays)
+
+
+def test_who_is_paused_or_whose_kv_cannot_be_computed_is_saved_whoever_comes_back_first() -> None:
+    for given in (False, True):
+        house = House(host=2)
+        first, last = house.session("a", 8), house.session("b", 8, 1)
+        for session, back_at in ((first, 10.0), (last, 20.0)):
+            session.waits, session.wakes_at = True, back_at
+        house.residence.leave(first, forced=True)
+        house.copy_all()
+        last.foreign_tokens = 8 if given else 0
+        house.residence.leave(last, forced=given, sealed=not given)
+        house.copy_all()
+        assert house.paging.count(house.residence.keys(last))[0] == 2
+
+
 def test_and_without_a_host() -> None:
     house = House(host=0)
     session = house.session("a", 8)
