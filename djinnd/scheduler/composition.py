@@ -17,6 +17,7 @@ from djinnd.scheduler.step_pages import Order, StepPages
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import ROOM
 
+RUNNING = RequestState.RUNNING
 Decoders = dict[Class, set[Session]]  # who needs one token, by class
 
 
@@ -60,15 +61,30 @@ class Composition:
         first = next(asked, None)
         if first is None:
             return None
+        pages, fits, num_blocks, aged, turn = self._pages, self._fits, self._num_blocks, self._aged, self._turn
         for session in chain((first,), asked):
             if room.is_full:
                 break
-            if self._is_part or not self._merely_decodes(session):
+            request, start = session.request, session.computed
+            end = start + 1
+            if (  # It may need more than room for one token, which goes through all blocks: few do, in most steps.
+                len(session.tokens) != end
+                or request is None
+                or request.state is not RUNNING
+                or request.stops
+                or session.stage is not None
+                or session is aged
+                or session is turn
+                or self._is_part
+                or not fits(session.id, end)
+                or (pages.moves is not None and pages.moves(session))
+            ):
                 self._ask(session)
                 continue
             decoders[session.klass].discard(session)
             if room.take_one(session.klass, shields=not session.bulk):
-                rows.append(self._one(session))
+                session.touched, session.passed_over = self._step, ""
+                rows.append(Row(session, request, start, 1, 0, num_blocks, request.max_tokens > 0, None))
             else:
                 self._leave_out(session)
         return first
@@ -87,22 +103,8 @@ class Composition:
                 if session.klass in closed:
                     break
 
-    def _merely_decodes(self, session: Session) -> bool:
-        """It needs room for one token, which goes through all blocks, and nothing else: most, in most steps."""
-        request, tokens, pages = session.request, len(session.tokens), self._pages
-        assert request is not None
-        return (
-            tokens - session.computed == 1
-            and session.stage is None
-            and not request.stops
-            and session is not self._aged
-            and session is not self._turn
-            and self._fits(session.id, tokens)
-            and (pages.moves is None or not pages.moves(session))
-        )
-
     def _ask(self, session: Session) -> None:
-        """One that may need more than that."""
+        """One that may need anything."""
         remaining = session.remaining
         if remaining == 1:
             self._decoders[session.klass].discard(session)
@@ -151,11 +153,6 @@ class Composition:
             return
         self._room.take(remaining, count, shields=not session.bulk and session is not self._aged)
         self.rows.append(self._row(session, way, count))
-
-    def _one(self, session: Session) -> Row:
-        """Of a session that merely decodes."""
-        request = self._begun(session)
-        return Row(session, request, session.computed, 1, 0, self._num_blocks, request.max_tokens > 0, None)
 
     def _row(self, session: Session, way: Way, count: int) -> Row:
         request, last = self._begun(session), way.last
