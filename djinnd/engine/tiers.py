@@ -21,7 +21,6 @@ from djinnd.engine.memory import tier_pages
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.pauses import NO_PAGES, Pauses
 from djinnd.engine.transfers import Transfers
-from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
@@ -53,7 +52,7 @@ class Tiers:
         self._models: dict[str, _Model] = {}
         self._on_host, self._on_disk = Tenancy(), Tenancy()
         self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
-        self._over_beside: list[tuple[str, Transfer]] = []  # by a step: by model
+        self._moved_beside: set[str] = set()  # a step: models of which transfers have ended
         self._tended_at = 0.0
         self._waits = Waits()
 
@@ -145,22 +144,25 @@ class Tiers:
         return self.is_busy
 
     def beside_step(self) -> bool:
-        """While the device runs a step, queueing the copies that the last turn has found costs nothing, nor do the
-        books of those that end: a wake-up's take half a millisecond, for which the device would wait between two steps.
-        What they lead to has to wait for `step_over`: whoever is in the step stays as it is. → whether more may end."""
+        """While the device runs a step, beginning the copies that had been asked for before costs nothing, nor do the
+        books of those that end, and of whose they are: a wake-up's take half a millisecond, for which the device would
+        wait between two steps. Nobody whose pages move is in the step. What follows from it has to wait for
+        `step_over`, as it may make others give way. → whether more may end."""
         for name, model in self._models.items():
             model.transfers.begin_copies()
-            self._over_beside += [(name, transfer) for transfer in model.transfers.end()]
+            if over := model.transfers.end():
+                self._scheduler.moved(name, over)
+                self._moved_beside.add(name)
         return self.is_busy
 
     def step_over(self) -> None:
-        """Copies begin that the step, or the turn where there was none, has asked for; and what has ended beside it is
-        told."""
+        """Copies begin that had been asked for, where there was no step; and what has ended beside one has its
+        consequences."""
         for model in self._models.values():
             model.transfers.begin_copies()
-        for name, transfer in self._over_beside:
-            self._scheduler.over(name, [transfer])
-        self._over_beside.clear()
+        for name in self._moved_beside:
+            self._scheduler.over(name, [])
+        self._moved_beside.clear()
 
     @property
     def is_busy(self) -> bool:

@@ -71,6 +71,7 @@ class Transfers:
         self._filing: list[_Job] = []
         self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
         self._mark: Mark | None = None  # of the last turn, if copies may begin
+        self._asked = 0  # moves that had been asked for then, and have not begun
         self._failed_at = 0.0  # when a file was last complained about
 
     def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
@@ -93,11 +94,10 @@ class Transfers:
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
     def turn(self) -> list[Transfer]:
-        """Ends what can be, and finds what may begin; waits for nothing. → the transfers that are over."""
+        """Ends what can be, and notes what may begin; waits for nothing. → the transfers that are over."""
         over = self.end()
-        while (move := self._paging.moves.take()) is not None:
-            self._begin(move)
-        if any(self._queued.values()):
+        self._asked = self._paging.moves.waiting
+        if self._asked or any(self._queued.values()):
             self._mark = self._device.mark()
         return over
 
@@ -111,11 +111,14 @@ class Transfers:
         return over
 
     def begin_copies(self) -> None:
-        """Of what the last turn has found, as much as may be in flight: after what the device had to do by then, and
-        beside what it was given since, as nobody is given a page that moves."""
-        if self._mark is not None:
-            self._queue_copies(self._mark)
-            self._mark = None
+        """Of what had been asked for in the last turn, as much as may be in flight: after what the device had to do by
+        then, and beside what it was given since, as nobody is given a page that moves."""
+        mark, self._mark = self._mark, None
+        while self._asked and (move := self._paging.moves.take()) is not None:
+            self._asked -= 1
+            self._begin(move)
+        if mark is not None:
+            self._queue_copies(mark)
 
     def follow(self) -> list[Transfer]:
         """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to

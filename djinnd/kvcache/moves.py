@@ -156,6 +156,11 @@ class Moves:
         return move
 
     @property
+    def waiting(self) -> int:
+        """How many `take` would answer with."""
+        return len(self._waiting)
+
+    @property
     def is_busy(self) -> bool:
         return bool(self._waiting or self._under_way or self._unsealed)
 

@@ -247,10 +247,14 @@ class ModelQueue:
         if not self.residence.prefetch(session, waiting):
             self.awaited[session.id] = session
 
-    def over(self, transfers: Iterable[Transfer]) -> None:
-        """These have ended, and others have gone on."""
+    def moved(self, transfers: Iterable[Transfer]) -> None:
+        """See Scheduler.moved."""
         for transfer in transfers:
             self.residence.over(transfer)
+
+    def over(self, transfers: Iterable[Transfer]) -> None:
+        """These have ended, and others have gone on."""
+        self.moved(transfers)
         awaited, self.awaited = self.awaited, {}
         for session in awaited.values():
             is_idle = self.sessions.get(session.id) is session and session.request is None

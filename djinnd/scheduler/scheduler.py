@@ -321,6 +321,10 @@ class Scheduler:
             queue.tend(now)
         self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
 
+    def moved(self, model: str, transfers: Iterable[Transfer]) -> None:
+        """These have ended: also while a step runs, which nobody is in whose pages moved. `over` is to follow."""
+        self._queues[model].moved(transfers)
+
     def over(self, model: str, transfers: Iterable[Transfer]) -> None:
         """These have ended, and others have gone on."""
         self._queues[model].over(transfers)

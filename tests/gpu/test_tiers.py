@@ -49,15 +49,14 @@ class Tiered:
         if batch is None:
             self.transfers.begin_copies()
         else:
-            over = []
 
             def beside() -> bool:
                 self.transfers.begin_copies()
-                over.extend(self.transfers.end())
+                self.served.scheduler.moved("m", self.transfers.end())
                 return self.residence.paging.is_busy
 
             self.served.complete(batch, self.served.runner.run(batch, beside))
-            self.served.scheduler.over("m", over)
+            self.served.scheduler.over("m", [])
             self.served.runner.settle()
 
     def settle(self) -> None:

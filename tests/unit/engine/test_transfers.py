@@ -197,6 +197,22 @@ def test_copies_begin_when_they_are_told_to_and_follow_what_the_device_had_to_do
     assert floor.device.copied == ["demote 7"]
 
 
+def test_what_is_asked_for_after_a_turn_waits_for_the_next_one(floor: Floor) -> None:
+    """The step that is composed then may still write into those pages before it begins, and the mark is before that."""
+    floor.session("a", TOKENS)
+    floor.session("b", OTHERS)
+    floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
+    floor.transfers.turn()
+    floor.paging.save("b", floor.kv.keys_of("b", root(TENANT), OTHERS, 26), 26)
+    floor.transfers.begin_copies()
+    assert floor.device.copied == ["demote 7"] and floor.paging.moves.waiting == 7
+    floor.transfers.begin_copies()
+    assert floor.device.copied == ["demote 7"]
+    floor.transfers.turn()
+    floor.transfers.begin_copies()
+    assert floor.device.copied == ["demote 7", "demote 7"] and not floor.paging.moves.waiting
+
+
 def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor: Floor) -> None:
     floor.device.holds = True
     floor.session("a", TOKENS)
