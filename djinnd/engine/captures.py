@@ -6,9 +6,9 @@ requests together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from djinn_client.points import Point
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, reach_of, sites_of
+from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, reach_of, sites_of, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class _Captured:
     room: int
     rows: dict[bool, int]  # the first, of points that are logits and of others
     shifts: dict[Point, int]  # from there
+    reach: Reach
 
     def spans(self) -> tuple[Records, Records]:
         """And sites, for a SpanTable."""
@@ -78,26 +79,24 @@ class Captures:
                 self._rows[kind].give_back(row, len(of_kind[kind]) * room)
             raise
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
-        self._captured[request] = _Captured(tuple(points), first, room, rows, shifts)
+        self._captured[request] = _Captured(tuple(points), first, room, rows, shifts, reach_of(points))
 
     def sole(self, requests: Sequence[int]) -> int | None:
         """The only one of these that is here."""
         there = self._captured.keys() & requests
         return there.pop() if len(there) == 1 else None
 
-    def rows_at(self, request: int, start: int, end: int) -> tuple[int, int, dict[Point, int]]:
+    def rows_at(self, request: int, start: int, end: int) -> tuple[int, int, int, Mapping[Point, int]]:
         """Of a request whose points are none of logits: which of the positions [start, end) it captures, the first and
-        how many, and for each point the row of that first one."""
+        how many; and the row of that first one, with what is to be added to it for each point."""
         captured = self._captured[request]
         first = max(start, captured.first)
         count = min(end, captured.first + captured.room) - first
-        row = captured.rows[False] + first - captured.first
-        return first, max(count, 0), {point: row + shift for point, shift in captured.shifts.items()}
+        return first, max(count, 0), captured.rows[False] + first - captured.first, captured.shifts
 
     def reach(self, requests: Sequence[int]) -> Reach | None:
         """See SpanTable.reach."""
-        there = self._captured.keys() & requests
-        return reach_of(chain.from_iterable(self._captured[request].points for request in there)) if there else None
+        return together([self._captured[request].reach for request in self._captured.keys() & requests])
 
     def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Overlaps:
         """See SpanTable.join."""

@@ -8,6 +8,7 @@ and nothing to send, as there is where sessions and edits mix (step_probe.py): e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from torch import Tensor
 
@@ -17,17 +18,23 @@ from djinn_client.points import Point
 class SoleCapture:
     """A Probe (model/probe.py), of prologue and blocks."""
 
-    def __init__(self, into: Tensor, rows: Mapping[Point, int], first_token: int, count: int) -> None:
-        """So many tokens of the pass go to `into` from the row of each point on, none of which lies behind the
-        blocks."""
-        self.first = min(point.block for point in rows)
-        self.points = frozenset(rows)
+    def __init__(
+        self, into: Tensor, row: int, shifts: Mapping[Point, int], first_block: int, first_token: int, count: int
+    ) -> None:
+        """So many tokens of the pass go to `into` from `row` on, and as much further as the point says. No point lies
+        behind the blocks, or is of one below `first_block`."""
+        self.first = first_block
         self._into = into
-        self._rows = rows
+        self._row = row
+        self._shifts = shifts
         self._tokens = slice(first_token, first_token + count)
+
+    @cached_property
+    def points(self) -> frozenset[Point]:
+        return frozenset(self._shifts)
 
     def at(self, point: Point, value: Tensor) -> None:
         """See Probe."""
-        row = self._rows[point]
+        row = self._row + self._shifts[point]
         tokens = value[0, self._tokens]
         self._into[row : row + len(tokens)].copy_(tokens)

@@ -80,6 +80,10 @@ def reach_of(points: Iterable[Point]) -> Reach:
     return Reach(min(blocks), _NOWHERE in blocks)
 
 
+def together(some: Sequence[Reach]) -> Reach | None:
+    return Reach(min(each.first for each in some), any(each.is_behind for each in some)) if some else None
+
+
 class Hits(NamedTuple):
     """One for each point at each position that a span is about. `span`: an index of the table's `spans`."""
 
@@ -160,8 +164,7 @@ class SpanTable:
 
     def reach(self, keys: Iterable[Hashable]) -> Reach | None:
         """Wherever their spans are; None: they have none."""
-        there = [self._reach[key] for key in self._reach.keys() & keys]
-        return Reach(min(each.first for each in there), any(each.is_behind for each in there)) if there else None
+        return together([self._reach[key] for key in self._reach.keys() & keys])
 
     def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Overlaps:
         """Of a batch of rows, each with positions [start, start + count) of the session of its key."""

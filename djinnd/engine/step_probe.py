@@ -176,11 +176,12 @@ class Touched:
         if sole not in rows:
             return None
         row = self._rows[sole]
-        first, count, at = self._captures.rows_at(row.request.id, row.start, row.end)
+        first, count, at, shifts = self._captures.rows_at(row.request.id, row.start, row.end)
         if not count:
             return None
         before = sum([self._rows[index].count for index in rows[: rows.index(sole)]])
-        return SoleCapture(self._captures.into(of_logits=False), at, before + first - row.start, count)
+        into = self._captures.into(of_logits=False)
+        return SoleCapture(into, at, shifts, self._reaches[0].first, before + first - row.start, count)
 
     def _codes(self, rows: Ints) -> set[int]:
         """Of the points before the last block's end at which something is done to these rows."""
