@@ -116,15 +116,15 @@ class Moves:
         self.arriving.update((move.key, move) for move in moves)
         self._waiting.extend(moves)
 
-    def fetch(self, key: Key, pages: Sequence[int], transfer: Transfer) -> None:
-        """Into the one page, by way of the host, which has a slot for it."""
+    def fetch(self, key: Key, pages: Sequence[int], transfer: Transfer, *, can_wait: bool = False) -> None:
+        """Into the one page, by way of the host, which has a slot for it. `can_wait`: see Tier.prepare."""
         assert self.host is not None and self.disk is not None
         (page,) = pages
         self.kv.protect(pages, self.kv.page_size)
         transfer.missing += 1
         source = self.disk.find(key)
         assert source is not None
-        slot = self.host.prepare(key, self.disk.tenants[source])
+        slot = self.host.prepare(key, self.disk.tenants[source], can_wait=can_wait)
         assert slot is not None
         self.disk.pin(source)
         move = Move(Way.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])

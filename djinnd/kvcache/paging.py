@@ -207,10 +207,11 @@ class Paging:
         assert self.disk is not None
         return self.disk.tenants[slot]
 
-    def load(self, session: str, tenant: int, found: Found) -> Transfer:
+    def load(self, session: str, tenant: int, found: Found, *, can_wait: bool = False) -> Transfer:
         """Gives the session, which holds pages for its first `found.start` tokens, those for what was found, and brings
         it there. Nothing of it is on its way. What is on disk comes by way of the host: it ends before the first page
-        for which the host has no slot that is not busy. Raises OutOfPages, and then has changed nothing."""
+        for which the host has no slot that is not busy, and ready; `can_wait`: until it is. Raises OutOfPages, and then
+        has changed nothing."""
         assert self.host is not None and not found.on_the_way and found.keys
         size = self.kv.page_size
         assert self.kv.pages_held(session) * size == found.start
@@ -222,14 +223,14 @@ class Paging:
             return transfer
         self._end_first_gives_way(found.keys)  # none of them, if there is another
         for key in found.keys:
-            if self.host.peek(key) is None and not self._can_fetch(key):
+            if self.host.peek(key) is None and not self._can_fetch(key, can_wait=can_wait):
                 transfer.tokens = found.start + transfer.missing * size
                 break
             pages = self.kv.extend(session, tenant, 1)
             if key in self.host:
                 self.moves.promote([key], pages, transfer)
             else:
-                self.moves.fetch(key, pages, transfer)
+                self.moves.fetch(key, pages, transfer, can_wait=can_wait)
         self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
         return transfer
 
@@ -244,11 +245,11 @@ class Paging:
             if tier is not None:
                 _spare(tier, [key for key in keys if key not in self.kv.public])
 
-    def _can_fetch(self, key: Key) -> bool:
+    def _can_fetch(self, key: Key, *, can_wait: bool) -> bool:
         """Not, too, where it was on the host only, and has given way to one before it."""
         assert self.host is not None
         source = self.disk.peek(key) if self.disk is not None else None
-        return source is not None and self.host.has_room(self._tenant_on_disk(source))
+        return source is not None and self.host.has_room(self._tenant_on_disk(source), can_wait=can_wait)
 
     # --- pages go to disk -------------------------------------------------------------------------------------------
 

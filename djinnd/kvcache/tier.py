@@ -201,9 +201,9 @@ class Tier:
             missing -= len(oldest)
         return going if missing <= 0 else None
 
-    def has_room(self, tenant: int = ANYBODY) -> bool:
+    def has_room(self, tenant: int = ANYBODY, *, can_wait: bool = False) -> bool:
         """Whether `prepare` has a slot to give."""
-        return self.making_room(tenant) is not None
+        return self.making_room(tenant, can_wait=can_wait) is not None
 
     def may_have(self, tenant: int) -> bool:
         """Whether it ever may, by the tenant's limit."""

@@ -198,17 +198,20 @@ class Residence:
 
     def _brought(self, session: Session) -> bool:
         """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
-        is to be asked again, as making it may have taken what was found."""
+        is to be asked again, as making it may have taken what was found. (What could only come through a host that is
+        not ready is computed anew, if it can be.)"""
         found = self._found(session)
         if found is None:
             return False
         if not found.on_the_way:
+            must = session.computed < session.foreign_tokens
             kept = self.kv.trim(session.id, found.start)
             assert kept == found.start, (kept, found)
             session.computed = found.start
-            transfer = self.paging.load(session.id, session.tenant, found)
-            if not transfer.is_over:  # else all that it could come through is busy
-                self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing])
+            transfer = self.paging.load(session.id, session.tenant, found, can_wait=must)
+            if transfer.is_over:  # all that it could come through is busy
+                return self.paging.is_busy
+            self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing])
         return True
 
     # --- giving way -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,13 @@ class Tiered:
         self.residence = served.scheduler.residence("m")
         self.transfers = Transfers(served.device, self.residence.paging, runner.page_bytes)
         memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
-        self.transfers.attach_host(HostPages(memory, self.page_bytes, served.device))
+        pages = HostPages(memory, self.page_bytes, served.device)
+        self.transfers.attach_host(pages)
+        until = time.monotonic() + 60
+        while pages.pinned < pages.capacity:  # else what is on disk may be computed anew
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        self.transfers.note_ready()
         self.transfers.attach_disk(PageFile(str(folder), "m", self.page_bytes, SLOTS, "f"))
 
     def turn(self) -> None:

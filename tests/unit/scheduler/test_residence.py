@@ -127,6 +127,29 @@ def test_who_is_to_make_room_does_not_wait_for_the_host_to_be_made_ready() -> No
     assert not any(house.kv.pages_held(name) for name in "ipg")
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_on_disk_does_not_wait_for_a_host_to_be_made_ready_if_it_can_be_computed(given: bool) -> None:
+    """As of a session of before a restart, whose model has been there for a moment."""
+    house = House(host=0)
+    session = house.session("a", 8)
+    host, disk = (Tier(bytearray(Tier.table_bytes(8)), 8, are_ready=ready) for ready in (False, True))
+    for key in house.residence.keys(session):
+        slot = disk.prepare(key, 1000)
+        assert slot is not None
+        disk.complete(slot, 0)
+    house.paging.use_host(host)
+    house.paging.use_disk(disk)
+    house.residence.leave(session, forced=True)
+    house.kv._prefixes.forget(range(1, house.kv.pool.capacity + 1))
+    assert session.computed == 0
+    session.foreign_tokens = 8 if given else 0
+    house.ask(session)
+    assert house.residence.secure(session, []) is not given
+    assert house.residence.is_arriving(session) is given
+    house.copy_all()
+    assert session.computed == (8 if given else 0)
+
+
 def test_leaving_sealed_is_over_later_than_leaving() -> None:
     house = House()
     session = house.session("a", 4)
