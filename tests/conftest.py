@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,6 +31,13 @@ MODEL = "djinn-tiny"
 TESTS = Path(__file__).parent
 # Files that take minutes are begun first: at the end a worker would wait for the other one's.
 LONG = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test_kernels.py")
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start: which waits
+    for it in vain, where a test sends it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # the order that is random otherwise is known then

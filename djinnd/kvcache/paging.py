@@ -251,6 +251,10 @@ class Paging:
         source = self.disk.peek(key) if self.disk is not None else None
         return source is not None and self.host.has_room(self._tenant_on_disk(source), can_wait=can_wait)
 
+    def has_room_later(self, tenant: int) -> bool:
+        """Whether the host has a slot for the tenant's pages, be it one that is not ready yet."""
+        return self.host is not None and self.host.has_room(tenant, can_wait=True)
+
     # --- pages go to disk -------------------------------------------------------------------------------------------
 
     def write_out(self, session: str, keys: Sequence[Key]) -> Transfer:

@@ -27,8 +27,10 @@ CROWDED_SLOWDOWN = 1.1
 
 # Who has to read and has had no row for longer than this slows down those that decode in its class: a step may take as
 # many times longer as it has waited such times. Else each of them would have its tokens in time, and wake-ups would
-# wait for one another without end. Not in the highest class, where somebody reads each token as it comes.
+# wait for one another without end. Not in the highest class, where somebody reads each token as it comes. A step that
+# is longer than INDULGENCE times reads hardly more a second, and who waits for pages waits the longer for it.
 PATIENCE_S = 0.25
+INDULGENCE = 3.0
 NOBODY: Mapping[Class, float] = {}
 
 
@@ -134,7 +136,9 @@ class Room:
 
     def _indulgence(self, klass: Class) -> float:
         """How many times longer than else a step of those that decode may take, for the sake of who has waited."""
-        return 1.0 if klass == CLASSES[0] else max(1.0, self._waited.get(klass, 0.0) / PATIENCE_S)
+        if klass == CLASSES[0]:
+            return 1.0
+        return min(max(1.0, self._waited.get(klass, 0.0) / PATIENCE_S), INDULGENCE)
 
     def _reading(self) -> float:
         """The same for the sake of the prompts that are read, where nobody decodes."""

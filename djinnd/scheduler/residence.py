@@ -209,8 +209,8 @@ class Residence:
             assert kept == found.start, (kept, found)
             session.computed = found.start
             transfer = self.paging.load(session.id, session.tenant, found, can_wait=must)
-            if transfer.is_over:  # all that it could come through is busy
-                return self.paging.is_busy
+            if transfer.is_over:  # all that it could come through is busy, or not ready yet
+                return not self.paging.has_room_later(session.tenant)
             self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing])
         return True
 

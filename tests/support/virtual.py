@@ -18,7 +18,16 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.policy import BUSY_STEPS, CROWDED_SLOWDOWN, DEFAULT, LATELY_S, LEAST_CHUNK, PATIENCE_S, Policy
+from djinnd.scheduler.policy import (
+    BUSY_STEPS,
+    CROWDED_SLOWDOWN,
+    DEFAULT,
+    INDULGENCE,
+    LATELY_S,
+    LEAST_CHUNK,
+    PATIENCE_S,
+    Policy,
+)
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.step_times import StepTimes
 
@@ -231,7 +240,7 @@ class Step:
 
     def indulgence(self, klass: Class) -> float:
         """How many times longer who decodes lets those of its class read who have waited."""
-        return max(1.0, self.waited[klass] / PATIENCE_S) if klass != "interactive" else 1.0
+        return min(max(1.0, self.waited[klass] / PATIENCE_S), INDULGENCE) if klass != "interactive" else 1.0
 
     def until_free(self, klass: Class) -> float:
         """Seconds for which rows of the class may take the device, for the sake of higher ones that have none."""

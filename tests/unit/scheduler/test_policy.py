@@ -8,7 +8,16 @@ import pytest
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
-from djinnd.scheduler.policy import BUSY_STEPS, LEAST_CHUNK, NOBODY, PATIENCE_S, Policy, Room, eviction_order
+from djinnd.scheduler.policy import (
+    BUSY_STEPS,
+    INDULGENCE,
+    LEAST_CHUNK,
+    NOBODY,
+    PATIENCE_S,
+    Policy,
+    Room,
+    eviction_order,
+)
 from djinnd.scheduler.step_times import StepTimes
 
 
@@ -193,11 +202,14 @@ def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_highe
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=150.001)), order)) == 150
 
 
-@pytest.mark.parametrize(("klass", "times"), [("agent", 4.0), ("interactive", 1.0)])
-def test_agents_that_decode_let_those_read_who_have_waited_long(klass: Class, times: float) -> None:
+@pytest.mark.parametrize(
+    ("klass", "patience", "times"),
+    [("agent", 2.0, 2.0), ("agent", 1000.0, INDULGENCE), ("interactive", 1000.0, 1.0)],
+)
+def test_agents_that_decode_let_those_read_who_have_waited_long(klass: Class, patience: float, times: float) -> None:
     """Not so who is interactive, nor at the cost of those."""
     order = [*(session(f"d{n}", klass=klass) for n in range(100)), session("p", 2000, klass=klass)]
-    waited: dict[Class, float] = {klass: 4.0 * PATIENCE_S}
+    waited: dict[Class, float] = {klass: patience * PATIENCE_S}
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=200.0), waited=waited), order)
     assert counts[100] == pytest.approx(200 * times - 100, rel=0.1)
     waited[klass] = 0.5 * PATIENCE_S
