@@ -6,7 +6,7 @@ requests together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from djinn_client.points import Point
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, reach_of, sites_of, together
+from djinnd.engine.sole_capture import SoleCapture
+from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, kinds_of, reach_of, sites_of, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class _Captured:
 
     def spans(self) -> tuple[Records, Records]:
         """And sites, for a SpanTable."""
-        of_kind = {kind: [point for point in self.points if (point.where == "logits") == kind] for kind in self.rows}
+        of_kind = kinds_of(self.points)
         sites = [sites_of(some, [self.shifts[point] for point in some]) for some in of_kind.values()]
         ends = np.cumsum([len(some) for some in of_kind.values()])
         spans = [
@@ -68,12 +69,11 @@ class Captures:
     def open(self, request: int, points: Sequence[Point], first: int, room: int) -> None:
         """Of positions [first, first + room). Raises OutOfMemory with the figures, and then has changed nothing."""
         assert request not in self._captured and points and room > 0
-        of_kind = {kind: [p for p in points if (p.where == "logits") == kind] for kind in (False, True)}
+        of_kind = kinds_of(points)
         rows: dict[bool, int] = {}
         try:
             for kind, some in of_kind.items():
-                if some:
-                    rows[kind] = self._rows[kind].take(len(some) * room)
+                rows[kind] = self._rows[kind].take(len(some) * room)
         except BaseException:
             for kind, row in rows.items():
                 self._rows[kind].give_back(row, len(of_kind[kind]) * room)
@@ -86,13 +86,17 @@ class Captures:
         there = self._captured.keys() & requests
         return there.pop() if len(there) == 1 else None
 
-    def rows_at(self, request: int, start: int, end: int) -> tuple[int, int, int, Mapping[Point, int]]:
-        """Of a request whose points are none of logits: which of the positions [start, end) it captures, the first and
-        how many; and the row of that first one, with what is to be added to it for each point."""
+    def sole_probe(self, request: int, start: int, end: int, first_token: int) -> SoleCapture | None:
+        """Of a request whose points are none behind the blocks, and whose row brings the positions [start, end) to a
+        pass, from that token on. None: it captures none of them."""
         captured = self._captured[request]
         first = max(start, captured.first)
         count = min(end, captured.first + captured.room) - first
-        return first, max(count, 0), captured.rows[False] + first - captured.first, captured.shifts
+        if count <= 0:
+            return None
+        row = captured.rows[False] + first - captured.first
+        into, token = self.into(of_logits=False), first_token + first - start
+        return SoleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
     def reach(self, requests: Sequence[int]) -> Reach | None:
         """See SpanTable.reach."""
@@ -126,9 +130,8 @@ class Captures:
         if captured is None:
             return
         self._table.drop(request)
-        for kind, row in captured.rows.items():
-            count = sum((point.where == "logits") == kind for point in captured.points)
-            self._rows[kind].give_back(row, count * captured.room)
+        for kind, some in kinds_of(captured.points).items():
+            self._rows[kind].give_back(captured.rows[kind], len(some) * captured.room)
 
     def release(self) -> None:
         """The device's memory; nothing is captured any more."""

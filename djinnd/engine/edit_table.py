@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from djinn_client.points import Point
 from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.spans import Ints, Overlaps, Reach, Records, SpanTable, sites_of
+from djinnd.engine.spans import Ints, Overlaps, Reach, Records, SpanTable, kinds_of, sites_of
 from djinnd.model.editing import CODES
 from djinnd.model.loader import DTYPES
 
@@ -101,7 +100,7 @@ class EditTable:
         for edit in edits:
             stride = int(edit.rows > 1)
             bounds = np.array([(each.start, each.end, each.row) for each in edit.extents], np.int64)
-            for of_logits, points in _kinds(edit):
+            for of_logits, points in kinds_of(edit.points).items():
                 bank_row = self._held[edit.mark, of_logits][0]
                 part = np.zeros(len(bounds), self._table.dtype)
                 part["start"], part["end"], part["row"] = bounds[:, 0], bounds[:, 1], bank_row + stride * bounds[:, 2]
@@ -118,7 +117,7 @@ class EditTable:
         """Raises OutOfMemory, and then has changed nothing."""
         new: list[tuple[bool, int]] = []
         try:
-            for of_logits, _ in _kinds(edit):
+            for of_logits in kinds_of(edit.points):
                 if (edit.mark, of_logits) not in self._held:
                     new.append((of_logits, self._values[of_logits].take(max(edit.rows, 1))))
                     self._upload(edit, self._values[of_logits].tensor, new[-1][1])
@@ -128,7 +127,7 @@ class EditTable:
             raise
         for of_logits, row in new:
             self._held[edit.mark, of_logits] = [row, 0]
-        for of_logits, _ in _kinds(edit):
+        for of_logits in kinds_of(edit.points):
             self._held[edit.mark, of_logits][1] += 1
 
     def _upload(self, edit: Edit, bank: Tensor, row: int) -> None:
@@ -144,7 +143,7 @@ class EditTable:
                 rows.zero_()
 
     def _let_go(self, edit: Edit) -> None:
-        for of_logits, _ in _kinds(edit):
+        for of_logits in kinds_of(edit.points):
             held = self._held[edit.mark, of_logits]
             held[1] -= 1
             if not held[1]:
@@ -157,14 +156,8 @@ class EditTable:
             values.release()
 
     def check_integrity(self) -> None:
-        users = [(edit.mark, kind) for edit in chain(*self._edits.values()) for kind, _ in _kinds(edit)]
+        users = [(edit.mark, kind) for edit in chain(*self._edits.values()) for kind in kinds_of(edit.points)]
         assert {key: users.count(key) for key in users} == {key: held[1] for key, held in self._held.items()}
         assert all(session in self._table for session in self._edits) and len(self._table) == len(self._edits)
         for values in self._values.values():
             values.check_integrity()
-
-
-def _kinds(edit: Edit) -> list[tuple[bool, list[Point]]]:
-    """The edit's points whose activations are as wide as the vocabulary, and the others, where there are such."""
-    kinds = {kind: [point for point in edit.points if (point.where == "logits") == kind] for kind in (False, True)}
-    return [(kind, points) for kind, points in kinds.items() if points]

@@ -94,7 +94,7 @@ class Passage:
 
     def at(self, point: Point, value: Tensor) -> None:
         """See Probe."""
-        if point.where == "resid" and point in self._own:
+        if point in self._own:
             self._pass(point.block, value[0])
         if self._inner is not None:
             look(self._inner, point, value)

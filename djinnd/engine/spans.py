@@ -68,6 +68,14 @@ def sites_of(points: Iterable[Point], shifts: Sequence[int] = ()) -> Records:
     return sites
 
 
+def kinds_of(points: Iterable[Point]) -> dict[bool, list[Point]]:
+    """Points whose activations are as wide as the vocabulary, and the others, where there are such."""
+    kinds: dict[bool, list[Point]] = {False: [], True: []}
+    for point in points:
+        kinds[point.where == "logits"].append(point)
+    return {kind: some for kind, some in kinds.items() if some}
+
+
 class Reach(NamedTuple):
     """Of all points that some keys have."""
 

@@ -175,13 +175,8 @@ class Touched:
         """None: the pass does not bring that row, or what it brings is not captured."""
         if sole not in rows:
             return None
-        row = self._rows[sole]
-        first, count, at, shifts = self._captures.rows_at(row.request.id, row.start, row.end)
-        if not count:
-            return None
-        before = sum([self._rows[index].count for index in rows[: rows.index(sole)]])
-        into = self._captures.into(of_logits=False)
-        return SoleCapture(into, at, shifts, self._reaches[0].first, before + first - row.start, count)
+        row, before = self._rows[sole], sum([self._rows[index].count for index in rows[: rows.index(sole)]])
+        return self._captures.sole_probe(row.request.id, row.start, row.end, before)
 
     def _codes(self, rows: Ints) -> set[int]:
         """Of the points before the last block's end at which something is done to these rows."""

@@ -49,7 +49,7 @@ class Window:
 
     def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
         """One piece, target and source of each copy; what they read has been there since `after`, or is now."""
-        after, event = after or self._device.mark(), None
+        after, event = self._device.mark() if after is None else after, None
         for target, source in copies:
             event = self._device.copy(target, source, after, "window", self._lane)
         assert event is not None, "a piece without pages"

@@ -188,7 +188,8 @@ class Composer:
         return self._kv.fits(session.id, len(session.tokens))
 
     def _survey(self) -> Decoders:
-        """Those that can have a row. Notes who has much to read, too."""
+        """Those that decode and can have a row. Notes of the others who has much to read, and since when one has had no
+        row."""
         is_moving = self._residence.is_moving if self._residence.sessions_move else None
         decoders: Decoders = {klass: set() for klass in CLASSES}
         self._lengthy, self._waiting_since = set(), {}

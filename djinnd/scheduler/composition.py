@@ -17,7 +17,7 @@ from djinnd.scheduler.step_pages import Order, StepPages
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import ROOM
 
-RUNNING = RequestState.RUNNING
+_RUNNING = RequestState.RUNNING  # looked up for every row
 Decoders = dict[Class, set[Session]]  # who needs one token, by class
 
 
@@ -70,7 +70,7 @@ class Composition:
             if (  # It may need more than room for one token, which goes through all blocks: few do, in most steps.
                 len(session.tokens) != end
                 or request is None
-                or request.state is not RUNNING
+                or request.state is not _RUNNING
                 or request.stops
                 or session.stage is not None
                 or session is aged

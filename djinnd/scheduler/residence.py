@@ -24,7 +24,7 @@ from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use, of_use_elsewhere, origin, possible_ends
-from djinnd.scheduler.victims import first_that_free
+from djinnd.scheduler.victims import first_that_free, is_wanted_later
 
 
 @dataclass(slots=True)
@@ -234,10 +234,12 @@ class Residence:
             self.rewind(session, session.computed)  # what holds no KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced)
         keys = self.keys(session) if session.computed else []
-        if forced and not sealed and session.id not in self._leaving and self._is_wanted_later(session, keys):
-            departure.transfer.failed = True
-            self._departed(departure)
-            return None
+        if forced and not sealed and session.wakes_at and session.id not in self._leaving:
+            lost = self.paging.losses(keys, session.tenant)
+            if is_wanted_later(session, lost or (), self._left):
+                departure.transfer.failed = True
+                self._departed(departure)
+                return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
@@ -261,16 +263,6 @@ class Residence:
     def loses_by_leaving(self, session: Session) -> bool:
         """What it has brought through the blocks, or KV that the host does not take freely."""
         return session.stage is not None or not self.leaves_freely(session)
-
-    def _is_wanted_later(self, session: Session, keys: list[Key]) -> bool:
-        """Than all that would be lost if the host took its pages: then it is its own that are computed anew (Belady,
-        "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
-        if not (session.waits and session.wakes_at) or session.foreign_tokens:
-            return False
-        lost = self.paging.losses(keys, session.tenant)
-        if not lost:
-            return False
-        return all(self._left.wanted_at(key) <= session.wakes_at for key in lost)
 
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from djinnd.core.session import Session
+from djinnd.kvcache.left_pages import LeftPages
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.prefixes import Key
 
 
 def first_that_free(
@@ -30,3 +32,12 @@ def first_that_free(
         if freed >= missing:
             return [victim for victim, pages in victims.items() if any(map(is_free, pages))], freed
     return [], 0
+
+
+def is_wanted_later(session: Session, lost: Collection[Key], left: LeftPages) -> bool:
+    """Than all of these pages, which would be nowhere any more if a lower tier took those of a session that makes room:
+    then it is its own that are computed anew (Belady, "A study of replacement algorithms for a virtual-storage
+    computer", IBM Systems Journal 1966)."""
+    if not lost or not session.wakes_at or session.foreign_tokens:
+        return False
+    return all(left.wanted_at(key) <= session.wakes_at for key in lost)
