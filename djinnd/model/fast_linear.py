@@ -1,18 +1,23 @@
-"""Products with one row: a kernel of ours instead of cuBLAS's choice, which reads the weights a tenth slower."""
+"""Products with few rows: kernels of ours instead of cuBLAS's choice, which reads the weights a tenth slower."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+FEW = 16  # rows that the tiles of our kernel hold
+
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] → [..., out]: torch's `linear`, by our kernel where it is faster."""
-    if weight.is_cuda and x.numel() == weight.shape[1] and weight.is_contiguous():
-        from djinnd.model.kernels.matvec import matvec  # needs Triton, which comes with CUDA builds of torch
+    rows = x.numel() // weight.shape[1]
+    if not weight.is_cuda or not 0 < rows <= FEW or not weight.is_contiguous():
+        return linear(x, weight, bias)
+    from djinnd.model.kernels import few_rows, matvec  # needs Triton, which comes with CUDA builds of torch
 
+    if rows == 1:
         return matvec(x, weight, bias)
-    return linear(x, weight, bias)
+    return few_rows(x, weight, bias) if weight.itemsize == 2 else linear(x, weight, bias)
 
 
 class FastLinear(nn.Module):

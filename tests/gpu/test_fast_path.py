@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast_linear import FastLinear, fast_linear, replace_linears
+from djinnd.model.fast_linear import FEW, FastLinear, fast_linear, replace_linears
 from djinnd.model.fast_mlp import GatedMLP, replace_mlps
 from djinnd.model.fast_rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.rope import rope
@@ -134,17 +134,31 @@ def test_an_mlp_with_another_activation_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(96, 64), (77, 100), (300, 5120), (64, 13_824)])
+@pytest.mark.parametrize(("rows", "width"), [(96, 64), (77, 100), (300, 5120), (64, 13_824), (9000, 1100)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_one_row_is_multiplied_as_well_as_many(rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(1, 1, width, device=CUDA).to(dtype), torch.randn(rows, width, device=CUDA).to(dtype)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, FEW])
+def test_few_rows_are_multiplied_as_well_as_many(
+    tokens: int, rows: int, width: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(1, tokens, width, device=CUDA).to(dtype), torch.randn(rows, width, device=CUDA).to(dtype)
     bias = torch.randn(rows, device=CUDA).to(dtype) if has_bias else None
     wanted = linear(x.double(), weight.double(), None if bias is None else bias.double())
     got = fast_linear(x, weight, bias)
     assert got.shape == wanted.shape and got.dtype == dtype
     assert ((got.double() - wanted).norm() / wanted.norm()).item() < max(torch.finfo(dtype).eps, 1e-6)
-    two = x.expand(1, 2, width).contiguous()
-    assert torch.equal(fast_linear(two, weight, bias), linear(two, weight, bias))
+
+
+def test_more_rows_are_torchs_to_multiply() -> None:
+    x, weight = (torch.randn(rows, 512, device=CUDA, dtype=torch.bfloat16) for rows in (FEW + 1, 64))
+    assert torch.equal(fast_linear(x, weight, None), linear(x, weight))
+
+
+@pytest.mark.parametrize("width", [5120, 1100])
+def test_what_stands_beside_a_row_is_nothing_to_it(width: int) -> None:
+    x, weight = (torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16) for rows in (FEW, 700))
+    together = fast_linear(x, weight, None)
+    for first, last in ((0, 2), (3, 8), (7, FEW)):
+        assert torch.equal(fast_linear(x[first:last], weight, None), together[first:last])
 
 
 def test_linears_share_their_parameters_with_what_replaces_them() -> None:

@@ -11,8 +11,6 @@ from tools.bench.agent_plan import Work
 from tools.bench.stream.outcome import Status
 from tools.bench.stream.peers import run_apart
 
-LIMIT_S = 1500.0
-
 
 class BatchingJob(msgspec.Struct, kw_only=True, frozen=True):
     checkpoint: str
@@ -33,11 +31,11 @@ class Batched(msgspec.Struct, kw_only=True):
     runs: list[Figures] = []  # one for each of the works
 
 
-def batched(job: BatchingJob, folder: Path) -> Batched:
-    """`folder` receives the job and what the process says."""
+def batched(job: BatchingJob, folder: Path, seconds: float) -> Batched:
+    """`folder` receives the job and what the process says, which is ended after so many seconds."""
     asked, answer = folder / "batching.job.json", Path(job.outcome)
     asked.write_bytes(msgspec.json.encode(job))
-    end = run_apart("peer_batching", [str(asked)], folder / "batching.log", LIMIT_S)
+    end = run_apart("peer_batching", [str(asked)], folder / "batching.log", seconds)
     if answer.exists():
         return msgspec.json.decode(answer.read_bytes(), type=Batched)
     return Batched(status=Status.FAILED, note=end)

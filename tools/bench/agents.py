@@ -61,8 +61,9 @@ def measure(
     works: Sequence[Work],
     ways: Sequence[Way],
     reference_memory: str | None,
-    peer: bool,
+    peer_s: float | None,
 ) -> Results:
+    """`peer_s`: seconds that the peer may take; None where it is not asked."""
     say("the bus")
     bus = measured_apart(setting.device, "--both-ways")
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
@@ -70,13 +71,13 @@ def measure(
         found = with_tiers(bare, setting, bus, works, ways)
         if reference_memory is not None:
             with_room(bare, Setting(setting.device, reference_memory, {}, setting.folder), found)
-        if peer:
+        if peer_s is not None:
             say("transformers")
-            with_peer(bare, bus.device, found, Path(folder))
+            with_peer(bare, bus.device, found, Path(folder), peer_s)
     return found
 
 
-def with_peer(checkpoint: Path, device: str, found: Results, folder: Path) -> None:
+def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, seconds: float) -> None:
     job = BatchingJob(
         checkpoint=str(checkpoint),
         device=device,
@@ -87,7 +88,7 @@ def with_peer(checkpoint: Path, device: str, found: Results, folder: Path) -> No
         works=[tried.work for tried in found.tried],
         outcome=str(folder / "batching.json"),
     )
-    found.peer = batched(job, folder)
+    found.peer = batched(job, folder, seconds)
     for tried, run in zip(found.tried, found.peer.runs, strict=False):  # none, where it has failed
         tried.peer = run
 
@@ -151,6 +152,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--ways", default=",".join(Way), show_default=True, help="Of telling the daemon.")
 @click.option("--reference-memory", help="Budget of the daemon with room for all; by default there is none.")
 @click.option("--peer", is_flag=True, help="Also transformers' continuous batching.")
+@click.option("--peer-seconds", default=1500.0, show_default=True, help="That it may take.")
 @click.option("--seed", default=0, show_default=True, help="Of the tools' times and the arrivals.")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the daemon's state.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
@@ -170,6 +172,7 @@ def main(
     ways: str,
     reference_memory: str | None,
     peer: bool,
+    peer_seconds: float,
     folder: Path | None,
     path: Path | None,
     recorded: bool,
@@ -181,7 +184,7 @@ def main(
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
     allow_connections()
     try:
-        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, peer)
+        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, peer_seconds if peer else None)
     except djinn.DjinnError as error:
         raise click.ClickException(error.message) from error
     console = Console()

@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from djinn_client.packed import PackedForm, Unit
-from djinnd.model.kernels import gated, matvec, packed_product, rms_norm, rope, unpack
+from djinnd.model.kernels import few_rows, gated, matvec, packed_product, rms_norm, rope, unpack
+from djinnd.model.kernels.few_rows import RowTiles
 from djinnd.model.kernels.packed_product import ProductTiles
 from tools.bench.kernel_timing import CHOSEN, COLD, DTYPE, HEAD_DIM, LLAMA_8B, LLAMA_13B, Case, Measured, compile_all
 
 MLP_13B = 13_824  # its width
 BLOCK_13B = ((15_360, 5120), (5120, 5120), (2 * MLP_13B, 5120), (5120, MLP_13B))  # what its products read
+BLOCK_8B = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
+ROW_TILES = [
+    RowTiles(rows, columns, warps, stages)
+    for rows, columns, warps, stages in itertools.product((16, 32, 64), (128, 256, 512, 1024), (2, 4), (2, 3, 4))
+    if rows * columns >= 8192 and rows * columns * stages <= 65_536
+]
 VECTOR_TILES = [
     ProductTiles(rows, pairs, warps, 1)
     for (warps, pairs), rows in itertools.product(((1, 256), (1, 512), (2, 512), (4, 1024)), (1, 2, 4, 8))
@@ -78,13 +85,32 @@ def torch_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def measure_matvec(ceiling: float) -> Iterator[Measured | None]:
     """The products of a block of Llama-2-13B and of the larger one of Llama-3.1-8B's."""
-    for rows, width in ((15_360, 5120), (5120, 5120), (27_648, 5120), (5120, MLP_13B), (28_672, 4096)):
-        copies = math.ceil(COLD / (rows * width * DTYPE.itemsize))
-        weights = [torch.randn(rows, width, dtype=DTYPE, device="cuda") for _ in range(copies)]
+    for rows, width in (*BLOCK_13B, (28_672, 4096)):
+        weights = _cold(rows, width)
         x = torch.randn(1, width, dtype=DTYPE, device="cuda")
         case = Case("matvec", f"{rows} x {width}", weights[0].nbytes, "GB/s", ceiling)
         for name, product in ((CHOSEN, matvec), ("cuBLAS", linear)):
             yield case.measure(name, [partial(product, x, weight) for weight in weights])
+
+
+def measure_few_rows(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
+    """The products of a block of Llama-2-13B, and of Llama-3.1-8B."""
+    for rows, width in (*BLOCK_13B, *BLOCK_8B):
+        weights = _cold(rows, width)
+        for tokens in (2, 8, 16):
+            x = torch.randn(tokens, width, dtype=DTYPE, device="cuda")
+            case = Case("few_rows", f"{rows} x {width}, {tokens} rows", weights[0].nbytes, "GB/s", ceiling)
+            named = {CHOSEN: partial(few_rows, x), "cuBLAS": partial(linear, x)}
+            named |= {str(tiles): partial(few_rows, x, tiles=tiles) for tiles in (ROW_TILES if sweep else [])}
+            compile_all([partial(launch, weights[0]) for launch in named.values()])
+            for variant, launch in named.items():
+                yield case.measure(variant, [partial(launch, weight) for weight in weights])
+
+
+def _cold(rows: int, width: int) -> list[Tensor]:
+    """So many matrices that none of them is in the cache when its turn comes again."""
+    copies = math.ceil(COLD / (rows * width * DTYPE.itemsize))
+    return [torch.randn(rows, width, dtype=DTYPE, device="cuda") for _ in range(copies)]
 
 
 @dataclass(slots=True)

@@ -26,7 +26,19 @@ from tools.bench import block_kernels as block
 from tools.bench.kernel_timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
 from tools.bench.report import record, report
 
-KERNELS = ("decode", "prefill", "mixed", "kv_write", "rms_norm", "rope", "gated", "matvec", "unpack", "packed_product")
+KERNELS = (
+    "decode",
+    "prefill",
+    "mixed",
+    "kv_write",
+    "rms_norm",
+    "rope",
+    "gated",
+    "matvec",
+    "few_rows",
+    "unpack",
+    "packed_product",
+)
 
 
 def show(console: Console, results: list[Measured]) -> None:
@@ -62,6 +74,7 @@ def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) 
         "rope": lambda: block.measure_rope(ceiling),
         "gated": lambda: block.measure_gated(ceiling),
         "matvec": lambda: block.measure_matvec(ceiling),
+        "few_rows": lambda: block.measure_few_rows(ceiling, sweep),
         "unpack": lambda: block.measure_unpack(ceiling),
         "packed_product": lambda: block.measure_packed_product(ceiling, sweep),
     }

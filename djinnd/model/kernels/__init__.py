@@ -3,6 +3,7 @@
 from djinnd.model.kernels.decode import MAX_QUERY, decode
 from djinnd.model.kernels.edit import edit
 from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
+from djinnd.model.kernels.few_rows import few_rows
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.kv_write import kv_write
 from djinnd.model.kernels.matvec import matvec
@@ -23,6 +24,7 @@ __all__ = [
     "edit",
     "fetch_packed",
     "fetch_plain",
+    "few_rows",
     "gated",
     "kv_write",
     "matvec",

@@ -37,3 +37,10 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have of a processor's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return 1 << 16

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from djinnd.model.attention import TritonAttention
-from djinnd.model.kernels import kv_write, mixed, rms_norm
+from djinnd.model.kernels import few_rows, kv_write, mixed, rms_norm
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.rope import rope
@@ -166,4 +166,16 @@ def test_one_row_times_a_matrix(out: int, width: int, dtype: torch.dtype) -> Non
         wanted = linear(x.double(), weight.double(), None if term is None else term.double())
         got = matvec(x, weight, term)
         assert got.shape == (1, 1, out) and got.dtype == dtype
+        assert (got - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("tokens", [2, 8, 13])
+@pytest.mark.parametrize(("out", "width"), [(7, 64), (40, 700), (33, 1024)])
+def test_few_rows_times_a_matrix(out: int, width: int, tokens: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, tokens, width), (out, width), (out,)))
+    for term in (None, bias):
+        wanted = linear(x.double(), weight.double(), None if term is None else term.double())
+        got = few_rows(x, weight, term)
+        assert got.shape == (1, tokens, out) and got.dtype == dtype
         assert (got - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps

@@ -17,6 +17,7 @@ from djinnd.model.kernels.cross import cross_kernel
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.edit import edit_kernel
 from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
+from djinnd.model.kernels.few_rows import few_rows_kernel, row_tiles
 from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
 from djinnd.model.kernels.matvec import matvec_kernel
@@ -133,6 +134,16 @@ def test_the_kernels_of_the_fast_path(capability: int) -> None:
 def test_a_row_of_weights_is_read_16_bytes_at_a_time() -> None:
     ptx = compile_for(HOPPER, matvec_kernel, IN=5120, BLOCK=2048, BIAS=True).asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and not re.search(r"ld\.global\S*\.v2\.b32", ptx)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@pytest.mark.parametrize("rows", [1000, 5120, 28_672])
+def test_few_rows_are_multiplied_by_tensor_cores(rows: int, capability: int) -> None:
+    for tokens in (8, 16):
+        tiles = row_tiles(rows, tokens, processors=132, shared=SHARED_MEMORY[capability])
+        options = {"TOKENS": tokens, "ROWS": tiles.rows, "COLUMNS": tiles.columns, "STAGES": tiles.stages}
+        compiled = compile_for(capability, few_rows_kernel, tiles.warps, IN=5120, BIAS=True, PLAINLY=False, **options)
+        assert re.search("mma.sync|wgmma.mma", compiled.asm["ptx"]) and "cp.async.cg" in compiled.asm["ptx"]  # 16 bytes
 
 
 PACKED = {"COLS": 5120, "PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
