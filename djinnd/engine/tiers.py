@@ -214,12 +214,13 @@ class Tiers:
         if message.waits:
             self._begin_wait(session, message)
         else:
-            self._waits.end(session.id, time.monotonic())
+            self.called(session.id)
             self._scheduler.wake(session.id)
 
     def called(self, session_id: str) -> None:
-        """A call begins to run on the session: what it has waited for is over."""
-        self._waits.end(session_id, time.monotonic())
+        """A call begins to run on the session, or is about to: what it has waited for is over."""
+        for other, since, expected in self._waits.end(session_id, time.monotonic()):
+            self._scheduler.expect(other, since + expected)
 
     def _begin_wait(self, session: Session, message: messages.Signal) -> None:
         now = time.monotonic()

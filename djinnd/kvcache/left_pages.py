@@ -53,6 +53,12 @@ class LeftPages:
                 if self._back_at.get(key) == left.back_at:
                     del self._back_at[key]
 
+    def expect(self, session: str, back_at: float) -> None:
+        """Where nothing is known of it, nothing happens."""
+        left = self._left.get(session)
+        if left is not None:
+            self.remember(session, left._replace(back_at=back_at))
+
     def wanted_at(self, key: Key) -> float:
         """When somebody who has left the page is expected back; inf: nobody is."""
         return self._back_at.get(key, math.inf)

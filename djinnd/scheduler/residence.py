@@ -268,6 +268,10 @@ class Residence:
         arrival = self._arriving.get(session.id)
         return session.computed if arrival is None else arrival.transfer.tokens
 
+    def expect(self, session: Session, back_at: float) -> None:
+        """That has come to be known only now, of one that may have left."""
+        self._left.expect(session.id, back_at)
+
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""
         if self._leaving.pop(session.id, None) is not None:

@@ -297,6 +297,13 @@ class Scheduler:
             if until and session.request is None:
                 self.next_wake = min(self.next_wake, until)
 
+    def expect(self, session_id: str, until: float) -> None:
+        """The session's client waits, as nobody knew, until then: its pages are worth keeping for that. They do not
+        come back before it asks, as by then they may all be late. Of others nothing is changed."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.waits and not session.wakes_at:
+            self._queues[session.model].residence.expect(session, until)
+
     def wake(self, session_id: str) -> None:
         """The session's client will ask for something in a moment."""
         session = self._sessions.get(session_id)

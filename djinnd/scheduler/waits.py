@@ -2,7 +2,7 @@
 
 Of each tenant's tool the mean of the waits that were seen and their mean deviation from it, both exponential: as TCP
 estimates round trips (Jacobson, "Congestion Avoidance and Control", SIGCOMM 1988), but that the first few waits count
-alike. Pure: times come from the caller.
+alike. Whoever began to wait before anything was known is expected, too, once it is. Pure: times come from the caller.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ def back_at(now: float, expected: float | None, copying: float) -> float:
     return 0.0 if expected is None else now + max(expected - LEAD * copying - LEAD_S, 0.0)
 
 
+class Expected(NamedTuple):
+    """Who has begun to wait `since` then, for what may well take so many `seconds`."""
+
+    session: str
+    since: float
+    seconds: float
+
+
 class _Wait(NamedTuple):
     key: Key
     since: float
@@ -49,6 +57,12 @@ class _Tool:
         if self.seen > 1:
             self.deviation += (abs(error) - self.deviation) * max(_GAIN, 1 / (self.seen - 1))
 
+    @property
+    def expected(self) -> float | None:
+        if self.seen < KNOWN_AFTER or self.deviation > self.mean:
+            return None
+        return self.mean - self.deviation
+
 
 class Waits:
     """What belongs to no tool has the name ""."""
@@ -56,24 +70,39 @@ class Waits:
     def __init__(self) -> None:
         self._tools: dict[Key, _Tool] = {}  # the most recently used is the last
         self._open: dict[str, _Wait] = {}  # by session; the last that began is the last
+        self._alike: dict[Key, dict[str, None]] = {}  # the sessions of these, by what they wait for
 
     def begin(self, session: str, tenant: int, tool: str, now: float) -> None:
         """The session waits from now on, and for nothing else any more."""
-        self._open.pop(session, None)
+        self._close(session)
         if len(self._open) == MOST_WAITS:
-            del self._open[next(iter(self._open))]
-        self._open[session] = _Wait((tenant, tool), now)
+            self._close(next(iter(self._open)))
+        wait = self._open[session] = _Wait((tenant, tool), now)
+        self._alike.setdefault(wait.key, {})[session] = None
 
-    def end(self, session: str, now: float) -> None:
-        """The session goes on. Does nothing where it does not wait."""
-        wait = self._open.pop(session, None)
+    def end(self, session: str, now: float) -> list[Expected]:
+        """The session goes on. → whoever else waits for the same, where nobody knew before how long that takes. Where
+        it does not wait, nothing happens."""
+        wait = self._close(session)
         if wait is None:
-            return
+            return []
         tool = self._tools.pop(wait.key, None) or _Tool()
         if len(self._tools) == MOST_TOOLS:
             del self._tools[next(iter(self._tools))]
         self._tools[wait.key] = tool
         tool.observe(now - wait.since)
+        if tool.seen != KNOWN_AFTER or tool.expected is None:
+            return []
+        return [Expected(other, self._open[other].since, tool.expected) for other in self._alike.get(wait.key, ())]
+
+    def _close(self, session: str) -> _Wait | None:
+        wait = self._open.pop(session, None)
+        if wait is not None:
+            alike = self._alike[wait.key]
+            del alike[session]
+            if not alike:
+                del self._alike[wait.key]
+        return wait
 
     def expected(self, tenant: int, tool: str) -> float | None:
         """Seconds after which the tenant's next wait for the tool may well be over: the mean, less the deviation. None
@@ -82,6 +111,4 @@ class Waits:
         if known is None:
             return None
         self._tools[tenant, tool] = known
-        if known.seen < KNOWN_AFTER or known.deviation > known.mean:
-            return None
-        return known.mean - known.deviation
+        return known.expected

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from djinnd.scheduler import waits as waits_module
-from djinnd.scheduler.waits import Waits
+from djinnd.scheduler.waits import KNOWN_AFTER, Waits
 
 SESSIONS, TENANTS, TOOLS = ("a", "b", "c"), (1, 2), ("", "search", "read")
 MOST_TOOLS = 3
@@ -41,12 +41,18 @@ class WaitsMachine(RuleBasedStateMachine):
 
     @rule(session=st.sampled_from(SESSIONS))
     def end(self, session: str) -> None:
-        self.waits.end(session, self.now)
-        if session in self.open:
-            key, since = self.open.pop(session)
-            self.history[key] = [*self.history.pop(key, []), self.now - since]
-            while len(self.history) > MOST_TOOLS:
-                del self.history[next(iter(self.history))]
+        told = self.waits.end(session, self.now)
+        if session not in self.open:
+            assert told == []
+            return
+        key, since = self.open.pop(session)
+        seen = self.history[key] = [*self.history.pop(key, []), self.now - since]
+        while len(self.history) > MOST_TOOLS:
+            del self.history[next(iter(self.history))]
+        expected = self.waits.expected(*key)
+        newly_known = len(seen) == KNOWN_AFTER and expected is not None
+        alike = [(other, since) for other, (of, since) in self.open.items() if of == key]
+        assert sorted(told) == sorted((*other, expected) for other in alike if newly_known)
 
     @rule(tenant=st.sampled_from(TENANTS), tool=st.sampled_from(TOOLS))
     def ask(self, tenant: int, tool: str) -> None:

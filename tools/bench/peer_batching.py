@@ -29,6 +29,7 @@ from tools.bench.prompts import prompt
 from tools.bench.stream.outcome import Status
 
 GIB = 1 << 30
+BATCH_TOKENS = 2048  # of a step, at most: as the daemon has it
 
 
 class Batching:
@@ -84,7 +85,9 @@ def measure(job: BatchingJob) -> Batched:
     model = model.to(job.device)
     offload_bytes = job.host_bytes if job.device != "cpu" else 0  # it wants the memory pinned
     config = ContinuousBatchingConfig(cpu_offload_space=offload_bytes / GIB)
-    config.num_blocks = max(1, job.kv_tokens // config.page_size)
+    page_size: Any = getattr(config, "page_size", None) or config.block_size  # its name up to transformers 5.17
+    config.num_blocks = max(1, job.kv_tokens // page_size)
+    config.max_batch_tokens = BATCH_TOKENS
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
     seeds = count()
 

@@ -131,12 +131,12 @@ class SimulatedEngine:
         self.scheduler.open(Session(name, MODEL, tenant, klass))
 
     def close(self, name: str) -> None:
-        self._waits.end(name, self.now)
+        self._end_wait(name)
         self.scheduler.close(name)
 
     def call(self, name: str, prompt: list[int], max_tokens: int, answer: Answer) -> None:
         """Raises PromptTooLong, OutOfMemory."""
-        self._waits.end(name, self.now)
+        self._end_wait(name)
         first = len(self.scheduler.session(name).tokens)
         request = Request(next(self._requests), first, first + len(prompt), max_tokens)
         self.scheduler.submit(name, request, prompt)
@@ -157,8 +157,12 @@ class SimulatedEngine:
             self.scheduler.wait(name, back_at(self.now, expected, copying))
 
     def wake(self, name: str) -> None:
-        self._waits.end(name, self.now)
+        self._end_wait(name)
         self.scheduler.wake(name)
+
+    def _end_wait(self, name: str) -> None:
+        for other, since, expected in self._waits.end(name, self.now):
+            self.scheduler.expect(other, since + expected)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

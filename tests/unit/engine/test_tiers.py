@@ -177,6 +177,22 @@ def test_who_waits_for_a_tool_that_is_known_is_back_when_it_usually_is(engine: T
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
+def test_who_left_before_anybody_knew_is_expected_when_others_have_shown_how_long_that_takes(engine: Tiered) -> None:
+    engine.ran("s")
+    engine.send(messages.Signal("s", waits=True, tool="search"))
+    engine.use_when("s", "waiting", on_device=False)
+    session, tiers = engine.engine._scheduler.session("s"), engine.engine._tiers
+    left = engine.engine._scheduler.residence("m")._left
+    assert left.get("s").back_at == 0.0
+    learned(engine, "s", 3000.0, 3000.0)
+    tiers._waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)
+    tiers.called("another")
+    assert 2000.0 < left.get("s").back_at - time.monotonic() <= 3000.0
+    assert session.wakes_at == 0.0, "and is not fetched before it asks"
+    engine.send(messages.Signal("s", waits=False))
+    assert engine.use_when("s", "idle", on_device=True).pages == 3
+
+
 def test_what_its_client_expects_goes_before_what_was_learned(engine: Tiered) -> None:
     engine.ran("s")
     learned(engine, "s", 3000.0, 3000.0, 3000.0)

@@ -386,6 +386,20 @@ def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
     assert sorted(name for name, pages in found.items() if pages == 2) == sorted(stays)
 
 
+@pytest.mark.parametrize(("learned", "stays"), [(0.0, ["a", "c"]), (10.0, ["a", "b"])])
+def test_also_where_it_has_come_to_be_known_only_now_when_the_others_are(learned: float, stays: list[str]) -> None:
+    house = House(host=4)
+    a, b, c = (house.session(name, 8, first) for first, name in enumerate("abc"))
+    for session, back_at in ((b, 0.0), (a, 5.0), (c, 20.0)):
+        if session is c and learned:
+            house.residence.expect(b, learned)
+        session.waits, session.wakes_at = True, back_at
+        house.residence.leave(session, forced=True)
+        house.copy_all()
+    found = {session.id: house.paging.count(house.residence.keys(session))[0] for session in (a, b, c)}
+    assert sorted(name for name, pages in found.items() if pages == 2) == stays
+
+
 def test_who_is_paused_or_whose_kv_cannot_be_computed_is_saved_whoever_comes_back_first() -> None:
     for given in (False, True):
         house = House(host=2)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinnd.scheduler import waits as waits_module
-from djinnd.scheduler.waits import KNOWN_AFTER, Waits
+from djinnd.scheduler.waits import KNOWN_AFTER, Expected, Waits
 
 
 def waited(waits: Waits, *seconds: float, tenant: int = 1, tool: str = "search") -> None:
@@ -83,3 +83,26 @@ def test_of_waits_that_nobody_ends_the_first_are_forgotten(monkeypatch: pytest.M
     for name in ("closed", "a", "b"):
         waits.end(name, 1.0)
     assert set(waits._tools) == {(1, "a"), (1, "b")}
+
+
+def test_who_waits_already_is_expected_once_it_is_known_how_long_that_takes() -> None:
+    waits = Waits()
+    waits.begin("early", 1, "search", 98.0)
+    waits.begin("elsewhere", 1, "read", 98.0)
+    waits.begin("another's", 2, "search", 98.0)
+    waits.begin("gone", 1, "search", 98.0)
+    waits.end("gone", 106.0)
+    for number in range(KNOWN_AFTER):
+        waits.begin(f"late {number}", 1, "search", 100.0)
+    told = [waits.end(f"late {number}", 108.0) for number in range(KNOWN_AFTER)]
+    last = [Expected("early", 98.0, 8.0), Expected(f"late {KNOWN_AFTER - 1}", 100.0, 8.0)]
+    assert told == [[], last, []], "the first that was gone counts, too"
+    assert waits.end("early", 110.0) == [], "it was known before"
+
+
+def test_nobody_is_expected_where_waits_differ_wildly() -> None:
+    waits = Waits()
+    waits.begin("other", 1, "search", 100.0)
+    waited(waits, 0.1, 60.0)
+    waits.begin("s", 1, "search", 100.0)
+    assert waits.end("s", 100.1) == []
