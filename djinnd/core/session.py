@@ -31,7 +31,8 @@ class Session:
     given: int = 0  # what `touched` was when it was last given a token: less while it is being read
     waits: bool = False  # its client has said that it waits for something else
     wakes_at: float = 0.0  # when that is expected to be over; 0: nobody knows
-    quiet_since: float | None = None  # when it was first seen to be idle since its last request
+    called: bool = False  # it will ask for something in a moment, as its client says, or is expected to
+    quiet_since: float | None = None  # when it was first seen to be idle since its last request, or since it was called
     paused: bool = False  # it gets no row
     bulk: bool = False  # the time between its tokens matters no more than anybody's
     row_at: float = 0.0  # when it last had a row, or was lined up

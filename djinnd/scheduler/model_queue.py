@@ -163,7 +163,7 @@ class ModelQueue:
         return self.limit if most is None else min(self.limit, most * self.kv.page_size)
 
     def join(self, session: Session, now: float = 0.0) -> None:
-        session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
+        session.waits, session.called, session.wakes_at, session.quiet_since = False, False, 0.0, None
         if session.paused:
             self.held[session.id] = session
             self.residence.leave(session)
@@ -213,7 +213,7 @@ class ModelQueue:
 
     def wait(self, session: Session) -> None:
         """Its client waits for something else, once the request has ended that runs on it."""
-        session.waits = True
+        session.waits, session.called = True, False
         if session.request is None:
             self._leave_device(session)
 
@@ -226,7 +226,7 @@ class ModelQueue:
 
     def wake(self, session: Session) -> None:
         """Its client will ask for something in a moment."""
-        session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
+        session.called, session.waits, session.wakes_at, session.quiet_since = True, False, 0.0, None
         if session.request is None and not session.paused:
             self.residence.stay(session)
             self._fetch(session)
@@ -276,8 +276,9 @@ class ModelQueue:
 
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they
-        are scarce, who waits and has not found room on the host; whose client is expected comes back. The parked stay
-        until somebody needs their pages: a part of them could not come back."""
+        are scarce, who waits and has not found room on the host; whose client is expected comes back, and is not
+        expected any more when it has not asked for long. The parked stay until somebody needs their pages: a part of
+        them could not come back."""
         due, staying = [], []
         for session in self.sessions.values():
             if session.request is not None or session.paused or (session.stage is not None and not session.waits):
@@ -287,15 +288,23 @@ class ModelQueue:
                     due.append(session)
                 elif session.id in self.kv.sessions and not self.residence.is_moving(session):
                     staying.append(session)
-            elif session.id in self.kv.sessions and not self.residence.is_moving(session):
+            elif session.called or (session.id in self.kv.sessions and not self.residence.is_moving(session)):
+                free = self.kv.pool.free / self.kv.pool.capacity
                 if session.quiet_since is None:
                     session.quiet_since = now
-                elif has_gone_quiet(now - session.quiet_since, self.kv.pool.free / self.kv.pool.capacity):
-                    session.quiet_since = None if self.residence.leave_freely(session) else now
+                elif has_gone_quiet(now - session.quiet_since, free, called=session.called):
+                    self._go_quiet(session, now)
         self._make_spare_room(staying)
         for session in sorted(due, key=lambda session: session.wakes_at):
             self.wake(session)
         self.residence.paging.write_out_oldest(WRITTEN_AT_ONCE)
+
+    def _go_quiet(self, session: Session, now: float) -> None:
+        if session.called:
+            session.called = False
+            self.residence.expect(session, 0.0)
+        has_left = session.id not in self.kv.sessions or self.residence.is_moving(session)
+        session.quiet_since = None if has_left or self.residence.leave_freely(session) else now
 
     def _make_spare_room(self, waiting: list[Session]) -> None:
         """Before somebody comes back and has to wait for it."""

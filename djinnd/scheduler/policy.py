@@ -48,25 +48,28 @@ class Policy:
 DEFAULT = Policy()
 
 
-def has_gone_quiet(seconds: float, free: float) -> bool:
-    """Whether an idle session leaves, of which nobody has heard for so long; `free`: share of the pool. Its pages stay
-    where they are as long as nobody else needs them, so coming back costs little."""
-    return seconds >= (CROWDED_QUIET_S if free < SCARCE else QUIET_S)
+def has_gone_quiet(seconds: float, free: float, *, called: bool = False) -> bool:
+    """Whether an idle session leaves, of which nobody has heard for so long; `free`: share of the pool; `called`: it
+    has just been brought back for what it is to do. Its pages stay where they are as long as nobody else needs them, so
+    coming back costs little."""
+    return seconds >= (CROWDED_QUIET_S if free < SCARCE and not called else QUIET_S)
 
 
 def eviction_order(idle: Iterable[Session], held: Iterable[Session], order: list[Session]) -> Iterator[Session]:
-    """Whose pages make room, first to last: the idle, those first whose client waits for something else, then the
-    lowest class, whose client is expected last, least recently touched first; then those whose client reads too slowly
-    or who are paused, least recently touched first; then of the serving `order` the last."""
+    """Whose pages make room, first to last: the idle, those first whose client waits for something else, those last
+    that have been called, of these the lowest class, whose client is expected last, least recently touched first; then
+    those whose client reads too slowly or who are paused, least recently touched first; then of the serving `order` the
+    last."""
     yield from sorted(idle, key=_worth)
     yield from sorted(held, key=_touched)
     yield from reversed(order)
 
 
-def _worth(session: Session) -> tuple[bool, bool, int, float, int]:
+def _worth(session: Session) -> tuple[bool, bool, bool, int, float, int]:
     """KV that a client gave goes last: it cannot be computed."""
     rank = -CLASSES.index(session.klass)  # the lowest class is the last of them
-    return bool(session.foreign_tokens), not session.waits, rank, -session.wakes_at, session.touched
+    given = bool(session.foreign_tokens)
+    return given, not session.waits, session.called, rank, -session.wakes_at, session.touched
 
 
 def _touched(session: Session) -> int:

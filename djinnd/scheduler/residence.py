@@ -234,7 +234,7 @@ class Residence:
             self.rewind(session, session.computed)  # what holds no KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced)
         keys = self.keys(session) if session.computed else []
-        if forced and not sealed and session.wakes_at and session.id not in self._leaving:
+        if forced and not sealed and session.id not in self._leaving:
             lost = self.paging.losses(keys, session.tenant)
             if is_wanted_later(session, lost or (), self._left):
                 departure.transfer.failed = True
@@ -269,7 +269,7 @@ class Residence:
         return session.computed if arrival is None else arrival.transfer.tokens
 
     def expect(self, session: Session, back_at: float) -> None:
-        """That has come to be known only now, of one that may have left."""
+        """That has come to be known only now, of one that may have left; 0: not any more."""
         self._left.expect(session.id, back_at)
 
     def stay(self, session: Session) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from djinn_client.protocol import CLASSES
 from djinnd.core.session import Session
 from djinnd.kvcache.left_pages import LeftPages
 from djinnd.kvcache.manager import KvManager
@@ -37,7 +39,11 @@ def first_that_free(
 def is_wanted_later(session: Session, lost: Collection[Key], left: LeftPages) -> bool:
     """Than all of these pages, which would be nowhere any more if a lower tier took those of a session that makes room:
     then it is its own that are computed anew (Belady, "A study of replacement algorithms for a virtual-storage
-    computer", IBM Systems Journal 1966)."""
-    if not lost or not session.wakes_at or session.foreign_tokens:
+    computer", IBM Systems Journal 1966). Of whom nobody knows when it is wanted, it is later than all of whom somebody
+    does; but not of interactive sessions."""
+    if not lost or session.foreign_tokens or session.called:
         return False
-    return all(left.wanted_at(key) <= session.wakes_at for key in lost)
+    wanted_at = [left.wanted_at(key) for key in lost]
+    if session.wakes_at:
+        return max(wanted_at) <= session.wakes_at
+    return session.klass != CLASSES[0] and max(wanted_at) < math.inf

@@ -13,7 +13,8 @@ The model is served without its tokenizer, so that a client hears of each token 
 certain. A wake-up is from the tool's end, before COMPUTE is said, to the first token in the agents' process.
 
 --reference-memory  the crowds again in a daemon where all agents fit, or as many as do: to compare answers an agent
---peer              transformers' continuous batching, with as much device and host memory for KV (peer_batching.py)
+--peer              transformers' continuous batching, with as much device and host memory for KV (peer_batching.py),
+                    or --peer-host-gib: torch rounds each of its 2 x blocks tensors up to a power of two
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import msgspec
@@ -55,15 +56,21 @@ SMOKE: dict[str, Any] = {  # with djinn-tiny, on two cores, in two minutes
 }
 
 
+class Peer(NamedTuple):
+    """What transformers' continuous batching may have."""
+
+    seconds: float
+    host_bytes: int | None  # for KV; None: as many as the daemon has
+
+
 def measure(
     checkpoint: Path,
     setting: Setting,
     works: Sequence[Work],
     ways: Sequence[Way],
     reference_memory: str | None,
-    peer_s: float | None,
+    peer: Peer | None,
 ) -> Results:
-    """`peer_s`: seconds that the peer may take; None where it is not asked."""
     say("the bus")
     bus = measured_apart(setting.device, "--both-ways")
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
@@ -71,24 +78,24 @@ def measure(
         found = with_tiers(bare, setting, bus, works, ways)
         if reference_memory is not None:
             with_room(bare, Setting(setting.device, reference_memory, {}, setting.folder), found)
-        if peer_s is not None:
+        if peer is not None:
             say("transformers")
-            with_peer(bare, bus.device, found, Path(folder), peer_s)
+            with_peer(bare, bus.device, found, Path(folder), peer)
     return found
 
 
-def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, seconds: float) -> None:
+def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, peer: Peer) -> None:
     job = BatchingJob(
         checkpoint=str(checkpoint),
         device=device,
         dtype=found.dtype,
         kv_tokens=found.pages["device"] * found.page_size,
-        host_bytes=found.pages["host"] * found.page_bytes,
+        host_bytes=found.pages["host"] * found.page_bytes if peer.host_bytes is None else peer.host_bytes,
         warm_up=warm_up(found.tried[0].work),
         works=[tried.work for tried in found.tried],
         outcome=str(folder / "batching.json"),
     )
-    found.peer = batched(job, folder, seconds)
+    found.peer = batched(job, folder, peer.seconds)
     for tried, run in zip(found.tried, found.peer.runs, strict=False):  # none, where it has failed
         tried.peer = run
 
@@ -153,6 +160,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--reference-memory", help="Budget of the daemon with room for all; by default there is none.")
 @click.option("--peer", is_flag=True, help="Also transformers' continuous batching.")
 @click.option("--peer-seconds", default=1500.0, show_default=True, help="That it may take.")
+@click.option("--peer-host-gib", type=float, help="Its host memory for KV; by default as much as the daemon has.")
 @click.option("--seed", default=0, show_default=True, help="Of the tools' times and the arrivals.")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the daemon's state.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
@@ -173,6 +181,7 @@ def main(
     reference_memory: str | None,
     peer: bool,
     peer_seconds: float,
+    peer_host_gib: float | None,
     folder: Path | None,
     path: Path | None,
     recorded: bool,
@@ -182,9 +191,10 @@ def main(
     sizes = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv}
     setting = Setting(device, memory, {name: size for name, size in sizes.items() if size is not None}, folder)
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
+    asked = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
     allow_connections()
     try:
-        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, peer_seconds if peer else None)
+        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, asked)
     except djinn.DjinnError as error:
         raise click.ClickException(error.message) from error
     console = Console()

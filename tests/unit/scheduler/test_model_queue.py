@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
@@ -10,7 +12,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
-from djinnd.scheduler.policy import QUIET_S
+from djinnd.scheduler.policy import CROWDED_QUIET_S, QUIET_S
 from tests.support.copies import copies
 
 PAGE = 4  # tokens
@@ -442,3 +444,34 @@ def test_who_has_called_is_not_expected_any_more() -> None:
     session.request = Request(id=1, first=4, prompt_end=5, max_tokens=8)
     queue.join(session)
     assert (session.waits, session.wakes_at) == (False, 0.0)
+
+
+def test_who_was_expected_and_does_not_ask_is_not_expected_any_more() -> None:
+    queue = with_host(pages=4, host=8)
+    away, here = waiting(queue, "away", 4), add(queue, "here", 0, active=False)
+    copy_all(queue)
+    here.tokens[:], here.computed = [9] * 4 * PAGE, 4 * PAGE
+    queue.kv.reserve("here", 1000, 4 * PAGE)  # nothing is free, and nobody gives way for who is not asked for
+    away.wakes_at = 5.0
+    key = queue.residence.keys(away)[0]
+    queue.residence.expect(away, 5.0)
+    for now in (5.0, 5.25, 5.25 + CROWDED_QUIET_S):
+        queue.tend(now)
+        assert (away.waits, away.called, away.computed) == (False, True, 0)
+        assert queue.residence._left.wanted_at(key) == 5.0
+    queue.tend(5.25 + QUIET_S)
+    assert not away.called and queue.residence._left.wanted_at(key) == math.inf
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_who_will_ask_in_a_moment_stays_longer_than_others_where_pages_are_scarce(is_called: bool) -> None:
+    queue = with_host(pages=4, host=8)
+    session = add(queue, "s", 4 * PAGE, computed=4 * PAGE, active=False)
+    session.called = is_called
+    queue.tend(0.0)
+    queue.tend(CROWDED_QUIET_S)
+    copy_all(queue)
+    assert (session.computed == 4 * PAGE) == is_called
+    queue.tend(QUIET_S)
+    copy_all(queue)
+    assert session.computed == 0 and not session.called

@@ -92,6 +92,12 @@ def test_of_the_idle_those_who_wait_go_first_and_of_these_whose_client_is_expect
     assert names(evicted) == ["late", "soon", "early", "recent", "urgent", "talks"]
 
 
+def test_those_go_last_of_the_idle_who_will_ask_in_a_moment() -> None:
+    called, silent, waits = session("called", touched=1), session("silent", touched=9), session("waits", touched=5)
+    called.called, called.klass, waits.waits = True, "batch", True
+    assert names(list(eviction_order([called, silent, waits], (), []))) == ["waits", "silent", "called"]
+
+
 @pytest.mark.parametrize(
     ("remaining", "max_tokens", "max_rows", "expected"),
     [

@@ -366,7 +366,8 @@ def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else(
         ((10.0, 12.0, 11.0), ["a", "b"]),  # likewise: it is the first's that would be lost
         ((10.0, 12.0, 9.0), ["c", "b"]),
         ((0.0, 12.0, 20.0), ["c", "b"]),  # of whom nobody knows when, or that they will
-        ((10.0, 12.0, 0.0), ["c", "b"]),
+        ((10.0, 12.0, 0.0), ["a", "b"]),  # nor does anybody know when it will be back itself
+        ((0.0, 12.0, 0.0), ["c", "b"]),
     ],
 )
 def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
@@ -384,6 +385,22 @@ def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
         for name, session in zip("abc", (a, b, c), strict=True)
     }
     assert sorted(name for name, pages in found.items() if pages == 2) == sorted(stays)
+
+
+@pytest.mark.parametrize("shown", ["interactive", "called"])
+def test_who_is_interactive_or_called_is_saved_at_the_cost_of_those_who_are_expected(shown: str) -> None:
+    house = House(host=2)
+    first, last = house.session("a", 8), house.session("b", 8, 1)
+    first.waits, first.wakes_at = True, 10.0
+    house.residence.leave(first, forced=True)
+    house.copy_all()
+    if shown == "called":
+        last.called = True
+    else:
+        last.klass = "interactive"
+    house.residence.leave(last, forced=True)
+    house.copy_all()
+    assert house.paging.count(house.residence.keys(last))[0] == 2
 
 
 @pytest.mark.parametrize(("learned", "stays"), [(0.0, ["a", "c"]), (10.0, ["a", "b"])])
