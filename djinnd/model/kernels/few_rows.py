@@ -2,7 +2,7 @@
 
 A program is some rows of W and all of X, which comes out of the caches. Whatever the tokens beside it are, and however
 many there are up to eight, or up to sixteen, a token's sums are the same to the bit. On an H200 the products of a block
-of Llama-2-13B take 5 to 8 % longer so than for one token by `matvec`, and 10 to 14 % by cuBLAS's choice (docs/log.md).
+of Llama-2-13B take 5 to 8 % longer so than for one token by `matvec`, and 11 to 15 % by cuBLAS's choice (docs/log.md).
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
