@@ -279,6 +279,7 @@ class ModelQueue:
         are scarce, who waits and has not found room on the host; whose client is expected comes back, and is not
         expected any more when it has not asked for long. The parked stay until somebody needs their pages: a part of
         them could not come back."""
+        self.residence.now = now
         due, staying = [], []
         for session in self.sessions.values():
             if session.request is not None or session.paused or (session.stage is not None and not session.waits):

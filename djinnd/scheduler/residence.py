@@ -49,6 +49,7 @@ class Residence:
         self.kv = paging.kv
         self.paging = paging
         self.costs = Costs()
+        self.now = 0.0  # a moment ago
         self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
         self._leaving: dict[str, _Departure] = {}
         self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
@@ -236,7 +237,7 @@ class Residence:
         keys = self.keys(session) if session.computed else []
         if forced and not sealed and session.id not in self._leaving:
             lost = self.paging.losses(keys, session.tenant)
-            if is_wanted_later(session, lost or (), self._left):
+            if is_wanted_later(session, lost or (), self._left, self.now):
                 departure.transfer.failed = True
                 self._departed(departure)
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -36,14 +35,17 @@ def first_that_free(
     return [], 0
 
 
-def is_wanted_later(session: Session, lost: Collection[Key], left: LeftPages) -> bool:
+UNKNOWN_S = 60.0  # after which whoever says nothing is taken to be wanted, at the earliest
+
+
+def is_wanted_later(session: Session, lost: Collection[Key], left: LeftPages, now: float) -> bool:
     """Than all of these pages, which would be nowhere any more if a lower tier took those of a session that makes room:
     then it is its own that are computed anew (Belady, "A study of replacement algorithms for a virtual-storage
-    computer", IBM Systems Journal 1966). Of whom nobody knows when it is wanted, it is later than all of whom somebody
-    does; but not of interactive sessions."""
-    if not lost or session.foreign_tokens or session.called:
+    computer", IBM Systems Journal 1966). Where nobody knows when it is wanted, it may be soon in the highest class; and
+    it is at once where a call runs on it."""
+    is_known = session.wakes_at > 0
+    is_wanted_soon = session.request is not None or session.called or (session.klass == CLASSES[0] and not is_known)
+    if not lost or session.foreign_tokens or is_wanted_soon:
         return False
-    wanted_at = [left.wanted_at(key) for key in lost]
-    if session.wakes_at:
-        return max(wanted_at) <= session.wakes_at
-    return session.klass != CLASSES[0] and max(wanted_at) < math.inf
+    wanted_at = session.wakes_at if is_known else now + UNKNOWN_S
+    return all(left.wanted_at(key) <= wanted_at for key in lost)

@@ -15,6 +15,7 @@ from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import LEAST_CHUNK
 from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.victims import UNKNOWN_S
 from tests.support.copies import copies
 
 PAGE = 4  # tokens
@@ -368,6 +369,7 @@ def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else(
         ((0.0, 12.0, 20.0), ["c", "b"]),  # of whom nobody knows when, or that they will
         ((10.0, 12.0, 0.0), ["a", "b"]),  # nor does anybody know when it will be back itself
         ((0.0, 12.0, 0.0), ["c", "b"]),
+        ((UNKNOWN_S + 1.0, 12.0, 0.0), ["c", "b"]),  # it may well be before that
     ],
 )
 def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
@@ -387,8 +389,8 @@ def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
     assert sorted(name for name, pages in found.items() if pages == 2) == sorted(stays)
 
 
-@pytest.mark.parametrize("shown", ["interactive", "called"])
-def test_who_is_interactive_or_called_is_saved_at_the_cost_of_those_who_are_expected(shown: str) -> None:
+@pytest.mark.parametrize("shown", ["interactive", "called", "runs"])
+def test_who_is_interactive_or_called_or_runs_is_saved_at_the_cost_of_those_who_are_expected(shown: str) -> None:
     house = House(host=2)
     first, last = house.session("a", 8), house.session("b", 8, 1)
     first.waits, first.wakes_at = True, 10.0
@@ -396,11 +398,14 @@ def test_who_is_interactive_or_called_is_saved_at_the_cost_of_those_who_are_expe
     house.copy_all()
     if shown == "called":
         last.called = True
+    elif shown == "runs":
+        house.ask(last)
     else:
         last.klass = "interactive"
+    keys = house.residence.keys(last)[:2]
     house.residence.leave(last, forced=True)
     house.copy_all()
-    assert house.paging.count(house.residence.keys(last))[0] == 2
+    assert house.paging.count(keys)[0] == 2
 
 
 @pytest.mark.parametrize(("learned", "stays"), [(0.0, ["a", "c"]), (10.0, ["a", "b"])])
