@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,10 @@ from tools.bench.paged_model import MODEL, PagedModel
 
 CONTEXT = 32  # tokens of those whose steps are traced
 TURNS = 6  # that each kind of call has
-TRACED = 24  # steps of a turn
+TRACED = 36  # steps of a turn
 MORE = 6  # that decode: the trace may begin a little later
 TRACE_S = 30.0  # in which they have been run
-APART = 2  # steps between two calls
+APART = 4  # steps between two calls
 
 
 def point_behind(depth: int) -> str:
@@ -89,7 +90,8 @@ def stopped(model: PagedModel, depth: int, prompt: Sequence[int], tokens: int) -
 
 
 class Joined(NamedTuple):
-    """A call that has joined a step of others; seconds on the engine's clock."""
+    """A call that has joined a step of others: seconds on the engine's clock, beyond those that such steps take in the
+    same trace where nobody joins. (A card's clocks wander by several percent within a minute.)"""
 
     step: float  # from the step's begin to its end, as the device sees it
     turn: float  # from its begin until the next step but one begins: with all that the engine does for the call
@@ -133,11 +135,17 @@ def _steps_beside(
 
 
 def joined(spans: Sequence[Span]) -> list[Joined]:
-    """The steps that a second row has joined, where none has joined the next one."""
+    """The steps that a second row has joined, where none has joined the next one. None, where no step is undisturbed:
+    without a call in it, before it, or behind it."""
     steps = [span for span in spans if span.track == "step"]
     rows = [span.args["rows"] for span in steps]
+    alone = [index for index in range(1, len(steps) - 1) if rows[index - 1 : index + 2] == [1, 1, 1]]
+    if not alone:
+        return []
+    step_us = statistics.median(steps[index].duration_us for index in alone)
+    turn_us = statistics.median(steps[index + 1].start_us - steps[index].start_us for index in alone) * 2
     return [
-        Joined(step.duration_us / 1e6, (steps[index + 2].start_us - step.start_us) / 1e6)
+        Joined((step.duration_us - step_us) / 1e6, (steps[index + 2].start_us - step.start_us - turn_us) / 1e6)
         for index, step in enumerate(steps[:-2])
         if rows[index : index + 2] == [2, 1]
     ]

@@ -44,13 +44,21 @@ def test_the_effect_is_over_all_prompts() -> None:
     assert effect(plain, plain) == {"differ": 0, "divergence": 0, "change": 0}
 
 
-def step(start_us: float, rows: int) -> Span:
-    return Span("step", "step", start_us, 80.0, {"rows": rows})
+def steps(*told: tuple[float, int, float]) -> list[Span]:
+    """By when each starts, its rows, and microseconds that it takes."""
+    return [Span("step", "step", start, took, {"rows": rows}) for start, rows, took in told]
 
 
-def test_counted_are_steps_that_a_call_has_joined_and_the_next_has_not() -> None:
-    starts = [(0, 1), (100, 2), (250, 1), (400, 1), (500, 2), (600, 2), (730, 1), (850, 1), (950, 2), (1050, 1)]
-    spans = [step(start, rows) for start, rows in starts]
+def test_counted_are_steps_that_a_call_has_joined_and_the_next_has_not_beside_those_that_nobody_disturbs() -> None:
+    quiet = [(0, 1, 80), (100, 1, 80), (200, 1, 70)]  # the second of them: a call comes behind the third
+    once = [(300, 2, 95), (450, 1, 60), (560, 1, 80), (660, 1, 80)]
+    twice = [(760, 2, 80), (860, 2, 90), (990, 1, 80), (1110, 1, 80), (1210, 2, 80), (1310, 1, 80)]
+    spans = steps(*quiet, *once, *twice)
     spans[3:3] = [Span("compute", "block 0", 260.0, 10.0), Span("copy", "promote 1", 270.0, 10.0)]
-    found = joined(spans)  # at 100 and at 600; the last one's turn is not over
-    assert found == [Joined(pytest.approx(80e-6), pytest.approx(time)) for time in (300e-6, 250e-6)]
+    found = joined(spans)  # at 300 and at 860; the last one's turn is not over
+    wanted = ((15e-6, 60e-6), (10e-6, 50e-6))
+    assert found == [Joined(pytest.approx(step), pytest.approx(turn)) for step, turn in wanted]
+
+
+def test_where_every_step_is_disturbed_nothing_is_counted() -> None:
+    assert joined(steps((0, 1, 80), (100, 2, 90), (200, 1, 80), (300, 1, 80), (400, 2, 90))) == []
