@@ -24,7 +24,7 @@ from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use, of_use_elsewhere, origin, possible_ends
-from djinnd.scheduler.victims import first_that_free, is_wanted_later
+from djinnd.scheduler.victims import first_that_free, wanted_at
 
 
 @dataclass(slots=True)
@@ -235,12 +235,10 @@ class Residence:
             self.rewind(session, session.computed)  # what holds no KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced)
         keys = self.keys(session) if session.computed else []
-        if forced and not sealed and session.id not in self._leaving:
-            lost = self.paging.losses(keys, session.tenant)
-            if is_wanted_later(session, lost or (), self._left, self.now):
-                departure.transfer.failed = True
-                self._departed(departure)
-                return None
+        if forced and not sealed and session.id not in self._leaving and self._is_wanted_last(session, keys):
+            departure.transfer.failed = True
+            self._departed(departure)
+            return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
@@ -248,6 +246,14 @@ class Residence:
             return None
         self._leaving[session.id] = departure
         return departure.transfer
+
+    def _is_wanted_last(self, session: Session, keys: list[Key]) -> bool:
+        """After all whose pages would be nowhere any more if the host took its own: then it is its own that are
+        computed anew (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+        1966)."""
+        back_at = wanted_at(session, self.now)
+        lost = self.paging.losses(keys, session.tenant) if back_at else None
+        return bool(lost) and all(self._left.wanted_at(key) <= back_at for key in lost or ())
 
     def leave_freely(self, session: Session) -> bool:
         """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from djinn_client.protocol import CLASSES
 from djinnd.core.session import Session
-from djinnd.kvcache.left_pages import LeftPages
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.prefixes import Key
 
 
 def first_that_free(
@@ -38,14 +36,11 @@ def first_that_free(
 UNKNOWN_S = 60.0  # after which whoever says nothing is taken to be wanted, at the earliest
 
 
-def is_wanted_later(session: Session, lost: Collection[Key], left: LeftPages, now: float) -> bool:
-    """Than all of these pages, which would be nowhere any more if a lower tier took those of a session that makes room:
-    then it is its own that are computed anew (Belady, "A study of replacement algorithms for a virtual-storage
-    computer", IBM Systems Journal 1966). Where nobody knows when it is wanted, it may be soon in the highest class; and
-    it is at once where a call runs on it."""
-    is_known = session.wakes_at > 0
-    is_wanted_soon = session.request is not None or session.called or (session.klass == CLASSES[0] and not is_known)
-    if not lost or session.foreign_tokens or is_wanted_soon:
-        return False
-    wanted_at = session.wakes_at if is_known else now + UNKNOWN_S
-    return all(left.wanted_at(key) <= wanted_at for key in lost)
+def wanted_at(session: Session, now: float) -> float:
+    """When a session that makes room is likely to be back; 0: soon, or its KV cannot be computed. Where nobody knows,
+    it may be soon in the highest class; and it is at once where a call runs on it."""
+    if session.request is not None or session.called or session.foreign_tokens:
+        return 0.0
+    if session.wakes_at:
+        return session.wakes_at
+    return 0.0 if session.klass == CLASSES[0] else now + UNKNOWN_S

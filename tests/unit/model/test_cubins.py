@@ -31,8 +31,8 @@ from djinnd.model.kernels.unpack import patch_kernel, unpack_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 
-AMPERE, HOPPER = 80, 90
-SHARED_MEMORY = {AMPERE: 163 << 10, HOPPER: 227 << 10}  # bytes a program may have
+AMPERE, ADA, HOPPER = 80, 89, 90
+SHARED_MEMORY = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10}  # bytes a program may have
 
 POINTERS = {
     **dict.fromkeys(("query_starts", "kv_lengths", "page_table", "visits", "extent"), "*i32"),
@@ -136,7 +136,7 @@ def test_a_row_of_weights_is_read_16_bytes_at_a_time() -> None:
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and not re.search(r"ld\.global\S*\.v2\.b32", ptx)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@pytest.mark.parametrize("capability", [AMPERE, ADA, HOPPER])
 @pytest.mark.parametrize("rows", [1000, 5120, 28_672])
 def test_few_rows_are_multiplied_by_tensor_cores(rows: int, capability: int) -> None:
     for tokens in (8, 16):
