@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -651,7 +652,10 @@ def main() -> None:
                 sys.exit(3)
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
-    with socket.socket(fileno=arguments.fd) as sock:
+    with (
+        socket.socket(fileno=arguments.fd) as sock,
+        suppress(ConnectionError),
+    ):  # the server is gone, as a real one sees
         Engine(sock, script, arguments.device, arguments.memory).serve()
 
 

@@ -71,7 +71,7 @@ class Served:
         assert status == 0, self.log
         assert not self.left_behind(), self.log
         faults = re.findall(r".*(?:Traceback|(?:request|frame|token)_failed| ERROR asyncio ).*", self.log)
-        assert not faults
+        assert not faults, self.log
 
     def gated(self) -> Self:
         """The engine takes a step only when `step` says so. Before `start`."""
