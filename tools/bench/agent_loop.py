@@ -75,9 +75,16 @@ class Run:
         self.count = count or (lambda tokens: None)
         self.course = Course()
 
-    async def __call__(self) -> Course:
+    async def __call__(self, limit_s: float | None = None) -> Course:
+        """After so long it is broken off, which is a failure; what has been answered until then counts."""
         lives = [_Life(self, number, agent) for number, agent in enumerate(drawn(self.work))]
-        await (self._open if self.work.rate else self._closed)(lives)
+        try:
+            async with asyncio.timeout(limit_s):
+                await (self._open if self.work.rate else self._closed)(lives)
+        except TimeoutError:
+            self.course.ended = time.perf_counter()
+            self.course.began = self.course.began or self.course.ended  # some have not asked their question
+            self.course.failures.append(f"broken off after {limit_s:g} s")
         return self.course
 
     async def _open(self, lives: Sequence[_Life]) -> None:

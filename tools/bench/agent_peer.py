@@ -11,6 +11,8 @@ from tools.bench.agent_plan import Work
 from tools.bench.stream.outcome import Status
 from tools.bench.stream.peers import run_apart
 
+BEGIN_S = 600.0  # to load the model, to pin the host's memory, to capture
+
 
 class BatchingJob(msgspec.Struct, kw_only=True, frozen=True):
     checkpoint: str
@@ -20,6 +22,7 @@ class BatchingJob(msgspec.Struct, kw_only=True, frozen=True):
     host_bytes: int  # for what it offloads
     warm_up: Work
     works: list[Work]
+    run_s: float  # after which a run is broken off
     outcome: str  # file that receives the Batched, as JSON
 
 
@@ -31,11 +34,12 @@ class Batched(msgspec.Struct, kw_only=True):
     runs: list[Figures] = []  # one for each of the works
 
 
-def batched(job: BatchingJob, folder: Path, seconds: float) -> Batched:
-    """`folder` receives the job and what the process says, which is ended after so many seconds."""
+def batched(job: BatchingJob, folder: Path) -> Batched:
+    """`folder` receives the job and what the process says."""
     asked, answer = folder / "batching.job.json", Path(job.outcome)
     asked.write_bytes(msgspec.json.encode(job))
-    end = run_apart("peer_batching", [str(asked)], folder / "batching.log", seconds)
+    limit_s = BEGIN_S + job.run_s * (1 + len(job.works))
+    end = run_apart("peer_batching", [str(asked)], folder / "batching.log", limit_s)
     if answer.exists():
         return msgspec.json.decode(answer.read_bytes(), type=Batched)
     return Batched(status=Status.FAILED, note=end)

@@ -59,7 +59,7 @@ SMOKE: dict[str, Any] = {  # with djinn-tiny, on two cores, in two minutes
 class Peer(NamedTuple):
     """What transformers' continuous batching may have."""
 
-    seconds: float
+    run_s: float  # after which a run is broken off, and what has been answered counts
     host_bytes: int | None  # for KV; None: as many as the daemon has
 
 
@@ -93,9 +93,10 @@ def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, peer:
         host_bytes=found.pages["host"] * found.page_bytes if peer.host_bytes is None else peer.host_bytes,
         warm_up=warm_up(found.tried[0].work),
         works=[tried.work for tried in found.tried],
+        run_s=peer.run_s,
         outcome=str(folder / "batching.json"),
     )
-    found.peer = batched(job, folder, peer.seconds)
+    found.peer = batched(job, folder)
     for tried, run in zip(found.tried, found.peer.runs, strict=False):  # none, where it has failed
         tried.peer = run
 
@@ -159,7 +160,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--ways", default=",".join(Way), show_default=True, help="Of telling the daemon.")
 @click.option("--reference-memory", help="Budget of the daemon with room for all; by default there is none.")
 @click.option("--peer", is_flag=True, help="Also transformers' continuous batching.")
-@click.option("--peer-seconds", default=1500.0, show_default=True, help="That it may take.")
+@click.option("--peer-seconds", default=600.0, show_default=True, help="After which each of its runs is broken off.")
 @click.option("--peer-host-gib", type=float, help="Its host memory for KV; by default as much as the daemon has.")
 @click.option("--seed", default=0, show_default=True, help="Of the tools' times and the arrivals.")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the daemon's state.")

@@ -9,10 +9,11 @@ equal beginnings are shared for as long as its cache keeps them; what it offload
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class BatchedTalk:
         self._manager = manager
         self._name = name
         self._history: list[int] = []
+        self._asked: str | None = None  # the request that is not answered yet
 
     async def turn(self, tokens: Sequence[int], new: int) -> Answer:
         times: list[float] = []
@@ -67,7 +69,9 @@ class BatchedTalk:
         options = {"max_new_tokens": new, "streaming": True, "eos_token_id": -1}
         if self._manager.add_request(self._history, request_id=request, **options) is None:
             raise Refused("it takes no more requests")
+        self._asked = request
         output = await last
+        self._asked = None
         if output.error is not None:
             raise Refused(output.error)
         self._history += output.generated_tokens
@@ -77,10 +81,12 @@ class BatchedTalk:
         return nullcontext()
 
     async def close(self) -> None:
-        pass
+        if self._asked is not None:
+            self._manager.cancel_request(self._asked)
 
 
-def measure(job: BatchingJob) -> Batched:
+def measure(job: BatchingJob, stack: ExitStack) -> Batched:
+    """The manager is there until the caller leaves the stack, which waits for all that it has been asked."""
     model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=getattr(torch, job.dtype)).eval()
     model = model.to(job.device)
     offload_bytes = job.host_bytes if job.device != "cpu" else 0  # it wants the memory pinned
@@ -95,24 +101,26 @@ def measure(job: BatchingJob) -> Batched:
         return prompt(tokens, model.config.vocab_size, next(seeds))
 
     def run(work: Work) -> Figures:
-        return figures(work, asyncio.run(Run(work, Batching(manager), drawn)()))
+        return figures(work, asyncio.run(Run(work, Batching(manager), drawn)(job.run_s)))
 
-    with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=config
-    ) as manager:
-        run(job.warm_up)
-        runs = [run(work) for work in job.works]
-        attention = model.config._attn_implementation
+    manager = stack.enter_context(
+        model.continuous_batching_context_manager(generation_config=greedy, continuous_batching_config=config)
+    )
+    run(job.warm_up)
+    runs = [run(work) for work in job.works]
+    attention = model.config._attn_implementation
     return Batched(status=Status.MEASURED, attention=attention, offload_bytes=offload_bytes, runs=runs)
 
 
 def main() -> None:
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BatchingJob)
+    stack = ExitStack()
     try:
-        found = measure(job)
+        found = measure(job, stack)
     except torch.OutOfMemoryError as error:
         found = Batched(status=Status.OUT_OF_MEMORY, note=str(error).split(" Of the allocated", 1)[0])
     Path(job.outcome).write_bytes(msgspec.json.encode(found))
+    os._exit(0)  # what it still has to do, where a run was broken off, is nobody's
 
 
 if __name__ == "__main__":

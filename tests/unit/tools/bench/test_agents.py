@@ -128,6 +128,29 @@ def test_who_is_refused_gives_up_and_the_others_go_on() -> None:
     assert len(course.turns) == 3 + 3 * 2 and len(course.lives) == 4 and sum(told) == 0
 
 
+class Mute(Echo):
+    """Whom it has answered so many questions it answers nothing more."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self._answers = answers
+
+    async def turn(self, tokens: Sequence[int], new: int) -> Answer:
+        if len(self.asked) == self._answers:
+            await asyncio.Event().wait()
+        return await super().turn(tokens, new)
+
+
+@pytest.mark.parametrize("answers", [2, 4, 9], ids=["questions", "no answers", "answers"])
+def test_what_had_been_answered_counts_where_a_run_is_broken_off(answers: int) -> None:
+    server = Mute(answers)
+    course = asyncio.run(Run(QUICK, server, lambda tokens: [0] * tokens)(0.2))
+    assert course.failures == ["broken off after 0.2 s"] and server.open == 0
+    assert len(course.turns) == answers and len(course.lives) == 4
+    found = figures(QUICK, course)
+    assert (found.answers, found.answers_per_minute > 0) == (max(answers - 4, 0), answers > 4)
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.support.models import tiny_model
@@ -19,9 +20,11 @@ def test_each_turn_brings_the_whole_history_and_has_its_tokens_one_by_one(tmp_pa
         host_bytes=1 << 20,
         warm_up=work,
         works=[work],
+        run_s=60.0,
         outcome=str(tmp_path / "unused"),
     )
-    found = measure(job)
+    with ExitStack() as stack:
+        found = measure(job, stack)
     assert (found.status, found.offload_bytes) == (Status.MEASURED, 0)  # there is nothing to pin memory for
     (run,) = found.runs
     assert (run.answers, run.wanted, run.failures) == (4, 4, [])
