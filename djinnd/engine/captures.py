@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +19,21 @@ from torch import Tensor
 from djinn_client.points import Point
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
+from djinnd.engine.memory import ROWS_AT_HAND
 from djinnd.engine.sole_capture import SoleCapture
 from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, kinds_of, reach_of, sites_of, together
+
+
+class _Layout(NamedTuple):
+    """Of points, whoever captures them."""
+
+    of_kind: dict[bool, list[Point]]
+    reach: Reach
+
+
+@lru_cache(256)  # the same points are captured again and again, between two steps of everybody
+def _layout_of(points: tuple[Point, ...]) -> _Layout:
+    return _Layout(kinds_of(points), reach_of(points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,7 @@ class _Captured:
 
     def spans(self) -> tuple[Records, Records]:
         """And sites, for a SpanTable."""
-        of_kind = kinds_of(self.points)
+        of_kind = _layout_of(self.points).of_kind
         sites = [sites_of(some, [self.shifts[point] for point in some]) for some in of_kind.values()]
         ends = np.cumsum([len(some) for some in of_kind.values()])
         spans = [
@@ -49,7 +64,7 @@ class Captures:
         self.dtype = dtype
         self._table = SpanTable()  # of those whose rows have been mixed with others that something is done to
         self._rows = {
-            False: DeviceRows(device, f"captures of {model}", width, dtype),
+            False: DeviceRows(device, f"captures of {model}", width, dtype, ROWS_AT_HAND),
             True: DeviceRows(device, f"captures of {model}'s logits", vocab, dtype),
         }
         self._captured: dict[int, _Captured] = {}
@@ -66,10 +81,10 @@ class Captures:
         """[rows, width or vocab]: the rows that hits name."""
         return self._rows[of_logits].tensor
 
-    def open(self, request: int, points: Sequence[Point], first: int, room: int) -> None:
+    def open(self, request: int, points: tuple[Point, ...], first: int, room: int) -> None:
         """Of positions [first, first + room). Raises OutOfMemory with the figures, and then has changed nothing."""
         assert request not in self._captured and points and room > 0
-        of_kind = kinds_of(points)
+        of_kind, reach = _layout_of(points)
         rows: dict[bool, int] = {}
         try:
             for kind, some in of_kind.items():
@@ -79,7 +94,7 @@ class Captures:
                 self._rows[kind].give_back(row, len(of_kind[kind]) * room)
             raise
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
-        self._captured[request] = _Captured(tuple(points), first, room, rows, shifts, reach_of(points))
+        self._captured[request] = _Captured(points, first, room, rows, shifts, reach)
 
     def sole(self, requests: Sequence[int]) -> int | None:
         """The only one of these that is here."""
@@ -130,7 +145,7 @@ class Captures:
         if captured is None:
             return
         self._table.drop(request)
-        for kind, some in kinds_of(captured.points).items():
+        for kind, some in _layout_of(captured.points).of_kind.items():
             self._rows[kind].give_back(captured.rows[kind], len(some) * captured.room)
 
     def release(self) -> None:

@@ -52,9 +52,9 @@ class _Delivery:
     runner: ModelRunner
     first: int  # position
     room: int  # positions
-    offsets: list[int]  # bytes in the window, of each point, and where the last ends
     memory: _Memory
-    made: Future[None] | None = None  # the memory, since that has begun
+    offsets: list[int] = field(default_factory=list)  # bytes in the window, of each point; since it is being made
+    made: Future[None] | None = None
     ended: Future[Finished] = field(default_factory=Future)
     filled: _Filled | None = None  # since then
     pieces: deque[Copies] | None = None  # that are left, since some has been copied
@@ -78,7 +78,7 @@ class _Delivery:
         for first, count in self.memory.window.pieces():
             begin, end = first * HOST_PAGE, (first + count) * HOST_PAGE
             copies = Copies()
-            for offset, rows in zip(self.offsets, captured, strict=False):
+            for offset, rows in zip(self.offsets, captured, strict=True):
                 low, high = max(offset, begin), min(offset + len(rows), end)
                 if low < high:
                     copies.append((self.memory.bytes[low:high], rows[low - offset : high - offset]))
@@ -93,7 +93,7 @@ class _Delivery:
             positions=self.positions,
             room=self.room,
             nbytes=self.memory.nbytes,
-            offsets=self.offsets[:-1],
+            offsets=self.offsets,
         )
         return msgspec.structs.replace(self.ended.result(), capture=capture)
 
@@ -135,9 +135,7 @@ class Deliveries:
         room: int,
     ) -> None:
         runner.captures.open(request.id, points, first, room)
-        offsets = runner.captures.offsets(request.id)
-        memory = _Memory(self._device, -(-offsets[-1] // HOST_PAGE) * HOST_PAGE, self._courses)
-        delivery = _Delivery(session, request, runner, first, room, offsets, memory)
+        delivery = _Delivery(session, request, runner, first, room, _Memory(self._device, self._courses))
         self._deliveries[request.id] = delivery
         self._to_make.append(delivery)
         self._courses.start(request.id, self._deliver(delivery))
@@ -216,7 +214,9 @@ class Deliveries:
     def _make(self, delivery: _Delivery) -> Future[None]:
         if delivery.made is None:
             self._to_make.remove(delivery)
-            delivery.made = self._courses.begin(delivery.memory.make)
+            *delivery.offsets, end = delivery.runner.captures.offsets(delivery.request.id)
+            nbytes = -(-end // HOST_PAGE) * HOST_PAGE
+            delivery.made = self._courses.begin(lambda: delivery.memory.make(nbytes))
         return delivery.made
 
     def _tell(self, delivery: _Delivery) -> None:
@@ -238,24 +238,27 @@ class Deliveries:
 class _Memory:
     """Of a window, made and unmade in the courses' thread."""
 
-    def __init__(self, device: Device, nbytes: int, courses: Courses) -> None:
+    def __init__(self, device: Device, courses: Courses) -> None:
         self._device = device
-        self.nbytes = nbytes
         self._courses = courses
         self.fd = -1
         self.bytes: Tensor
         self.window: Window
 
-    def make(self) -> None:
+    @property
+    def nbytes(self) -> int:
+        return len(self.bytes)
+
+    def make(self, nbytes: int) -> None:
         """Raises OutOfMemory."""
         try:
-            self.fd = new_window("djinnd-capture", self.nbytes)
+            self.fd = new_window("djinnd-capture", nbytes)
         except OSError as error:
             raise OutOfMemory(
-                f"the host has no {self.nbytes:,} bytes for what is captured: {error}", needed=self.nbytes
+                f"the host has no {nbytes:,} bytes for what is captured: {error}", needed=nbytes
             ) from error
-        self.bytes = torch.frombuffer(map_writable(self.fd, self.nbytes), dtype=torch.uint8)
-        kind = StagedWindow if self.nbytes <= STAGED_BYTES else Window
+        self.bytes = torch.frombuffer(map_writable(self.fd, nbytes), dtype=torch.uint8)
+        kind = StagedWindow if nbytes <= STAGED_BYTES else Window
         self.window = kind(self._device, self.bytes, HOST_PAGE, self._courses)
         self.window.pin()
 

@@ -20,6 +20,7 @@ from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
+from djinnd.engine.memory import ROWS_AT_HAND
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class HeldRows:
     stage."""
 
     def __init__(self, device: Device, model: str, width: int, dtype: torch.dtype) -> None:
-        self._rows = DeviceRows(device, f"held rows of {model}", width, dtype)
+        self._rows = DeviceRows(device, f"held rows of {model}", width, dtype, ROWS_AT_HAND)
         self._held: dict[str, _Held] = {}  # by session
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ FULL_SESSIONS = 64  # automatic KV: never more than so many sessions of full len
 _SHARE = 0.5  # automatic KV: of what the budget has left, so that a second model can still be loaded
 _FLOOR = 1 / 32  # automatic KV: of the budget, before weights get any of it
 LOGIT_ROWS = 256  # rows of logits that exist at once
+ROWS_AT_HAND = 32  # hidden states that are captured, and as many that are held, before memory is asked for them
 HOST_PAGE = 4096  # bytes: where a slot of a lower tier begins, for pinning and for direct I/O
 
 # Automatic tiers: so many times the device's pool, and never more than a part of what is free.
@@ -67,8 +68,10 @@ class TierPages:
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """Activations of the largest step, captured and eager; logits of its rows, and what the sampler makes of them."""
+    """Activations of the largest step, captured and eager; those at hand for sessions that stop or capture; logits of
+    its rows, and what the sampler makes of them."""
     activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
+    activations += 2 * ROWS_AT_HAND * shape.width * shape.itemsize
     return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 

@@ -10,6 +10,7 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.points import Point
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.captures import Captures
+from djinnd.engine.memory import ROWS_AT_HAND
 from djinnd.engine.spans import code_of
 
 WIDTH, VOCAB = 4, 10
@@ -29,8 +30,8 @@ def captures(device: CpuDevice) -> Captures:
 
 
 def test_each_point_has_a_row_for_each_position_and_nobody_has_another_s(captures: Captures) -> None:
-    captures.open(1, [RESID, LOGITS, ATTN], first=5, room=3)
-    captures.open(2, [RESID], first=0, room=2)
+    captures.open(1, (RESID, LOGITS, ATTN), first=5, room=3)
+    captures.open(2, (RESID,), first=0, room=2)
     hits = captures.join([1, 2, 7], np.array([4, 0, 0]), np.array([10, 10, 3])).hits
     rows = {(code, token): row for code, token, row in zip(hits.point, hits.token, hits.row, strict=True)}
     assert {token for _, token in rows} == {1, 2, 3, 10, 11}, "what has room, of those that capture"
@@ -40,7 +41,7 @@ def test_each_point_has_a_row_for_each_position_and_nobody_has_another_s(capture
 
 
 def test_points_lie_in_a_window_as_they_were_asked_for(captures: Captures) -> None:
-    captures.open(1, [LOGITS, RESID, ATTN], first=5, room=3)
+    captures.open(1, (LOGITS, RESID, ATTN), first=5, room=3)
     sizes = [3 * VOCAB * 2, 3 * WIDTH * 2, 3 * WIDTH * 2]
     assert captures.offsets(1) == [0, sizes[0], sizes[0] + sizes[1], sum(sizes)]
     hits = captures.join([1], np.array([5]), np.array([3])).hits
@@ -53,11 +54,13 @@ def test_points_lie_in_a_window_as_they_were_asked_for(captures: Captures) -> No
 
 
 def test_what_is_closed_is_others_and_the_last_gives_the_memory_back(captures: Captures, device: CpuDevice) -> None:
-    captures.open(1, [RESID], 0, 4)
-    captures.open(2, [RESID, LOGITS], 0, 4)
+    captures.open(1, (RESID,), 0, 4)
+    assert device.budget.used == 0, "it is at hand"
+    captures.open(2, (RESID, LOGITS), 0, ROWS_AT_HAND)
     used = device.budget.used
+    assert used >= (4 + ROWS_AT_HAND) * WIDTH * 2 + ROWS_AT_HAND * VOCAB * 2
     captures.close(1)
-    captures.open(3, [RESID], 0, 4)
+    captures.open(3, (RESID,), 0, 4)
     assert device.budget.used == used == captures.nbytes
     for request in (2, 3, 3, 9):
         captures.close(request)
@@ -67,6 +70,6 @@ def test_what_is_closed_is_others_and_the_last_gives_the_memory_back(captures: C
 
 def test_what_has_no_room_takes_none(captures: Captures, device: CpuDevice) -> None:
     with pytest.raises(OutOfMemory) as refused:
-        captures.open(1, [RESID, LOGITS], 0, 250)
+        captures.open(1, (RESID, LOGITS), 0, 250)
     assert refused.value.data["needed"] >= 250 * VOCAB * 2
     assert device.budget.used == 0 and len(captures) == 0

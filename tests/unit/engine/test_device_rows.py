@@ -63,6 +63,25 @@ def test_nobody_has_another_s_rows(rows: DeviceRows) -> None:
         assert len(set(taken)) == len(taken) and (not taken or taken[-1] < rows.capacity)
 
 
+def test_rows_at_hand_are_nobody_s_budget_until_there_are_more(device: CpuDevice) -> None:
+    rows = DeviceRows(device, "rows", 8, torch.float32, at_hand=4)
+    for _ in range(2):
+        first = rows.take(3)
+        rows.tensor[first : first + 3] = 7.0
+        at_hand = rows.tensor
+        assert (rows.capacity, rows.nbytes, device.budget.used) == (4, 0, 0)
+        second = rows.take(2)
+        assert rows.nbytes == device.budget.used == rows.capacity * ROW >= 5 * ROW
+        assert (rows.tensor[first : first + 3] == 7.0).all()
+        rows.check_integrity()
+        rows.give_back(first, 3)
+        rows.give_back(second, 2)
+        assert rows.tensor is at_hand and device.budget.used == 0
+    rows.release()
+    assert rows.capacity == 0
+    assert rows.take(2) == 0 and rows.nbytes == device.budget.used == 2 * ROW
+
+
 def test_a_budget_without_room_is_told_with_its_figures_and_nothing_has_changed(rows: DeviceRows) -> None:
     rows.take(60)
     with pytest.raises(OutOfMemory, match="rows") as refused:

@@ -11,6 +11,7 @@ from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
+from djinnd.engine.memory import ROWS_AT_HAND
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import reduced_model
@@ -155,16 +156,18 @@ def test_only_the_blocks_of_a_part_run(parts: Parts, block: int) -> None:
 
 
 def test_what_there_is_no_room_for_is_not_held(parts: Parts) -> None:
-    session = parts.open(prompt(9))
+    count = ROWS_AT_HAND + 5
+    session = parts.open(prompt(count + 4))
     blocker = parts.runner.device.allocate("blocker", (parts.runner.device.budget.free,), torch.uint8)
     session.stage = Stage(0, 2, 0)
-    first, second = parts.row(session, 5, 0, 2), Row(session, session.request, 5, 4, 0, 2, False, session.stage)  # type: ignore[arg-type]
+    first = parts.row(session, count, 0, 2)
+    second = Row(session, session.request, count, 4, 0, 2, False, session.stage)  # type: ignore[arg-type]
     held = parts.runner.held
     assert not held.give_room(first)
     del blocker
     parts.runner.device.release("blocker")
     assert not held.give_room(second), "the first ones are not there"
-    assert held.give_room(first) and held.give_room(second) and held.row_of(second) == held.row_of(first) + 5
+    assert held.give_room(first) and held.give_room(second) and held.row_of(second) == held.row_of(first) + count
     session.stage = Stage(0, 2, 0)
     assert not held.holds(session)
     held.sweep()

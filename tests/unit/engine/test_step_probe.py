@@ -51,7 +51,7 @@ class Touching:
             self.table.set(session.id, session.edits)
         for request, points in zip(self.requests, captured, strict=False):
             if points:
-                self.captures.open(request.id, points, 2, 30)
+                self.captures.open(request.id, tuple(points), 2, 30)
 
     def batch(self, *rows: tuple[int, int, int]) -> Batch:
         """Session, start and count of each."""
