@@ -6,7 +6,8 @@ accuracy  of runs that stop there, at the prompt and at each generated token, an
           that an uninterrupted run has, too; exact: all log probabilities are equal, bit for bit
 dispatch  on the way of others: how much longer two steps take a session that decodes, by the daemon's trace, where a
           call joins the first of them and stops there ("hit"), or gives a token and what had come there ("capture":
-          the seeds' checkpoint), than where it only gives a token; and what of it is in that step
+          the seeds' checkpoint), than where it only gives a token; and what of it is in that step. Wherever: the median
+          of all these calls, and between what it lies with at least 95 % certainty
 restore   a generated position has stopped: on the client's clock `resume` to the next token, beside one step of a
           session that does not stop, as the daemon says
 steering  all positions are scaled there: the share of generated tokens that differ; by how many nats the distributions
@@ -35,6 +36,7 @@ from tools.bench import white_peers
 from tools.bench.paged_model import PagedModel, daemon_of, loaded
 from tools.bench.report import keep, report
 from tools.bench.resume_inside import depths
+from tools.bench.spread import Median, median
 from tools.bench.stream.outcome import Status
 
 POSITIONS = 32  # of a prompt
@@ -114,10 +116,23 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
+def between(one: Median) -> str:
+    return f"{one.value * 1e3:+.3f} ms ({one.low * 1e3:+.3f} to {one.high * 1e3:+.3f})"
+
+
 def dispatch(stop: dict[str, Any], way: str, what: str = "turn") -> float:
     """Seconds more than a call that gives a token; `what`: "step" for what of it is in the step."""
     plain, other = (statistics.median(one[what] for one in stop["beside"][name]) for name in ("plain", way))
     return float(other - plain)
+
+
+def dispatch_anywhere(found: dict[str, Any], way: str) -> Median:
+    """Of all calls, wherever they stop or capture: how many seconds more each takes than those without do there."""
+    added = []
+    for stop in found["stops"]:
+        plain = statistics.median(one["turn"] for one in stop["beside"]["plain"])
+        added += [one["turn"] - plain for one in stop["beside"][way]]
+    return median(added)
 
 
 def scatter(found: dict[str, Any]) -> float:
@@ -162,9 +177,10 @@ def stops_table(name: str, found: dict[str, Any]) -> Table:
     columns = ("behind", "accuracy", "dispatch of a hit", "of a capture", "until the hit", "restore")
     shown = Table(*columns, title=title)
     step = ms(statistics.median(found["step"]))
+    anywhere = ", ".join(f"a {way} {between(dispatch_anywhere(found, way))}" for way in ("hit", "capture"))
     shown.caption = (
         f"a step {step}; bars: dispatch {ms(DISPATCH)}, restore {ms(restore_bar(found))}; "
-        f"half of the turns without a hit are within {ms(scatter(found))}"
+        f"half of the turns without a hit are within {ms(scatter(found))}; wherever: {anywhere}"
     )
     for stop in found["stops"]:
         exact = ", exact" * stop["same_logprobs"]
@@ -204,7 +220,10 @@ def _summary(found: dict[str, Any]) -> str:
     told = [f"accuracy {min(stop['accuracy'] for stop in stops):.1%}" + ", exact" * exact]
     for way in ("hit", "capture"):
         added = [dispatch(stop, way) * 1e3 for stop in stops]
-        told.append(f"dispatch of a {way} {min(added):+.2f} to {max(added):+.2f} ms (of {ms(DISPATCH)})")
+        anywhere = between(dispatch_anywhere(found, way))
+        told.append(
+            f"dispatch of a {way} {min(added):+.2f} to {max(added):+.2f} ms, wherever {anywhere} (of {ms(DISPATCH)})"
+        )
     told.append(f"half of the turns without one within {ms(scatter(found))}")
     restored = [statistics.median(stop["resume"]) for stop in stops]
     told.append(f"restore {ms(restored[0])} to {ms(restored[-1])} (of {ms(restore_bar(found))})")

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from tools.bench.white_table import dispatch, notes, peer, peers_table, scatter, steering_table, stops_table, summary
+from tools.bench.white_table import (
+    dispatch,
+    dispatch_anywhere,
+    notes,
+    peer,
+    peers_table,
+    scatter,
+    steering_table,
+    stops_table,
+    summary,
+)
 
 EFFECT = {"differ": 0.25, "divergence": 0.0123, "change": 0.0039}
 
@@ -51,6 +62,14 @@ def test_dispatch_is_what_is_beyond_a_call_for_a_token() -> None:
     assert dispatch(stop(1), "hit", "step") == pytest.approx(1e-5)
 
 
+def test_dispatch_anywhere_is_of_each_call_beside_those_without_at_the_same_block() -> None:
+    one = found()
+    one["stops"][0]["beside"] = {"plain": calls(0.010, 0.011, 0.030), "hit": calls(0.0111, 0.0112, 0.0113)}
+    one["stops"][1]["beside"] = {"plain": calls(0.020, 0.021), "hit": calls(0.0209, 0.0210, 0.0216)}
+    value, low, high = (seconds * 1e4 for seconds in msgspec.structs.astuple(dispatch_anywhere(one, "hit")))
+    assert (value, low, high) == pytest.approx((3.5, 1.0, 11.0))
+
+
 def test_the_scatter_is_of_all_calls_for_a_token() -> None:
     one = found()
     for stop in one["stops"]:
@@ -86,7 +105,7 @@ def test_the_summary_has_every_model_and_its_bars() -> None:
     one = found()
     one["stops"][0].update(accuracy=0.5, same_logprobs=False)
     told = summary({"a": found(), "b": one})
-    assert told.startswith("a: accuracy 100.0%, exact, dispatch of a hit +0.05 to +0.05 ms (of 0.10 ms), ")
+    assert told.startswith("a: accuracy 100.0%, exact, dispatch of a hit +0.05 to +0.05 ms, wherever +0.050 ms ")
     assert "; b: accuracy 50.0%, dispatch" in told
     assert "restore 9.00 ms to 4.50 ms (of 10.20 ms), scaled behind 2 by 0.9 25%, 0.012 nats, 0.4%, by 2" in told
     assert told.endswith("stop, edit, go on there 55.00 ms, hooks 110.00 ms, 75%, nnsight skipped (" + notes(one) + ")")
