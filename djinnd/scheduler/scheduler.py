@@ -22,12 +22,13 @@ from djinnd.core.batch import Batch
 from djinnd.core.edits import FOREVER, Edit, ended
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
-from djinnd.core.stops import Stage, Stop, next_stop
+from djinnd.core.stops import next_stop
 from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.device_quotas import DeviceQuotas
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.outcome import Outcome
 from djinnd.scheduler.policy import DEFAULT, Policy
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
@@ -382,37 +383,13 @@ class Scheduler:
         if queue is None:  # unloaded while the step ran, so all that was in it has ended
             return []
         queue.composer.ran(batch.rows, seconds)
-        advance = queue.residence.advance
         tokens = iter(next_tokens)
-        limits: dict[int, int] = {}  # of a session's tokens, by tenant
+        brought = Outcome(queue).of
         finished = []
         for row in batch.rows:
-            token = next(tokens) if row.samples else None
-            session, request = row.session, row.request
-            if session.request is not request or session.stage is not row.stage:
-                continue  # it has ended while the step ran, or what the row went on from is lost
-            end = row.end
-            if len(session.tokens) == request.prompt_end:
-                request.computed += row.count
-            if row.stage is not None:
-                row.stage.done = end
-                if row.stage.last <= queue.num_blocks:
-                    if session.remaining == 0:
-                        request.stopped = Stop(row.stage.last, session.computed)
-                        _park(row.stage, session.computed, queue.num_blocks)
-                        finished.append(self._finish(session, "breakpoint"))
-                    continue
-                if session.remaining == 0:
-                    session.stage = None
-            advance(session, end)
-            if request.seen_from < end:
-                request.seen_from = end
-            limit = limits.get(session.tenant)
-            if limit is None:
-                limit = limits[session.tenant] = queue.limit_of(session.tenant)
-            reason = _advance(session, request, token, limit)
-            if reason:
-                finished.append(self._finish(session, reason))
+            reason = brought(row, next(tokens) if row.samples else None)
+            if reason is not None:
+                finished.append(self._finish(row.session, reason))
         return finished
 
     # --- figures ----------------------------------------------------------------------------------------------------
@@ -438,20 +415,3 @@ class Scheduler:
 
 def _is_expected(session: Session) -> bool:
     return session.waits and session.wakes_at > 0 and session.request is None and not session.paused
-
-
-def _park(stage: Stage, computed: int, num_blocks: int) -> None:
-    """All of it has come to where it stops."""
-    stage.first, stage.last, stage.done = stage.last, num_blocks + 1, computed
-
-
-def _advance(session: Session, request: Request, token: int | None, limit: int) -> FinishReason | None:
-    """Appends the token that a row gave; the reason for which the request ends with this step, if it does."""
-    if token is None:
-        return "length" if request.max_tokens == 0 and session.remaining == 0 else None
-    session.tokens.append(token)
-    session.given = session.touched
-    if token in request.stop_tokens:
-        return "stop"
-    length = len(session.tokens)
-    return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None

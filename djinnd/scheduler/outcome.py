@@ -1,0 +1,58 @@
+"""What a step has brought its rows' sessions: KV, the next token, a place inside the model where they stop."""
+
+from __future__ import annotations
+
+from djinn_client.protocol import FinishReason
+from djinnd.core.batch import Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.core.stops import Stage, Stop
+from djinnd.scheduler.model_queue import ModelQueue
+
+
+class Outcome:
+    """Of one step of a model."""
+
+    def __init__(self, queue: ModelQueue) -> None:
+        self._queue = queue
+        self._advance = queue.residence.advance
+        self._limits: dict[int, int] = {}  # of a session's tokens, by tenant
+
+    def of(self, row: Row, token: int | None) -> FinishReason | None:
+        """Its session has it; `token`: that the step has chosen, if the row samples. → why its request ends with this,
+        if it does. A row whose request has ended while the step ran, or that went on from what is lost, brings
+        nothing."""
+        session, request = row.session, row.request
+        if session.request is not request or session.stage is not row.stage:
+            return None
+        end = row.end
+        if len(session.tokens) == request.prompt_end:
+            request.computed += row.count
+        if row.stage is not None:
+            row.stage.done = end
+            if row.stage.last <= self._queue.num_blocks:
+                return self._stopped(session, request, row.stage)
+            if session.remaining == 0:
+                session.stage = None
+        self._advance(session, end)
+        if request.seen_from < end:
+            request.seen_from = end
+        if token is None:
+            return "length" if request.max_tokens == 0 and session.remaining == 0 else None
+        session.tokens.append(token)
+        session.given = session.touched
+        if token in request.stop_tokens:
+            return "stop"
+        limit = self._limits.get(session.tenant)
+        if limit is None:
+            limit = self._limits[session.tenant] = self._queue.limit_of(session.tenant)
+        length = len(session.tokens)
+        return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None
+
+    def _stopped(self, session: Session, request: Request, stage: Stage) -> FinishReason | None:
+        """The row has come to where the stage stops; its request ends when all of it has."""
+        if session.remaining:
+            return None
+        request.stopped = Stop(stage.last, session.computed)
+        stage.first, stage.last, stage.done = stage.last, self._queue.num_blocks + 1, session.computed
+        return "breakpoint"
