@@ -54,10 +54,11 @@ class Capture(Generic[T]):
         """Extends the session by the prompt, as `generate` does and with its options; `max_tokens` is 0 where it is not
         given: nothing is generated. The Cache has all positions that the call computes: those of the prompt, and of the
         generated tokens but the last; without a prompt, the session's last one, at which the next token is chosen.
-        Positions that edits have just become due at are computed again, and are there too.
+        Positions that edits have just become due at are computed again, and are there too. It runs to its end, whatever
+        breakpoints the session has: each point that it captures between two blocks is a checkpoint, see Cache.
 
-        Raises InvalidRequest for points that the model has not, and for more than a call may capture (1 GiB); and what
-        `generate` raises."""
+        Raises InvalidRequest while there are functions (`intervene`), for which it would have to stop, for points that
+        the model has not, and for more than a call may capture (1 GiB); and what `generate` raises."""
         return self._run(capture(self._session, self.points, prompt, options))
 
 
@@ -123,6 +124,12 @@ def edits(session: SessionSteps) -> Steps[list[EditInfo]]:
 def capture(
     session: SessionSteps, points: Sequence[str], prompt: str | Iterable[int] | None, options: GenerateOptions
 ) -> Steps[Cache]:
+    if session.interventions:
+        raise InvalidRequest(
+            "the session has functions (intervene), and a call that captures stops for none: remove them first, or "
+            "capture in a session without them",
+            field="capture",
+        )
     request = generate_request(session.info.id, prompt, {"max_tokens": 0, **options}, stream=False)
     request.capture = list(points)
     answer = yield from session.call(request, Generated)

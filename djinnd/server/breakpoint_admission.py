@@ -115,16 +115,12 @@ def reach_of(request: Generate, prompt_tokens: int, session: SessionRecord, mode
 
 
 def stops_of(request: Generate, reach: Reach, breakpoints: BreakpointList, model: ModelInfo) -> list[Stop]:
-    """Where such a call may stop. Raises InvalidRequest."""
+    """Where such a call may stop; one that captures runs to its end. Raises InvalidRequest."""
+    if request.capture:
+        return []
     stops = breakpoints.stops(reach)
     if not stops:
         return []
-    if request.capture:
-        raise InvalidRequest(
-            "the session has breakpoints at which this call may stop, and what it had captured until then would be cut "
-            "off: remove them, or capture on a fork without them; the hit itself has the activation where it stops",
-            field="capture",
-        )
     assert model.points is not None
     if stops[-1].block > model.points.blocks:
         raise InvalidRequest(

@@ -264,6 +264,29 @@ def test_a_call_that_runs_to_its_end_leaves_checkpoints(llama: Path, roomy_daemo
             assert told == hooked.greedy(prompt, NEW, [Change(AT[layer + 1], ops.scale(-1.0), positions=[39])])
 
 
+def test_a_call_that_captures_runs_past_breakpoints(llama: Path, roomy_daemon: Daemon) -> None:
+    """Also of a session that stands at a hit, which that ends: its positions are among those that are seen."""
+    prompt, more = prompt_of(20, 18), prompt_of(7, 19)
+    points = ["blocks.*.hook_resid_post", "logits"]
+    with (
+        djinn.Session(str(llama), address=roomy_daemon.address) as s,
+        djinn.Session(str(llama), address=roomy_daemon.address) as plain,
+    ):
+        s.breakpoint(layer=1)
+        hit = expect_hit(s.run(prompt))
+        seen, expected = (each.capture(points) for each in (s, plain))
+        cache, whole = seen.run(more, max_tokens=3, ignore_eos=True), expected.run([*prompt, *more], max_tokens=3)
+        assert cache.generated.token_ids == whole.generated.token_ids
+        assert cache.positions == whole.positions == range(29)
+        for name, rows in whole.items():
+            torch.testing.assert_close(cache[name], rows, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(cache["blocks.1"][:, :20], hit.activation, atol=1e-5, rtol=1e-5)
+        assert expect_hit(s.run(more)).positions == range(30, 37), "the breakpoint is there yet"
+        s.intervene("blocks.2", lambda activation, context: None, local=True)
+        with pytest.raises(djinn.InvalidRequest, match="remove them first"):
+            seen.run(more)
+
+
 def test_patching_from_a_hit(llama: Path, roomy_daemon: Daemon) -> None:
     clean, corrupt = prompt_of(20, 11), prompt_of(20, 12)
     with (
@@ -291,7 +314,6 @@ def test_what_is_refused_leaves_the_session_at_its_hit(llama: Path, roomy_daemon
             ("float64", lambda: s.resume(hit.activation.double())),
             ("NaN", lambda: s.resume(hit.activation * float("nan"))),
             ("max_tokens", lambda: s.resume(max_tokens=-1)),
-            ("capture on a fork", lambda: s.capture("blocks.1").run(max_tokens=2)),
             ("the nearest is blocks.1.hook_resid_post", lambda: s.breakpoint("blocks.1.mlp.hook_out")),
         ):
             with pytest.raises(djinn.InvalidRequest, match=words):

@@ -184,14 +184,14 @@ def test_another_call_leaves_the_hit_behind(tenant):
     assert reply.tokens == 2 and tenant.info().hit is None and hit.end == 8
 
 
-def test_captures_of_a_call_that_could_stop(tenant):
-    tenant.stop_at(when="decode", every=3)
-    reply = call(tenant, 4, [5, 6], capture=["blocks.1"])
-    assert reply.code == "invalid_request" and "remove them, or capture on a fork" in reply.message
+def test_a_call_that_captures_runs_past_breakpoints(tenant):
+    tenant.stop_at()
     reply = tenant.ask(
-        Generate(id=2, session=tenant.session, token_ids=[5, 6], max_tokens=3, capture=["blocks.1"], ignore_eos=True)
+        Generate(id=2, session=tenant.session, token_ids=[5, 6], max_tokens=4, capture=["blocks.1"], ignore_eos=True)
     )
-    assert reply.hit is None and len(tenant.take(reply.captured)["blocks.1"]) == 4, "it could not"
+    assert reply.hit is None and reply.finish_reason == "length"
+    assert len(tenant.take(reply.captured)["blocks.1"]) == 2 + 3
+    assert tenant.info().hit is None
 
 
 def test_a_hit_of_an_earlier_call_also_on_a_fork(tenant):
