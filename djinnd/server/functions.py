@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable
 
 from djinn_client import protocol
@@ -22,9 +21,10 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.editing import Editing
 from djinnd.server.function_process import FunctionProcess
 from djinnd.server.models import Models
+from djinnd.server.python import python_module
 from djinnd.server.sessions import SessionRecord, SessionTable
 
-_COMMAND = (sys.executable, "-m", "djinnd.functions")
+_COMMAND = python_module("djinnd.functions")
 # What Python and the libraries need of the daemon's environment. A tenant can read all of what its process has.
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

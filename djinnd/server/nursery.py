@@ -49,7 +49,8 @@ class Nursery:
     async def bear(self, command: Sequence[str], sock: socket.socket, patience: float) -> BornProcess | None:
         """A process that runs `command`, a `python -m`, as births.Bear says; `sock` is its socket. None where the
         caller has to start it. `patience`: seconds that a new nursery may take to import its libraries."""
-        request = Bear(list(command[2:]), dict(self._environ), births.versions())
+        module_and_options = list(command[command.index("-m") + 1 :])
+        request = Bear(module_and_options, dict(self._environ), births.versions())
         if self._process is None:
             self._start()
         while self._process is not None:

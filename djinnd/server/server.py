@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
 from djinnd.server.nursery import NURSERY_FDS, Nursery
 from djinnd.server.prefixes import PrefixTable
+from djinnd.server.python import python_module
 from djinnd.server.queueing import Queue
 from djinnd.server.quotas import Quotas, groups_of
 from djinnd.server.router import Router
@@ -302,11 +302,11 @@ async def run(config: Config, read_config: Callable[[], Config]) -> list[Inherit
 
 
 def engine_command(config: Config) -> list[str]:
-    return [sys.executable, "-m", "djinnd.engine", "--device", config.device, *_log_options(config)]
+    return python_module("djinnd.engine", "--device", config.device, *_log_options(config))
 
 
 def nursery_command(config: Config) -> list[str]:
-    return [sys.executable, "-m", "djinnd.engine.nursery", *_log_options(config)]
+    return python_module("djinnd.engine.nursery", *_log_options(config))
 
 
 def _log_options(config: Config) -> list[str]:
