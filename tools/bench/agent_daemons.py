@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
     device: str
     memory: str
-    model: dict[str, str]  # kv, host_kv, disk_kv
+    model: dict[str, str | bool]  # kv, host_kv, disk_kv, keep_host
     folder: Path | None
 
 

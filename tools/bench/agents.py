@@ -148,6 +148,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--kv", help="Device memory for pages; by default all that the weights leave.")
 @click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
 @click.option("--disk-kv", help="Disk for pages, likewise.")
+@click.option("--keep-host/--no-keep-host", default=True, help="The weights stay in host memory, too.  [default: yes]")
 @click.option("--crowd", "crowds", multiple=True, default=["80x2048", "200x1024"], show_default=True)
 @click.option("--loops", default=4, show_default=True, help="Of each agent of a crowd.")
 @click.option("--tool-s", nargs=2, type=float, default=(10.0, 20.0), show_default=True, help="That a tool takes.")
@@ -173,6 +174,7 @@ def main(
     kv: str | None,
     host_kv: str | None,
     disk_kv: str | None,
+    keep_host: bool,
     crowds: Sequence[str],
     arrivals: int,
     rate: float,
@@ -189,8 +191,8 @@ def main(
     **each: Any,
 ) -> None:
     checkpoint = checkpoint.resolve()
-    sizes = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv}
-    setting = Setting(device, memory, {name: size for name, size in sizes.items() if size is not None}, folder)
+    model = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
+    setting = Setting(device, memory, {name: value for name, value in model.items() if value is not None}, folder)
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
     asked = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
     allow_connections()
@@ -202,7 +204,7 @@ def main(
     console.width = max(console.width, WIDTH)
     for table in tables(checkpoint.name, found):
         console.print(table)
-    parameters = {"model": checkpoint.name, "memory": memory, **setting.model, "time_scale": time_scale}
+    parameters: dict[str, Any] = {"model": checkpoint.name, "memory": memory, **setting.model, "time_scale": time_scale}
     parameters |= {"reference_memory": reference_memory, "seed": each["seed"]}
     keep(report("agents", parameters, msgspec.to_builtins(found), summary(found)), path, recorded=recorded)
 
