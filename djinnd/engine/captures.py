@@ -6,12 +6,12 @@ requests together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ def _layout_of(points: tuple[Point, ...]) -> _Layout:
     return _Layout(kinds_of(points), reach_of(points))
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
+class _Captured(msgspec.Struct, frozen=True):
     points: tuple[Point, ...]
     first: int  # position
     room: int
@@ -55,6 +54,13 @@ class _Captured:
             for row, some, end in zip(self.rows.values(), of_kind.values(), ends, strict=True)
         ]
         return np.array(spans, SPAN), np.concatenate(sites)
+
+
+def _views(captured: _Captured, tensors: Mapping[bool, Tensor], count: int) -> Iterator[Tensor]:
+    for point in captured.points:
+        kind = point.where == "logits"
+        first = captured.rows[kind] + captured.shifts[point]
+        yield tensors[kind][first : first + count].view(torch.uint8).flatten()
 
 
 class Captures:
@@ -134,10 +140,7 @@ class Captures:
         """Of each point, the bytes of its first `count` rows, uint8: views of where they are now, whoever captures
         afterwards."""
         captured = self._captured[request]
-        tensors = {kind: self._rows[kind].tensor for kind in captured.rows}
-        places = [(point.where == "logits", captured.shifts[point]) for point in captured.points]
-        firsts = [(tensors[kind], captured.rows[kind] + shift) for kind, shift in places]
-        return (rows[first : first + count].view(torch.uint8).flatten() for rows, first in firsts)
+        return _views(captured, {kind: self._rows[kind].tensor for kind in captured.rows}, count)
 
     def close(self, request: int) -> None:
         """Its rows are others'. One that is not here had none."""

@@ -1,7 +1,7 @@
 """What takes longer than a step may wait, done beside the steps: a little in each turn of the engine's loop, or in a
 thread.
 
-A course is a generator. It yields a future, to go on when that is done, or None, to go on in the next turn; it ends by
+A course is a generator. It yields what it waits for, such as a future, or None, to go on in the next turn; it ends by
 itself, or with a DjinnError that its request is then told. Whoever closes it has it clean up.
 """
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from djinn_client.errors import DjinnError
 from djinnd.engine.channel import Channel
@@ -19,7 +19,15 @@ from djinnd.engine.channel import Channel
 log = logging.getLogger("djinnd.engine")
 
 T = TypeVar("T")
-Wait = Future[Any] | None
+
+
+class Done(Protocol):
+    """A future, or whatever else can say that."""
+
+    def done(self) -> bool: ...
+
+
+Wait = Done | None
 Course = Generator[Wait, None, None]
 
 

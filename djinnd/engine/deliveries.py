@@ -55,14 +55,19 @@ class _Delivery:
     memory: _Memory
     offsets: list[int] = field(default_factory=list)  # bytes in the window, of each point; since it is being made
     made: Future[None] | None = None
-    ended: Future[Finished] = field(default_factory=Future)
-    filled: _Filled | None = None  # since then
+    reply: Finished | None = None  # since the request has ended
+    filled: _Filled | None = None  # likewise
     pieces: deque[Copies] | None = None  # that are left, since some has been copied
+
+    def done(self) -> bool:
+        """Whether the request has ended, for which the course waits."""
+        return self.reply is not None
 
     @property
     def positions(self) -> int:
         """The last token that was generated has not been run, but to where the request stopped."""
-        reply = self.ended.result()
+        reply = self.reply
+        assert reply is not None
         if reply.stopped is not None:
             return reply.length - self.first
         return self.request.prompt_end + max(reply.generated - 1, 0) - self.first
@@ -86,6 +91,7 @@ class _Delivery:
                 yield copies
 
     def told(self) -> Finished:
+        assert self.reply is not None
         dtype = str(self.runner.captures.dtype).removeprefix("torch.")
         capture = Capture(
             dtype=dtype,  # type: ignore[arg-type]
@@ -95,7 +101,7 @@ class _Delivery:
             nbytes=self.memory.nbytes,
             offsets=self.offsets,
         )
-        return msgspec.structs.replace(self.ended.result(), capture=capture)
+        return msgspec.structs.replace(self.reply, capture=capture)
 
 
 class Deliveries:
@@ -154,7 +160,7 @@ class Deliveries:
     def ended(self, request: Request, reply: Finished) -> None:
         """With something captured. The reply is sent when that has been copied."""
         delivery = self._deliveries[request.id]
-        delivery.ended.set_result(reply)
+        delivery.reply = reply
         rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
         delivery.filled = _Filled(rows, self._device.mark())
         self._to_copy.append(delivery)
@@ -170,9 +176,9 @@ class Deliveries:
         """The model goes, and with it what was captured: who waits for that is told the rest, and of a hit that it is
         none."""
         for delivery in [each for each in self._deliveries.values() if each.runner is runner]:
-            assert delivery.ended.done(), f"{runner.name} goes while request {delivery.request.id} runs"
+            reply = delivery.reply
+            assert reply is not None, f"{runner.name} goes while request {delivery.request.id} runs"
             self.drop(delivery.request)
-            reply = delivery.ended.result()
             if reply.stopped is not None:
                 reply = msgspec.structs.replace(reply, reason="cancelled", stopped=None)
             self._channel.send(reply)
@@ -188,7 +194,7 @@ class Deliveries:
                 del self._deliveries[request.id]
                 self._fail(delivery.session, request, error)
                 return
-            yield delivery.ended
+            yield delivery
             yield None  # the next step goes first, which the first piece is copied beside
             if delivery.pieces is None:
                 self._copy_piece(delivery)

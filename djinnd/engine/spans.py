@@ -89,6 +89,8 @@ def reach_of(points: Iterable[Point]) -> Reach:
 
 
 def together(some: Sequence[Reach]) -> Reach | None:
+    if len(some) == 1:
+        return some[0]
     return Reach(min(each.first for each in some), any(each.is_behind for each in some)) if some else None
 
 
@@ -172,7 +174,7 @@ class SpanTable:
 
     def reach(self, keys: Iterable[Hashable]) -> Reach | None:
         """Wherever their spans are; None: they have none."""
-        return together([self._reach[key] for key in self._reach.keys() & keys])
+        return together([self._reach[key] for key in self._reach.keys() & keys]) if self._reach else None
 
     def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Overlaps:
         """Of a batch of rows, each with positions [start, start + count) of the session of its key."""

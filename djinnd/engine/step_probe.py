@@ -103,12 +103,12 @@ class Touched:
         self._captures = captures
         self._version = table.version
         self._sessions = [row.session for row in rows]
-        self._starts, self._counts = np.array([row.start for row in rows]), np.array([row.count for row in rows])
         self._probes: dict[tuple[bytes, bool], StepProbe | None] = {}
         self._names = [session.id for session in self._sessions]
         self._requests = [row.request.id for row in rows]
         edits, seen = table.reach(self._names), captures.reach(self._requests)
         self._reaches = [reach for reach in (edits, seen) if reach is not None]
+        self._is_behind = any(reach.is_behind for reach in self._reaches)
         self._sole = None  # the row that captures, where that is all there is to do
         if edits is None and seen is not None and not seen.is_behind:
             sole = captures.sole(self._requests)
@@ -116,6 +116,14 @@ class Touched:
         self._lasts = 1
         if batch.decode_only and not len(captures):
             self._lasts = table.lasts(self._names, self._starts)
+
+    @cached_property
+    def _starts(self) -> Ints:
+        return np.array([row.start for row in self._rows])
+
+    @cached_property
+    def _counts(self) -> Ints:
+        return np.array([row.count for row in self._rows])
 
     @cached_property
     def _edits(self) -> Overlaps:
@@ -134,17 +142,19 @@ class Touched:
         steps = np.array([row.start for row in batch.rows]) - self._starts
         return bool(steps.min() >= 0 and steps.max() < self._lasts)
 
-    @cached_property
+    @property
     def behind(self) -> frozenset[int]:
         """The rows that are touched behind the blocks."""
-        if not any(reach.is_behind for reach in self._reaches):
-            return frozenset()
+        return self._behind if self._is_behind else _NO_ROWS
+
+    @cached_property
+    def _behind(self) -> frozenset[int]:
         rows = [some.rows[is_behind(some.points)] for some in (self._edits, self._seen)]
         return frozenset(np.concatenate(rows).tolist())
 
     def part(self, rows: Sequence[int]) -> Part:
         """A pass that brings these rows, in their order."""
-        return Part(self, np.array(rows))
+        return Part(self, rows)
 
     def tokens(self, rows: Ints) -> Ints:
         first = np.cumsum(self._counts) - self._counts
@@ -152,26 +162,27 @@ class Touched:
 
     def seen_behind(self, tokens: Ints) -> Ints:
         """Of these tokens, the indices of those whose norm or logits are captured."""
-        if not any(reach.is_behind for reach in self._reaches):
+        if not self._is_behind:
             return _NOBODY
         hits = self._seen.hits
         indices: Ints = np.flatnonzero(np.isin(tokens, hits.token[is_behind(hits.point)]))
         return indices
 
-    def probe(self, rows: Ints) -> Probe | None:
+    def probe(self, which: Sequence[int]) -> Probe | None:
         """Of prologue and blocks of a pass that brings these rows, in their order. None: nobody in the batch has edits
         or captures."""
         if not self._reaches:
             return None
         if self._sole is not None:
-            return self._sole_probe(self._sole, rows.tolist())
+            return self._sole_probe(self._sole, which)
+        rows = np.array(which)
         key = rows.tobytes(), False
         if key not in self._probes:
             first = min(reach.first for reach in self._reaches)
             self._probes[key] = self._new_probe(first, partial(self._codes, rows), partial(self.tokens, rows), False)
         return self._probes[key]
 
-    def _sole_probe(self, sole: int, rows: list[int]) -> SoleCapture | None:
+    def _sole_probe(self, sole: int, rows: Sequence[int]) -> SoleCapture | None:
         """None: the pass does not bring that row, or what it brings is not captured."""
         if sole not in rows:
             return None
@@ -188,7 +199,7 @@ class Touched:
 
     def probe_behind(self, tokens: Ints) -> StepProbe | None:
         """Of an epilogue that is given these tokens, in their order. None: it has nothing to do there."""
-        if not any(reach.is_behind for reach in self._reaches):
+        if not self._is_behind:
             return None
         key = tokens.tobytes(), True
         if key not in self._probes:
@@ -213,13 +224,13 @@ class Touched:
 class Part:
     """The same of the rows of one pass. Tokens count in the pass."""
 
-    def __init__(self, touched: Touched, rows: Ints) -> None:
+    def __init__(self, touched: Touched, rows: Sequence[int]) -> None:
         self._touched = touched
         self._rows = rows
 
     @cached_property
     def _tokens(self) -> Ints:
-        return self._touched.tokens(self._rows)
+        return self._touched.tokens(np.array(self._rows))
 
     def probe(self) -> Probe | None:
         """Of prologue and blocks."""
@@ -236,6 +247,7 @@ class Part:
 
 
 _NOBODY = np.empty(0, np.int64)
+_NO_ROWS = frozenset[int]()
 
 
 def _placed(hits: Hits, place: Ints, behind: bool) -> Hits:
