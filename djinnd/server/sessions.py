@@ -203,7 +203,10 @@ class SessionTable:
         """Raises SessionNotFound; the answer is the same for unknown sessions and other users'."""
         session = self._sessions.get(session_id)
         if session is None or (session.user != client.user and not client.is_admin):
-            raise SessionNotFound(f"there is no session {session_id[:64]!r}: open a new one", session=session_id[:64])
+            raise SessionNotFound(
+                f"there is no session {session_id[:64]!r}: `djinnctl ps` lists yours; or open a new one",
+                session=session_id[:64],
+            )
         return session
 
     def count(self, user: int) -> int:
