@@ -21,13 +21,13 @@ log = logging.getLogger("djinnd.engine")
 T = TypeVar("T")
 
 
-class Done(Protocol):
+class Awaited(Protocol):
     """A future, or whatever else can say that."""
 
     def done(self) -> bool: ...
 
 
-Wait = Done | None
+Wait = Awaited | None
 Course = Generator[Wait, None, None]
 
 
