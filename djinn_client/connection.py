@@ -54,15 +54,23 @@ class Connection:
         self._exchange.close()
 
     def call(
-        self, request: Request, expected: type[R], on_progress: OnProgress | None = None, fds: Sequence[int] = ()
+        self,
+        request: Request,
+        expected: type[R],
+        on_progress: OnProgress | None = None,
+        fds: Sequence[int] = (),
+        on_sent: Callable[[], None] | None = None,
     ) -> Steps[Answer[R]]:
         """Sends the request and returns its final reply; given up when the caller stops or `on_progress` raises. The
-        daemon gets duplicates of `fds`, which stay the caller's.
+        daemon gets duplicates of `fds`, which stay the caller's. What `on_sent` does takes none of the caller's time,
+        as long as the daemon has more to do.
 
         Raises the error of a Failure; ConnectionLost; ProtocolError for a reply of another kind than `expected`.
         """
         try:
             yield from self.start(request, fds)
+            if on_sent is not None:
+                on_sent()
             while True:
                 delivery = yield from self.receive()
                 if not isinstance(delivery.message, Progress):

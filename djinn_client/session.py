@@ -78,6 +78,7 @@ class SessionSteps:
         self._points: PointMap | None = None  # of its model, where it has been asked for
         self.at: HitInfo | None = None  # where its last call has stopped, as this connection knows
         self.hit: Hit | None = None  # and what was there, where that has been mapped
+        self._left: Hit | None = None  # by its last call; unmapping 20 MB takes a millisecond, and has time in the next
         self.interventions: Interventions | None = None
         self._ended = ""  # "closed" or "detached"
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
@@ -229,13 +230,17 @@ class SessionSteps:
         at, hit = self.at, self.hit
         self.stopped_at(None)
         try:
-            answer = yield from connection.call(request, expected)
+            answer = yield from connection.call(request, expected, on_sent=self._forget_left)
         except BaseException:
             self.at, self.hit = at, hit
             raise
+        self._left = hit
         if isinstance(answer.message, Generated):
             self.at = answer.message.hit
         return answer
+
+    def _forget_left(self) -> None:
+        self._left = None
 
     def _connected(self) -> Steps[Connection]:
         """The session's connection, a new one if need be. Only for who has the turn."""

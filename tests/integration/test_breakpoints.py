@@ -4,6 +4,7 @@ what hooks in transformers make of the same change, whoever else is in the batch
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,16 @@ def test_a_hit_outlives_its_client_and_a_paused_one_goes_on(llama: Path, roomy_d
     with djinn.attach(s.id, address=roomy_daemon.address) as again:
         assert again.info.hit is not None and range(again.info.hit.first, again.info.hit.end) == positions
         assert expect_end(again.resume(max_tokens=NEW, ignore_eos=True)) == expected
+
+
+def test_a_hit_that_was_left_is_unmapped_while_the_next_call_runs(llama: Path, roomy_daemon: Daemon) -> None:
+    with djinn.Session(str(llama), address=roomy_daemon.address) as s:
+        s.breakpoint("blocks.1.hook_resid_pre", when="prefill")
+        hit = weakref.ref(expect_hit(s.run(prompt_of(4, 15), max_tokens=1)))
+        expect_end(s.resume(max_tokens=1))
+        assert hit() is not None
+        s.generate(max_tokens=1)
+        assert hit() is None
 
 
 def test_nothing_is_left_of_hits(roomy_daemon: Daemon) -> None:
