@@ -138,11 +138,16 @@ class Serving:
         told = "".join(traceback.format_exception_only(error)).strip()[:_MOST_TOLD]
         theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
         lines = [each for each in theirs if each.filename == theirs[0].filename]  # not those of what it has called
-        where = f" (in {lines[-1].name}, line {lines[-1].lineno} of {lines[-1].filename})" if lines else ""
-        return f"{what}: {told}{where}"
+        return f"{what}: {told} ({_place(lines[-1])})" if lines else f"{what}: {told}"
 
 
 _OURS = tuple(str(module.__path__[0]) + os.sep for module in (djinnd, djinn_client))
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    """Of code that came by value, the file is not known where cloudpickle has left it away, as it does from 3.1.3 on."""
+    file = "" if frame.filename == "<dynamic-code>" else f" of {frame.filename}"
+    return f"in {frame.name}, line {frame.lineno}{file}"
 
 
 @contextmanager

@@ -119,9 +119,9 @@ def test_an_exception_says_what_and_where(line: Line) -> None:
     line.load(fail)
     (failed, edits) = line.run()
     assert isinstance(failed, Failed) and failed.code == "function_failed" and edits == []
-    place = f"(in fail, line {fail.__code__.co_firstlineno + 1} of {__file__})"
+    place = f"(in fail, line {fail.__code__.co_firstlineno + 1}"
     assert failed.message.startswith("the function at blocks.1 raised: RuntimeError: The size of tensor a")
-    assert failed.message.endswith(place)
+    assert failed.message.endswith((f"{place})", f"{place} of {__file__})")), "by cloudpickle's version"
 
 
 class Unspeakable(Exception):
