@@ -9,7 +9,7 @@ from djinn_client.protocol import Class
 from djinnd.core.edits import FOREVER, Edit, cut
 from djinnd.core.names import Names
 from djinnd.core.request import Request
-from djinnd.core.stops import Stage
+from djinnd.core.stops import LeftStage, Stage
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,7 @@ class Session:
     computed: int = 0
     request: Request | None = None
     stage: Stage | None = None  # of the positions from `computed` on
+    left_stage: LeftStage | None = None  # while its pages are elsewhere
     salt: bytes = b""  # sets the keys of its pages apart: see `foreign_tokens`; its forks have it, too
     foreign_tokens: int = 0  # of the first ones, whose KV a client gave: it does not follow from them
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
@@ -59,10 +60,18 @@ class Session:
         """What the KV of each position follows from, beside that of those before it: by these, pages are known."""
         return Names(self.tokens, self.edits) if self.edits else self.tokens
 
+    def keeps(self, stage: Stage) -> bool:
+        """It has the stage, or has it again when its pages are back."""
+        return self.stage is stage or (self.left_stage is not None and self.left_stage.stage is stage)
+
+    def lose_stage(self) -> None:
+        """What is on its way through the blocks is run anew."""
+        self.stage = self.left_stage = None
+
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
         if length < len(self.tokens):
-            self.stage = None
+            self.lose_stage()
         del self.tokens[length:]
         self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)

@@ -6,8 +6,8 @@
     done … end               ────────►                    wait before `first`
 
 Positions that have been through the blocks before `first` have KV in those blocks, and in no later one. A stage saves
-running those blocks again, and nothing hangs on it: where it is lost, with its pages, everything from `computed` on is
-run anew, and edits that were made where it stopped apply then.
+running those blocks again, and nothing hangs on it: where it is lost, everything from `computed` on is run anew, and
+edits that were made where it stopped apply then. A parked session that leaves the device takes its stage along.
 
 Only positions that a stop names stop: what comes before is run to the end first. So what has stopped is a matter of
 the stops and of the session's tokens, and not of which pages were there.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,6 +46,14 @@ class Stage:
     def stands(self, points: Iterable[Point]) -> bool:
         """Whether its positions have still all of these points before them, while they wait before `first`."""
         return all(point.is_behind or point.block >= self.first for point in points)
+
+
+class LeftStage(NamedTuple):
+    """Of a session whose pages have left the device: it has the stage again when all of them are back."""
+
+    stage: Stage
+    computed: int  # the session's, when they left
+    length: int  # the session's, in tokens, likewise
 
 
 def next_stop(stops: Iterable[Stop], end: int) -> Stop | None:

@@ -33,8 +33,8 @@ class _Held:
 
 
 class HeldRows:
-    """Of one model. A session is here from the first step in which a row of its stage waits, as long as it has that
-    stage."""
+    """Of one model. A session is here from the first step in which a row of its stage waits, as long as it keeps
+    that stage."""
 
     def __init__(self, device: Device, model: str, width: int, dtype: torch.dtype) -> None:
         self._rows = DeviceRows(device, f"held rows of {model}", width, dtype, ROWS_AT_HAND)
@@ -84,7 +84,7 @@ class HeldRows:
 
     def sweep(self) -> None:
         """Whose stage is gone goes."""
-        for held in [held for held in self._held.values() if held.session.stage is not held.stage]:
+        for held in [held for held in self._held.values() if not held.session.keeps(held.stage)]:
             self.drop(held.session.id)
 
     def release(self) -> None:

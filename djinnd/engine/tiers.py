@@ -84,6 +84,7 @@ class Tiers:
         other models. `then` is called between two steps, when nothing of it is under way any more."""
         residence = self._scheduler.residence(name)
         for session in [session for session in self._scheduler.sessions() if session.model == name]:
+            self._scheduler.drop_stage(session.id)
             residence.leave(session, sealed=True)
             ended = self._scheduler.close(session.id)  # what moves is protected, and goes on
             assert ended is None, f"{name} retires while request {ended.id} runs"
@@ -197,6 +198,7 @@ class Tiers:
         """For the next engine: every session's pages on the host, as far as it has room."""
         began = time.monotonic()
         for session in list(self._scheduler.sessions()):
+            self._scheduler.drop_stage(session.id)  # the next engine does not have what waits inside the model
             self._scheduler.residence(session.model).leave(session, sealed=True)
         for name in self._models:
             self.settle(name)

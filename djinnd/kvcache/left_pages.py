@@ -10,7 +10,8 @@ from djinnd.kvcache.prefixes import Key
 
 
 class Left(NamedTuple):
-    """The pages of a session that has left the device, which held the KV of its first `tokens` tokens."""
+    """The pages of a session that has left the device. Those of its first `tokens` tokens held their KV; any behind
+    them what its stage had brought (Session.left_stage)."""
 
     keys: list[Key]
     tokens: int

@@ -31,6 +31,7 @@ class Found:
     keys: tuple[Key, ...]
     on_disk: int = 0  # pages that are only there
     on_the_way: bool = False  # a page of them is arriving in a tier: it can be had in a moment
+    is_staged: bool = False  # they are what its stage had brought, too
 
 
 class Paging:
@@ -180,6 +181,14 @@ class Paging:
             if end % size:
                 break
         return Found(start, max(min(at, most), computed), tuple(found), on_disk, on_the_way)
+
+    def find_staged(self, keys: Sequence[Key], start: int, tokens: int) -> Found | None:
+        """These pages, with which a session of so many tokens has left, stage and all; those from token `start` on.
+        None: one of them is nowhere."""
+        if self.host is None or not keys or not all(map(self._has, keys)):
+            return None
+        on_disk = sum(key not in self.host for key in keys)
+        return Found(start, tokens, tuple(keys), on_disk, any(map(self.moves.is_on_the_way, keys)), is_staged=True)
 
     def _left_on_host(self, left: Left, start: int, most: int) -> list[Key]:
         """The pages from token `start` on, if they hold all that is of use and the host has them all, as after most

@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from secrets import token_bytes
 
 Key = bytes
 KEY_BYTES = 16
@@ -43,6 +44,11 @@ def chain(parent: Key, tokens: Sequence[int]) -> Key:
     except OverflowError:
         numbers = array("q", tokens)
     return blake2b(parent + numbers.tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def unshared_keys(count: int) -> list[Key]:
+    """Keys of so many pages whose KV follows from more than tokens: only who is told finds them."""
+    return [token_bytes(KEY_BYTES) for _ in range(count)]
 
 
 class PublicPrefixes:

@@ -204,6 +204,14 @@ class ModelQueue:
         """See Residence.rewind."""
         self.residence.rewind(session, computed)
 
+    def drop_stage(self, session: Session) -> None:
+        """See Scheduler.drop_stage. One that was on its way out still is."""
+        session.left_stage = None
+        if session.stage is not None:
+            self.rewind(session, session.computed)
+            if session.request is None:
+                self._leave_device(session)
+
     def revise(self, session: Session, first: int) -> None:
         """See Residence.revise; of a session without a request. One that was on its way out still is."""
         self.residence.revise(session, first)
@@ -277,12 +285,11 @@ class ModelQueue:
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they
         are scarce, who waits and has not found room on the host; whose client is expected comes back, and is not
-        expected any more when it has not asked for long. The parked stay until somebody needs their pages: a part of
-        them could not come back."""
+        expected any more when it has not asked for long."""
         self.residence.now = now
         due, staying = [], []
         for session in self.sessions.values():
-            if session.request is not None or session.paused or (session.stage is not None and not session.waits):
+            if session.request is not None or session.paused:
                 continue
             if session.waits:
                 if session.wakes_at and now >= session.wakes_at:
@@ -349,6 +356,8 @@ class ModelQueue:
         assert all(edit.extents for edit in session.edits), f"session {name} has an edit that changes nothing"
         if session.stage is not None:
             self._check_stage(session, session.stage)
+        if session.left_stage is not None:
+            assert session.stage is None and session.left_stage.length == length, f"session {name} has left otherwise"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
             assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"
@@ -369,7 +378,7 @@ class ModelQueue:
     def _check_stage(self, session: Session, stage: Stage) -> None:
         name, length, to_end = session.id, len(session.tokens), self.num_blocks + 1
         assert self.kv.pages_held(name) == self.kv.pages_for(length), f"session {name} has a stage, and not its pages"
-        assert not self.residence.is_moving(session), f"session {name} has a stage, and moves"
+        assert not self.residence.is_arriving(session), f"session {name} has a stage, and arrives"
         assert session.computed <= stage.done < length, (
             f"session {name}: {stage}, {session.computed} of {length} tokens"
         )

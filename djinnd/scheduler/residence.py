@@ -6,7 +6,8 @@
                                                                              └─────── stay ────────┘
 
 A session that leaves keeps its pages until they have been copied; one that arrives has no row until all have come.
-Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the session's tokens.
+Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the session's tokens. One
+that is parked inside the model leaves with its stage (stage_pages.py), if the host takes all of its pages.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from djinnd.core.session import Session
+from djinnd.core.stops import LeftStage
 from djinnd.kvcache.left_pages import Left, LeftPages
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.costs import Costs
+from djinnd.scheduler.stage_pages import full_tokens, keys_with, spared, staged_keys
 from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use, of_use_elsewhere, origin, possible_ends
 from djinnd.scheduler.victims import first_that_free, wanted_at
 
@@ -33,6 +36,7 @@ class _Departure:
     transfer: Transfer
     reach: int  # tokens whose KV is somewhere
     forced: bool
+    staged: list[Key]  # of the pages behind those that are full of KV, where it leaves with its stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class _Arrival:
     session: Session
     transfer: Transfer
     keys: tuple[Key, ...]
+    staged: LeftStage | None  # what comes with them
 
 
 class Residence:
@@ -93,6 +98,7 @@ class Residence:
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
                 self._is_back(session, computed)
+                session.left_stage = None
                 return True
             except OutOfPages as shortage:
                 lacking = shortage.needed
@@ -161,6 +167,8 @@ class Residence:
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt
             )
+            if session.left_stage is not None and session.computed > session.left_stage.computed:
+                session.left_stage = None
 
     def _is_back(self, session: Session, computed: int) -> None:
         """It holds the pages that it has been given since it had the KV of so many tokens, and goes on to."""
@@ -181,6 +189,8 @@ class Residence:
         if (session.remaining <= 1 and session.request is not None) or not self._holds_kv_only(session):
             return None
         computed = session.computed
+        if session.left_stage is not None and (staged := self._found_staged(session, session.left_stage)) is not None:
+            return staged
         left = self._left.get(session.id)
         found = self.paging.find(
             session.id,
@@ -197,6 +207,18 @@ class Residence:
         beside = len(session.tokens) - found.tokens if session.request is not None else 0
         return found if must or self.costs.prefer_copy(found, computed, beside, self.kv.page_bytes) else None
 
+    def _found_staged(self, session: Session, staged: LeftStage) -> Found | None:
+        """All pages that it has left with its stage, where bringing them back is cheaper than to run again what that
+        spares."""
+        left, start = self._left.get(session.id), session.computed // self.kv.page_size
+        if left is None or session.computed > staged.computed or len(session.tokens) != staged.length:
+            return None
+        found = self.paging.find_staged(left.keys[start:], start * self.kv.page_size, staged.length)
+        if found is None:
+            return None
+        computed = staged.length - spared(staged, session.computed)  # as it seems
+        return found if self.costs.prefer_copy(found, computed, 0, self.kv.page_bytes) else None
+
     def _brought(self, session: Session) -> bool:
         """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
         is to be asked again, as making it may have taken what was found. (What could only come through a host that is
@@ -212,7 +234,8 @@ class Residence:
             transfer = self.paging.load(session.id, session.tenant, found, can_wait=must)
             if transfer.is_over:  # all that it could come through is busy, or not ready yet
                 return not self.paging.has_room_later(session.tenant)
-            self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing])
+            staged = session.left_stage if found.is_staged else None
+            self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing], staged)
         return True
 
     # --- giving way -------------------------------------------------------------------------------------------------
@@ -231,21 +254,38 @@ class Residence:
             if not sealed:
                 return departure.transfer
         else:
+            if self._has_left_with_stage(session):
+                return None
             reach = self._reach(session)
-            self.rewind(session, session.computed)  # what holds no KV need not be copied
-            departure = _Departure(session, Transfer(session.id, 0), reach, forced)
-        keys = self.keys(session) if session.computed else []
+            staged = staged_keys(session, self.kv) if self.paging.host is not None else []
+            if staged:
+                self.forget(session)
+            else:
+                self.rewind(session, session.computed)  # what holds no KV need not be copied
+            departure = _Departure(session, Transfer(session.id, 0), reach, forced, staged)
+        keys = self._keys_on_device(session, departure.staged)
+        tokens = len(session.tokens) if departure.staged else session.computed
         if forced and not sealed and session.id not in self._leaving and self._is_wanted_last(session, keys):
             departure.transfer.failed = True
             self._departed(departure)
             return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
-        departure.transfer = self.paging.save(session.id, keys, session.computed, sealed=sealed, can_wait=can_wait)
+        departure.transfer = self.paging.save(session.id, keys, tokens, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
             self._departed(departure)
             return None
         self._leaving[session.id] = departure
         return departure.transfer
+
+    def _has_left_with_stage(self, session: Session) -> bool:
+        """And nothing of it is back."""
+        return session.left_stage is not None and not self.kv.pages_held(session.id) and not self.is_arriving(session)
+
+    def _keys_on_device(self, session: Session, staged: list[Key]) -> list[Key]:
+        """Of the pages that it leaves with."""
+        if staged:
+            return keys_with(session, staged, self.kv)
+        return self.keys(session) if session.computed else []
 
     def _is_wanted_last(self, session: Session, keys: list[Key]) -> bool:
         """After all whose pages would be nowhere any more if the host took its own: then it is its own that are
@@ -265,7 +305,8 @@ class Residence:
 
     def leaves_freely(self, session: Session) -> bool:
         """Whether nothing would be lost that is nowhere else."""
-        return not session.computed or self.paging.takes_freely(self.keys(session), session.tenant)
+        keys = self._keys_on_device(session, staged_keys(session, self.kv))
+        return not keys or self.paging.takes_freely(keys, session.tenant)
 
     def loses_by_leaving(self, session: Session) -> bool:
         """What it has brought through the blocks, or KV that the host does not take freely."""
@@ -290,14 +331,19 @@ class Residence:
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
         self._left.forget(session.id)
-        if session.computed and session.computed == departure.reach:
+        session.left_stage = None
+        if departure.staged and session.stage is not None and not departure.transfer.failed:
+            session.left_stage = LeftStage(session.stage, session.computed, len(session.tokens))
+            keys = keys_with(session, departure.staged, self.kv)
+            self._left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at))
+        elif session.computed and session.computed == departure.reach:
             # The pages keep them, whatever becomes public meanwhile.
             self._left.remember(session.id, Left(self.keys(session), session.computed, session.wakes_at))
         if departure.reach:
             session.left_at = departure.reach
-            session.woken = True
+        session.woken = session.woken or departure.reach > 0 or bool(departure.staged)
         self.kv.drop(session.id)
-        session.computed = 0
+        session.stage, session.computed = None, 0
 
     def keys(self, session: Session) -> list[Key]:
         """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
@@ -342,13 +388,30 @@ class Residence:
         if transfer.failed:
             self.rewind(session, session.computed)
             return
-        self.kv.arrived(session.id, arrival.keys, transfer.tokens)
         self.paging.is_back(arrival.keys)
+        staged = arrival.staged
+        if staged is not None:
+            self._arrived_staged(arrival, staged)
+            return
+        session.left_stage = None
+        self.kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
         most = of_use(session)
         if session.computed > most:
             self.rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
+
+    def _arrived_staged(self, arrival: _Arrival, staged: LeftStage) -> None:
+        """All of its pages are back, and so is what waits inside the model, if that is still wanted; else it has the
+        pages that are full of KV."""
+        session, tokens, size = arrival.session, arrival.transfer.tokens, self.kv.page_size
+        full = min(tokens, staged.computed) // size * size
+        self.kv.arrived(session.id, arrival.keys, max(full, session.computed))
+        if tokens == staged.length and session.left_stage is staged:
+            session.computed, session.stage, session.left_stage = staged.computed, staged.stage, None
+        else:
+            session.computed = max(full, session.computed)
+            self.rewind(session, session.computed)
 
     # --- along with the session -------------------------------------------------------------------------------------
 
@@ -373,12 +436,14 @@ class Residence:
     def revise(self, session: Session, first: int) -> None:
         """From position `first` on, its KV will follow from something else, or there is none any more; that of the
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
-        left = self._left.get(session.id)
+        left, staged = self._left.get(session.id), session.left_stage
         if session.stage is None:
             self.rewind(session, min(session.computed, first))
         if left is not None:
             reach = min(left.tokens, first)
-            self._left.remember(session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach))
+            keys = left.keys if staged is not None else left.keys[: self.kv.pages_for(reach)]
+            self._left.remember(session.id, left._replace(keys=keys, tokens=reach))
+            session.left_stage = staged
 
     def close(self, session: Session) -> None:
         """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and
@@ -397,6 +462,7 @@ class Residence:
         self.stay(session)
         self._arriving.pop(session.id, None)
         self._left.forget(session.id)
+        session.left_stage = None
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()

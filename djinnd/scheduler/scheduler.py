@@ -176,15 +176,17 @@ class Scheduler:
         """Between steps: what was on its way through the blocks is run anew when the session next runs, and stops where
         it would have. One that has none, or is gone, stays as it is."""
         session = self._sessions.get(session_id)
-        if session is not None and session.stage is not None:
-            self._queues[session.model].rewind(session, session.computed)
+        if session is not None:
+            self._queues[session.model].drop_stage(session)
 
     def _revise(self, session: Session, first: int, points: Iterable[Point]) -> None:
         """Edits have changed at these points, from position `first` on. What waits before them, and follows from no
         position that they have changed, goes on from where it is."""
-        stage = session.stage
-        if stage is not None and first < len(session.tokens) and (first < session.computed or not stage.stands(points)):
-            session.stage = None
+        stage, computed = session.stage, session.computed
+        if session.left_stage is not None:
+            stage, computed, _ = session.left_stage
+        if stage is not None and first < len(session.tokens) and (first < computed or not stage.stands(points)):
+            session.lose_stage()
         session.due_from = min(session.due_from, first)
         session.foreign_tokens = min(session.foreign_tokens, first)
         self._queues[session.model].revise(session, first)
@@ -238,6 +240,9 @@ class Scheduler:
         again = min(length - 1, request.seen_from)  # the last token's logits choose the next one
         if (stop := next_stop(request.stops, length)) is not None:
             again = min(again, stop.position)
+        left = session.left_stage
+        if left is not None and (left.stage.first != request.resume_block or left.computed > again):
+            session.left_stage = None
         if session.computed > again:
             queue.rewind(session, again)
         if again < request.first:

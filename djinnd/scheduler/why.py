@@ -58,8 +58,9 @@ def _arriving(session: Session, kv: KvManager) -> Explanation:
 def _idle(session: Session, kv: KvManager, now: float) -> Explanation:
     pages = kv.pages_held(session.id)
     here = f"{pages:,} of its pages are on the device" if pages else "none of its pages are on the device"
-    if session.stage is not None:
-        block = session.stage.first
+    stage = session.stage if session.left_stage is None else session.left_stage.stage
+    if stage is not None:
+        block = stage.first
         reason = f"stopped at a breakpoint before block {block}: it goes on when its client resumes it; {here}"
         return Explanation("parked", reason, {"block": block, "pages": pages})
     if not session.waits:

@@ -7,7 +7,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from tests.support.daemon import Daemon, holdings, wait_for
 from tests.support.edited import BLOCKS, WIDTH, assert_close, go_on, prompt_of, vector
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Change, Hooked
+from tools.bench.kv_measures import traced
+from tools.bench.resume_inside import block_counts
 
 FAMILIES = ("gpt2", "gemma-2")  # each stops at each boundary in unit/engine/test_breakpoints.py
 STREAMED = "mixtral"
@@ -369,6 +371,27 @@ def test_a_hit_outlives_its_client_and_a_paused_one_goes_on(llama: Path, roomy_d
     with djinn.attach(s.id, address=roomy_daemon.address) as again:
         assert again.info.hit is not None and range(again.info.hit.first, again.info.hit.end) == positions
         assert expect_end(again.resume(max_tokens=NEW, ignore_eos=True)) == expected
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_one_that_has_left_the_device_goes_on_where_it_stopped(
+    llama: Path, roomy_daemon: Daemon, tier: Literal["host", "disk"]
+) -> None:
+    prompt, address = prompt_of(300, 19), roomy_daemon.address
+    with djinn.Session(str(llama), address=address) as s:
+        said = s.generate(prompt[:100], max_tokens=1, ignore_eos=True).token_ids
+        s.breakpoint(layer=1, when="prefill")
+        hit = expect_hit(s.run(prompt[100:], max_tokens=NEW))
+        assert s.pause(tier).pages > 0 and s.info.pages == 0
+        hit.activation[:, -50:] *= 0.5
+        with traced(address, 2.0) as spans:
+            told = expect_end(s.resume(max_tokens=NEW, ignore_eos=True))
+            counts = block_counts(spans(), BLOCKS)
+        tokens = prompt[:100] + said + prompt[100:]
+        change = Change(AT[2], ops.scale(0.5), positions=range(len(tokens) - 50, len(tokens)))
+        assert told == Hooked(llama).greedy(tokens, NEW, [change])
+        ran_before, ran_behind = set(counts[:2]), set(counts[2:])
+        assert ran_before == {NEW - 1} and ran_behind == {NEW}, f"blocks were run {counts}"
 
 
 def test_a_hit_that_was_left_is_unmapped_while_the_next_call_runs(llama: Path, roomy_daemon: Daemon) -> None:

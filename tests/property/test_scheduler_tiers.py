@@ -17,7 +17,17 @@ from djinnd.kvcache.moves import Move, Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.costs import Costs
-from tests.property.test_scheduler import MODELS, QUIET, WHO, Call, Places, SchedulerMachine, Shadow, Written
+from tests.property.test_scheduler import (
+    MODELS,
+    NUM_BLOCKS,
+    QUIET,
+    WHO,
+    Call,
+    Places,
+    SchedulerMachine,
+    Shadow,
+    Written,
+)
 
 Bytes = list[Written | None]  # of a page, by token
 SEEDS = st.integers(0, 1 << 32)
@@ -270,7 +280,7 @@ class TiersMachine(SchedulerMachine):
         for _ in range(steps):
             shadow = choice.choice(list(self.shadows.values()))
             name, call = shadow.session.id, shadow.call
-            match choice.randrange(14):
+            match choice.randrange(17):
                 case 0 | 1 | 2 if call is None:
                     prompt = [choice.randrange(QUIET) for _ in range(choice.randrange(1, 6))]
                     self.start(shadow, prompt, choice.choice([0, 1, 3]), frozenset(), choice.random() < 0.3)
@@ -293,6 +303,15 @@ class TiersMachine(SchedulerMachine):
                     self.change(shadow, choice.choice([b"one", b"two"]), positions or None)
                 case 11 if call is None and shadow.changes:
                     self.end(shadow, {choice.choice(list(shadow.changes))})
+                case 12 | 13 if shadow.may_resume and call is None:
+                    if choice.random() < 0.5:
+                        self.edit_what_waits(shadow)
+                    stops = [(choice.randrange(NUM_BLOCKS + 1), 0)] * choice.randrange(2)
+                    self.start(shadow, [], 2, frozenset(), stops=stops, resumes=True)
+                case 12 | 13 if call is None:
+                    prompt = [choice.randrange(QUIET) for _ in range(choice.randrange(1, 6))]
+                    stops = [(choice.randrange(NUM_BLOCKS + 1), choice.randrange(3))]
+                    self.start(shadow, prompt, 2, frozenset(), stops=stops)
                 case _:
                     self.run_quietly(choice.randrange(1, 8), choice.randrange(1 << 32))
             self.agrees()

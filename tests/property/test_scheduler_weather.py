@@ -122,7 +122,8 @@ class Day:
 
     def call(self, session: Session) -> None:
         pick = self.random.choice
-        resumes = session.stage.first if session.stage is not None and session.remaining and self.happens(0.7) else None
+        stage = session.stage if session.left_stage is None else session.left_stage.stage
+        resumes = stage.first if stage is not None and session.remaining and self.happens(0.7) else None
         prompt = [] if resumes is not None else [pick([1, 2, 3])] * pick(self.prompts)
         first = len(session.tokens)
         request = Request(self.next_id(), first, first + len(prompt), pick([0, 1, 4, 20, 60]), resume_block=resumes)

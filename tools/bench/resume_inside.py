@@ -10,6 +10,8 @@ manual      transformers, and the KV of those blocks and what the last one gave 
             back; the blocks behind are run
 hooks       transformers runs the model over all of the prompt, as who changes something in a hook does
 nnsight     its trace with an edit there, which runs all of it, too
+
+And behind half of the blocks, when the session's pages have left the device: they come back from the host first.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ LAYERS = (1, 10, 20, 30, 40)  # of 40: where the seeds' experiment stops
 BARS = {0.5: 0.55, 1.0: 0.1}  # of a recompute, by the share of blocks that had run
 PEERS = {"manual": "manual", "hooks": "recompute", "nnsight": "nnsight"}  # and what they have found is called
 TRACE_S = 0.5  # beside what going on takes
+SLACK_S = 0.002  # that pages may take to come back beside bytes / bus
 
 
 def depths(blocks: int, wanted: Sequence[int]) -> list[int]:
@@ -79,11 +82,34 @@ def recomputed(model: PagedModel) -> dict[str, float]:
         return {"seconds": seconds, "daemon": out.timings.total}
 
 
-def ran(model: PagedModel, depth: int, expected_s: float) -> list[int]:
-    """How often each block is run when such a session goes on."""
-    with stopped(model, depth) as session, traced(model.address, TRACE_S + 2 * expected_s) as spans:
-        session.resume(max_tokens=1)
-        return block_counts(spans(), model.info.blocks)
+def leave(model: PagedModel, session: djinn.Session, tool: str) -> int:
+    """Its pages are on the host, and nowhere else. → bytes. `tool`: another one each time, so that the daemon does not
+    learn when it is expected."""
+    session.signal("IO_WAIT", tool=tool)
+    pages = model.wait_until(session, lambda info: info.pages == 0).host_pages
+    model.overwrite()
+    return pages * model.info.page_bytes
+
+
+def from_host(model: PagedModel, depth: int, number: int) -> dict[str, float]:
+    """As `resumed`, of a session whose pages are on the host."""
+    with stopped(model, depth) as session:
+        nbytes = leave(model, session, f"round {number}")
+        began = time.perf_counter()
+        out = session.resume(max_tokens=1)
+        seconds = time.perf_counter() - began
+        assert isinstance(out, djinn.Generated), out
+        return {"seconds": seconds, "nbytes": nbytes}
+
+
+def ran(model: PagedModel, depth: int, expected_s: float, *, away: bool = False) -> list[int]:
+    """How often each block is run when such a session goes on. `away`: from the host."""
+    with stopped(model, depth) as session:
+        if away:
+            leave(model, session, "a trace")
+        with traced(model.address, TRACE_S + 2 * expected_s) as spans:
+            session.resume(max_tokens=1)
+            return block_counts(spans(), model.info.blocks)
 
 
 def block_counts(spans: Sequence[Span], blocks: int) -> list[int]:
@@ -116,6 +142,17 @@ def measure(
         counts = {depth: ran(model, depth, anew[-1]["seconds"]) for depth in at}
         info, length = model.info, model.tokens
         on = djinn.status(address=address).devices[0].description
+        kv_bytes, half = model.pool_bytes(model.tokens, model.tokens), at[len(at) // 2]
+    with (
+        daemon_of(checkpoint, bus.device, memory, {"host_kv": f"{4 * kv_bytes / (1 << 20):.0f}MiB"}, None) as address,
+        loaded(address, tokens, kv_bytes, ("host",)) as model,
+    ):
+        say(f"djinnd, from the host, behind {half}")
+        stayed, back = [], []
+        for number in range(rounds + 1):
+            stayed.append(resumed(model, half))
+            back.append(from_host(model, half, number))
+        ran_back = ran(model, half, anew[-1]["seconds"], away=True)
     say("transformers")
     options = [f"--device={bus.device}", f"--dtype={info.dtype}", f"--tokens={length}", f"--rounds={rounds}"]
     options.append(f"--blocks={','.join(map(str, at))}")
@@ -127,6 +164,7 @@ def measure(
         "tokens": length,
         "blocks": info.blocks,
         "recompute": anew[1:],
+        "from_host": {"blocks": half, "stayed": stayed[1:], "back": back[1:], "ran": ran_back},
         "stops": [{**one, "djinnd": ours[one["blocks"]][1:], "ran": counts[one["blocks"]]} for one in theirs],
     }
 
@@ -151,10 +189,20 @@ def run_behind(found: dict[str, Any], stop: dict[str, Any]) -> str:
     return f"not those behind alone: {stop['ran']}"
 
 
+def came_back(found: dict[str, Any]) -> str:
+    """How much longer it took where its pages had left, beside what the bus takes for them."""
+    host = found["from_host"]
+    longer = middle(host["back"]) - middle(host["stayed"])
+    bar = middle(host["back"], "nbytes") / found["bus"] + SLACK_S
+    told = f"behind {host['blocks']} from the host {longer * 1e3:.1f} ms more (of {bar * 1e3:.1f} ms)"
+    return told if only_behind(host["ran"], host["blocks"]) else f"{told}, computed anew: {host['ran']}"
+
+
 def table(name: str, found: dict[str, Any]) -> Table:
     title = f"{name} on {found['device']}, {found['tokens']:,} tokens: ms until the next token"
     shown = Table("behind", "blocks run", "djinnd", "of it, daemon", "of a recompute", *PEERS, title=title)
     shown.caption = f"recompute {middle(found['recompute']) * 1e3:.1f} ms; bus {found['bus'] / 1e9:.1f} GB/s"
+    shown.caption += f"; {came_back(found)}"
     if note := found["stops"][0]["nnsight_note"]:
         shown.caption += f"; nnsight skipped: {note}"
     for stop in found["stops"]:
@@ -174,7 +222,7 @@ def summary(found: dict[str, Any]) -> str:
     )
     return (
         f"{found['tokens']:,} tokens, {found['blocks']} blocks, until the next token: recompute "
-        f"{middle(found['recompute']) * 1e3:.1f} ms; {'; '.join(stops)}"
+        f"{middle(found['recompute']) * 1e3:.1f} ms; {'; '.join(stops)}; {came_back(found)}"
     )
 
 

@@ -12,10 +12,12 @@ from djinnd.core.batch import Batch, blocks_of
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.core.stops import Stop
+from djinnd.core.stops import Stage, Stop
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.virtual import measured, rising
@@ -71,6 +73,16 @@ class Bench:
         return [
             (row.session.id, row.start, row.end, row.first_block, row.last_block, row.samples) for row in batch.rows
         ]
+
+    def copy(self) -> None:
+        """All that moves comes to where it goes."""
+        moves = self.scheduler.residence("m").paging.moves
+        while (move := moves.take()) is not None:
+            over = moves.landed(move)
+            if move.way is Way.DEMOTE:
+                over += moves.sealed(move, 7)
+            self.scheduler.over("m", over)
+            self.scheduler.check_integrity()
 
     def parked(self, block: int = 2, prompt: int = 10, stops_from: int = 0) -> Session:
         """One whose prompt waits there."""
@@ -280,16 +292,122 @@ def test_a_call_that_ends_otherwise_takes_its_stage_along(ends: str) -> None:
     assert session.stage is None and session.computed == 4
 
 
-def test_who_waits_or_is_paused_leaves_without_the_stage() -> None:
-    for leave in ("wait", "pause"):
+# --- away with the stage --------------------------------------------------------------------------------------------
+
+
+def gone(bench: Bench, leave: str = "wait") -> tuple[Session, Stage]:
+    """One that is parked, and has left the device."""
+    session = bench.parked(stops_from=6)
+    stage = session.stage
+    assert stage is not None
+    getattr(bench.scheduler, leave)("a")
+    assert session.stage is stage and bench.kv.pages_held("a") == 3, "until its pages have been copied"
+    bench.copy()
+    assert session.stage is None and session.computed == bench.kv.pages_held("a") == 0
+    assert session.left_stage == (stage, 6, 10)
+    return session, stage
+
+
+@pytest.mark.parametrize("leave", ["wait", "pause"])
+def test_who_waits_or_is_paused_takes_the_stage_along_and_brings_it_back(leave: str) -> None:
+    bench = Bench(paging=True)
+    session, stage = gone(bench, leave)
+    bench.scheduler.wake("a") if leave == "wait" else bench.scheduler.resume("a")
+    bench.copy()
+    assert session.stage is stage and session.left_stage is None
+    assert session.computed == 6 and bench.kv.pages_held("a") == 3
+    bench.ask(session, resume_block=2)
+    assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
+
+
+def test_who_goes_on_waits_for_all_of_its_pages() -> None:
+    bench = Bench(paging=True)
+    session, stage = gone(bench)
+    bench.ask(session, resume_block=2)
+    assert bench.scheduler.next_batch() is None
+    bench.copy()
+    assert session.stage is stage
+    assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
+
+
+def test_who_is_woken_on_the_way_out_has_its_stage_all_the_while() -> None:
+    bench = Bench(paging=True)
+    session = bench.parked(stops_from=6)
+    bench.scheduler.wait("a")
+    bench.ask(session, resume_block=2)
+    assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
+
+
+def test_silence_takes_it_to_the_host_as_anybody() -> None:
+    bench = Bench(paging=True)
+    session = bench.parked(stops_from=6)
+    bench.scheduler.tend(0.0)
+    bench.scheduler.tend(1000.0)
+    bench.copy()
+    assert session.left_stage is not None and bench.scheduler.why("a").state == "parked"
+
+
+def test_an_edit_before_which_it_waits_leaves_it_its_stage_and_any_other_takes_it() -> None:
+    for block, keeps in ((2, True), (3, True), (1, False)):
         bench = Bench(paging=True)
-        session = bench.parked(stops_from=4)
-        bench.scheduler.tend(0.0)
-        bench.scheduler.tend(1000.0)
-        assert session.stage is not None, "silence does not take it"
-        getattr(bench.scheduler, leave)("a")
+        session, _ = gone(bench)
+        bench.scheduler.edit("a", Edit(1, (Point("resid", block),), "add", (Extent(6),), rows=1, values=b"v"))
         bench.scheduler.check_integrity()
-        assert session.stage is None
+        assert (session.left_stage is not None) is keeps
+        bench.ask(session, resume_block=2)
+        assert (bench.scheduler.next_batch() is None) is keeps, "else the device has what is of use"
+        bench.copy()
+        assert bench.step() == [("a", 6 if keeps else 4, 10, 2 if keeps else 0, BLOCKS, True)]
+
+
+def test_other_calls_than_resume_begin_where_it_stopped() -> None:
+    """Of what comes back for them, the full pages are of use."""
+    bench = Bench(paging=True)
+    session, _ = gone(bench)
+    bench.scheduler.wake("a")
+    bench.ask(session, 3)
+    bench.copy()
+    assert session.stage is None and session.left_stage is None
+    assert bench.step() == [("a", 4, 13, 0, BLOCKS, True)]
+
+
+def test_kv_of_a_client_leaves_as_ever() -> None:
+    """In a page that is full in part, other calls than `resume` would not find it under a key of the stage."""
+    for foreign, leaves_with_stage in ((4, True), (5, False)):
+        bench = Bench(paging=True)
+        session = bench.parked(stops_from=6)
+        session.foreign_tokens = foreign
+        bench.scheduler.wait("a")
+        bench.copy()
+        assert (session.left_stage is not None) is leaves_with_stage
+        bench.ask(session, 3)
+        assert (bench.scheduler.next_batch() is None) is not leaves_with_stage
+        bench.copy()
+        assert bench.step() == [("a", 4 if leaves_with_stage else 6, 13, 0, BLOCKS, True)]
+
+
+def test_where_a_page_of_it_is_gone_it_is_run_anew() -> None:
+    bench = Bench(paging=True)
+    session, _ = gone(bench)
+    host = bench.scheduler.residence("m").paging.host
+    assert host is not None
+    last = bench.scheduler.residence("m").keys(session)[-1]
+    slot = host.peek(last)
+    assert slot is not None
+    host.abandon(slot)
+    bench.ask(session, resume_block=2)
+    assert bench.step() == [("a", 4, 10, 0, BLOCKS, True)]
+
+
+def test_one_that_has_run_few_blocks_is_run_anew_where_that_is_cheaper() -> None:
+    for block, comes_back in ((1, False), (5, True)):
+        bench = Bench(pages=64, paging=True)
+        session = bench.parked(block, 200)
+        bench.scheduler.residence("m").costs = Costs(bus=0.5, prefill=1.0)  # 50 pages take as long as 100 tokens
+        bench.scheduler.wait("a")
+        bench.copy()
+        bench.ask(session, resume_block=block)
+        assert (bench.scheduler.next_batch() is None) is comes_back
 
 
 def test_one_that_said_while_it_ran_that_it_waits_has_stopped_all_the_same() -> None:
@@ -298,7 +416,9 @@ def test_one_that_said_while_it_ran_that_it_waits_has_stopped_all_the_same() -> 
     request = bench.ask(session, 10, stops=[(2, 0)])
     bench.scheduler.wait("a")
     bench.step()
-    assert request.stopped == Stop(2, 0) and session.stage is None
+    assert request.stopped == Stop(2, 0)
+    bench.copy()
+    assert session.left_stage is not None and session.left_stage.computed == 0
 
 
 def test_why_says_where_it_stopped() -> None:

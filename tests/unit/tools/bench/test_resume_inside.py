@@ -50,7 +50,7 @@ def test_the_blocks_behind_and_no_others(counts: list[int], depth: int, right: b
     assert only_behind(counts, depth) is right
 
 
-def found() -> dict[str, Any]:
+def found(back: tuple[int, ...] = (0, 0, 1, 1)) -> dict[str, Any]:
     def stop(blocks: int, seconds: float, ran: list[int]) -> dict[str, Any]:
         times = [{"seconds": seconds, "daemon": seconds / 2}] * 3
         peers = {"manual": [0.02], "recompute": [0.09], "nnsight": [0.11], "nnsight_note": ""}
@@ -62,6 +62,12 @@ def found() -> dict[str, Any]:
         "tokens": 2048,
         "blocks": 4,
         "recompute": [{"seconds": 0.1, "daemon": 0.1}],
+        "from_host": {
+            "blocks": 2,
+            "stayed": [{"seconds": 0.05}],
+            "back": [{"seconds": 0.06, "nbytes": 1e8}],
+            "ran": list(back),
+        },
         "stops": [stop(1, 0.08, [0, 1, 1, 1]), stop(2, 0.05, [0, 0, 1, 1]), stop(4, 0.03, [1, 1, 1, 1])],
     }
 
@@ -72,8 +78,12 @@ def test_the_summary_has_shares_bars_and_blocks() -> None:
         "behind 1 80.0 ms, 0.80, blocks run 0.75, manual 20.0 ms, hooks 90.0 ms, nnsight 110.0 ms; "
         "behind 2 50.0 ms, 0.50 (of 0.55), blocks run 0.50, manual 20.0 ms, hooks 90.0 ms, nnsight 110.0 ms; "
         "behind 4 30.0 ms, 0.30 (of 0.10), blocks run not those behind alone: [1, 1, 1, 1], manual 20.0 ms, "
-        "hooks 90.0 ms, nnsight 110.0 ms"
+        "hooks 90.0 ms, nnsight 110.0 ms; behind 2 from the host 10.0 ms more (of 12.0 ms)"
     )
+
+
+def test_where_pages_were_computed_anew_it_is_said() -> None:
+    assert summary(found(back=(1, 1, 1, 1))).endswith("(of 12.0 ms), computed anew: [1, 1, 1, 1]")
 
 
 def test_without_nnsight_its_column_is_empty_and_the_reason_stands_below() -> None:
