@@ -21,7 +21,7 @@ from djinnd.device import Device
 from djinnd.engine.device_rows import DeviceRows
 from djinnd.engine.memory import ROWS_AT_HAND
 from djinnd.engine.sole_capture import SoleCapture
-from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, kinds_of, reach_of, sites_of, together
+from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, kinds_of, reach_of, sites_of
 
 
 class _Layout(NamedTuple):
@@ -78,6 +78,9 @@ class Captures:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, request: int) -> bool:
+        return request in self._captured
+
     @property
     def nbytes(self) -> int:
         """Of the device's budget."""
@@ -102,11 +105,6 @@ class Captures:
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
         self._captured[request] = _Captured(points, first, room, rows, shifts, reach)
 
-    def sole(self, requests: Sequence[int]) -> int | None:
-        """The only one of these that is here."""
-        there = self._captured.keys() & requests
-        return there.pop() if len(there) == 1 else None
-
     def sole_probe(self, request: int, start: int, end: int, first_token: int) -> SoleCapture | None:
         """Of a request whose points are none behind the blocks, and whose row brings the positions [start, end) to a
         pass, from that token on. None: it captures none of them."""
@@ -119,9 +117,10 @@ class Captures:
         into, token = self.into(of_logits=False), first_token + first - start
         return SoleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
-    def reach(self, requests: Sequence[int]) -> Reach | None:
-        """See SpanTable.reach."""
-        return together([self._captured[request].reach for request in self._captured.keys() & requests])
+    def reaches(self, requests: Sequence[int]) -> dict[int, Reach]:
+        """Of those of them that are here."""
+        captured = self._captured
+        return {request: captured[request].reach for request in requests if request in captured}
 
     def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Overlaps:
         """See SpanTable.join."""

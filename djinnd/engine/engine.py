@@ -79,6 +79,7 @@ class Engine:
         )
         self._unwaited_s = 0.0  # of steps that nobody has waited for
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
+        self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
         self._alive_at = 0.0
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -153,6 +154,7 @@ class Engine:
         """Runs one batch, if there is one."""
         batch = self._scheduler.next_batch()
         if batch is None:
+            self._untold = bool(self._unwaited)
             return False
         if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
@@ -165,7 +167,10 @@ class Engine:
             return True
         self._figures.steps += 1
         self._unwaited_s += time.monotonic() - began
-        self._unwaited[batch.model] += batch.tokens
+        tokens = batch.tokens
+        self._unwaited[batch.model] += tokens
+        if tokens > len(batch.rows) and any(row.stage is not None for row in batch.rows):
+            self._untold = True
         requests = [row.request for row in batch.rows if row.samples]
         self._tell(requests, sampled, started)
         for index in sampled.unsound:
@@ -184,10 +189,13 @@ class Engine:
         return self._requests.deliveries.beside_step() or moving
 
     def _waited_for(self, batch: Batch) -> float:
-        """The seconds of this step, and of those before it that nobody has waited for."""
+        """The seconds of this step, and of those before it that nobody has waited for. What prefill takes is not learnt
+        from them where some rows went through a part of the blocks, nor where the device has had nothing to do in
+        between: when it was done with those before, nobody has seen."""
         seconds, self._unwaited_s = self._unwaited_s, 0.0
+        tells, self._untold = not self._untold, False
         tokens = self._unwaited.pop(batch.model)
-        if tokens - len(batch.rows) >= LEAST_CHUNK and not self._unwaited:
+        if tells and tokens - len(batch.rows) >= LEAST_CHUNK and not self._unwaited:
             self._tiers.note_prefill(batch.model, tokens, seconds)
         self._unwaited.clear()
         return seconds

@@ -176,7 +176,7 @@ class ModelRunner:
             stale = self.kv.take_stale()
             if stale:
                 self.model.zero_pages(stale)
-            touched = self._touch(batch) if self.edits or self.captures else None
+            touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
             rows, logits = self._passes(batch.rows, touched)
             if logits is None:
                 return Sampled([], [], [])
@@ -190,6 +190,10 @@ class ModelRunner:
         if self.edits.of(session) != edits:
             self._touched = None  # what it holds may have to move, or to go
             self.edits.set(session, edits)
+
+    def _captures_in(self, batch: Batch) -> bool:
+        """Those whose steps are over may still be here, as their rows are copied out beside this one."""
+        return bool(self.captures) and any(row.request.id in self.captures for row in batch.rows)
 
     def _touch(self, batch: Batch) -> Touched:
         touched, self._touched = self._touched, None

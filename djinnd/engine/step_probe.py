@@ -25,7 +25,7 @@ from djinnd.engine.captures import Captures
 from djinnd.engine.edit_table import EditTable
 from djinnd.engine.sending import send
 from djinnd.engine.sole_capture import SoleCapture
-from djinnd.engine.spans import Hits, Ints, Overlaps, is_behind, point_of, spread
+from djinnd.engine.spans import Hits, Ints, Overlaps, is_behind, point_of, spread, together
 from djinnd.model.editing import EditRows, apply
 from djinnd.model.probe import Probe
 
@@ -102,20 +102,21 @@ class Touched:
         self._table = table
         self._captures = captures
         self._version = table.version
-        self._sessions = [row.session for row in rows]
         self._probes: dict[tuple[bytes, bool], StepProbe | None] = {}
-        self._names = [session.id for session in self._sessions]
         self._requests = [row.request.id for row in rows]
-        edits, seen = table.reach(self._names), captures.reach(self._requests)
-        self._reaches = [reach for reach in (edits, seen) if reach is not None]
-        self._is_behind = any(reach.is_behind for reach in self._reaches)
+        edits, seen = table.reach(self._names) if table else None, captures.reaches(self._requests)
+        self._reach = together([*seen.values()] if edits is None else [edits, *seen.values()])
+        self._is_behind = self._reach is not None and self._reach.is_behind
         self._sole = None  # the row that captures, where that is all there is to do
-        if edits is None and seen is not None and not seen.is_behind:
-            sole = captures.sole(self._requests)
-            self._sole = None if sole is None else self._requests.index(sole)
+        if edits is None and len(seen) == 1 and not self._is_behind:
+            self._sole = self._requests.index(*seen)
         self._lasts = 1
-        if batch.decode_only and not len(captures):
+        if not captures and batch.decode_only:
             self._lasts = table.lasts(self._names, self._starts)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [row.session.id for row in self._rows]
 
     @cached_property
     def _starts(self) -> Ints:
@@ -137,7 +138,7 @@ class Touched:
         """Whether this is as true of that batch."""
         if self._lasts == 1 or self._version != self._table.version or len(self._captures):
             return False
-        if not batch.decode_only or [row.session for row in batch.rows] != self._sessions:
+        if not batch.decode_only or [row.session for row in batch.rows] != [row.session for row in self._rows]:
             return False
         steps = np.array([row.start for row in batch.rows]) - self._starts
         return bool(steps.min() >= 0 and steps.max() < self._lasts)
@@ -171,15 +172,15 @@ class Touched:
     def probe(self, which: Sequence[int]) -> Probe | None:
         """Of prologue and blocks of a pass that brings these rows, in their order. None: nobody in the batch has edits
         or captures."""
-        if not self._reaches:
+        if self._reach is None:
             return None
         if self._sole is not None:
             return self._sole_probe(self._sole, which)
         rows = np.array(which)
         key = rows.tobytes(), False
         if key not in self._probes:
-            first = min(reach.first for reach in self._reaches)
-            self._probes[key] = self._new_probe(first, partial(self._codes, rows), partial(self.tokens, rows), False)
+            codes, tokens = partial(self._codes, rows), partial(self.tokens, rows)
+            self._probes[key] = self._new_probe(self._reach.first, codes, tokens, False)
         return self._probes[key]
 
     def _sole_probe(self, sole: int, rows: Sequence[int]) -> SoleCapture | None:

@@ -192,6 +192,22 @@ def test_each_generated_token_stops(engine: Engine, block: int) -> None:
     assert torch.equal(torch.cat([each.activation for each in hits]), expected[20:])
 
 
+def test_what_prefill_takes_is_not_learnt_where_nobody_sees_when_it_was_done(alone: Engine) -> None:
+    """Of rows that have stopped, of a call that only captures: what follows may come much later."""
+    costs = alone.engine._scheduler.residence("m").costs
+    alone.open("s")
+    found = hit(alone, "s", prompt(LONG), 1, at(BLOCKS))
+    resumed(alone, "s", found, 1, at(BLOCKS, (0, LONG)))
+    assert costs.prefill == 0
+    alone.open("t")
+    alone.outcome(alone.run("t", prompt(LONG, 1), 0, capture=[Point("resid", 1)]))
+    alone.outcome(alone.run("t", [], 1))
+    assert costs.prefill == 0
+    alone.open("u")
+    alone.outcome(alone.run("u", prompt(LONG, 2), 1))
+    assert costs.prefill > 0
+
+
 @BOTH
 def test_one_run_stops_at_every_boundary_in_turn(engine: Engine) -> None:
     """In the prompt, and again at the third token that is generated."""
