@@ -145,7 +145,7 @@ _OURS = tuple(str(module.__path__[0]) + os.sep for module in (djinnd, djinn_clie
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """Of code that came by value, the file is not known where cloudpickle has left it away, as it does from 3.1.3 on."""
+    """Without its file where nobody knows it: from 3.1.3 on cloudpickle leaves it away in code that goes by value."""
     file = "" if frame.filename == "<dynamic-code>" else f" of {frame.filename}"
     return f"in {frame.name}, line {frame.lineno}{file}"
 
