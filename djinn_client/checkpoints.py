@@ -9,7 +9,7 @@ from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import InvalidRequest
 from djinn_client.image import Dtype
 from djinn_client.kv_layout import ITEM_BYTES
-from djinn_client.values import Values, array_of, dtype_of, expect_finite
+from djinn_client.values import Values, array_of, dtype_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,10 +48,8 @@ class Checkpoint:
 
     def values(self, replacement: Any, rows: Sequence[int]) -> Values:
         """These rows of it, to be sent; None: of the activation as it is now. Raises InvalidRequest for what is of
-        another shape or dtype, and for NaN and infinities."""
-        values = Values(self._dtype, len(rows), self._bits(replacement)[rows].tobytes())
-        expect_finite(values, "replacement")
-        return values
+        another shape or dtype."""
+        return Values(self._dtype, len(rows), self._bits(replacement)[rows].tobytes())
 
     def _bits(self, replacement: Any) -> npt.NDArray[np.unsignedinteger[Any]]:
         """[positions, …], so that rows can be compared bit by bit."""

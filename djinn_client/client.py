@@ -136,8 +136,9 @@ class Session:
         An edit is data and belongs to the session: forks have it, and it survives restarts. Several at one point apply
         in the order in which they were made.
 
-        Raises InvalidRequest for a point that the model has not, a vector of another width, or one that is larger than
-        a call can carry (15 MiB); SessionBusy, QuotaExceeded, Retry."""
+        Raises InvalidRequest for a point that the model has not, a vector of another width, one with NaN or infinities
+        (which may only replace something: see docs/whitebox.md), or one that is larger than a call can carry (15 MiB);
+        SessionBusy, QuotaExceeded, Retry."""
         steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
         return Edit(self._steps, run(steps), run)
 
@@ -214,8 +215,7 @@ class Session:
         nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for one, and are refused.
 
         Raises what `breakpoint` raises, and InvalidRequest for what cannot be pickled or takes more than a call can
-        carry (15 MiB); its calls, InvalidRequest for a replacement of another shape or dtype, and for
-        NaN and infinities."""
+        carry (15 MiB); its calls, InvalidRequest for a replacement of another shape or dtype."""
         return Intervention(self._steps, run(interventions.add(self._steps, point, function, local, when)), run)
 
     def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
@@ -319,8 +319,11 @@ class Session:
         **Paused**: from where pause() stopped it; None. May be called while a call runs. A session that is neither at a
         hit nor paused stays as it is.
 
-        Raises InvalidRequest for a replacement of another shape or dtype, for NaN and infinities, and for a hit that is
-        there no more; nothing has changed then. SessionBusy, QuotaExceeded, Retry."""
+        Where NaN or infinities have been written, and lead to such logits, the Generated ends there: `finish_reason` is
+        "not_finite".
+
+        Raises InvalidRequest for a replacement of another shape or dtype, and for a hit that is there no more; nothing
+        has changed then. SessionBusy, QuotaExceeded, Retry."""
         return run(breaking.resume(self._steps, replacement, from_, options))
 
     def set_priority(self, priority: Class) -> None:

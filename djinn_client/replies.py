@@ -14,7 +14,7 @@ from djinn_client.kv_layout import KvLayout
 from djinn_client.placing import ModelPlan
 from djinn_client.scheduling import Latency, QuotaUse, Why
 
-FinishReason = Literal["length", "stop", "cancelled", "breakpoint"]
+FinishReason = Literal["length", "stop", "cancelled", "breakpoint", "not_finite"]
 
 
 class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
@@ -79,7 +79,8 @@ class Timings(msgspec.Struct, frozen=True):
 
 class Generated(Reply, tag="generated"):
     """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought. With `captured`, a
-    memfd comes with it, sealed against shrinking and growing."""
+    memfd comes with it, sealed against shrinking and growing. It has ended as "not_finite" where edits of the session
+    have led to logits that are NaN or infinite, so that no token could be chosen."""
 
     text: str
     token_ids: list[int]

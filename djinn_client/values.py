@@ -60,21 +60,6 @@ def dtype_of(vector: Any) -> str:
     return stored or str(getattr(vector, "dtype", type(vector).__name__)).removeprefix("torch.")
 
 
-def expect_finite(values: Values, field: str) -> None:
-    """Raises InvalidRequest for NaN and infinities, of which the exponent's bits are all ones."""
-    import numpy as np
-
-    exponent = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}[values.dtype]
-    word: type[np.unsignedinteger[Any]] = np.uint32 if values.dtype == "float32" else np.uint16
-    unfinite = np.bitwise_and(np.frombuffer(values.data, word), word(exponent)) == exponent
-    if unfinite.any():
-        raise InvalidRequest(
-            f"the {field} has a NaN or an infinity at index {int(unfinite.argmax()):,}: only finite numbers are added "
-            "to a model's; nothing has changed",
-            field=field,
-        )
-
-
 def positions_of(positions: Iterable[Any]) -> list[int]:
     """From any iterable of integers, or a 1-D array or tensor. Raises InvalidRequest."""
     listed = positions.tolist() if hasattr(positions, "tolist") else positions

@@ -15,7 +15,7 @@ import torch
 
 from djinn_client.errors import DjinnError, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
-from djinnd.core.batch import Batch
+from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -171,14 +171,11 @@ class Engine:
         self._unwaited[batch.model] += tokens
         if tokens > len(batch.rows) and any(row.stage is not None for row in batch.rows):
             self._untold = True
-        requests = [row.request for row in batch.rows if row.samples]
-        self._tell(requests, sampled, started)
-        for index in sampled.unsound:
-            told = DjinnError("the model gave logits that are no numbers; the session is as it was before the call")
-            self._requests.fail(requests[index], told)
+        sampling = [row for row in batch.rows if row.samples]
+        self._tell([row.request for row in sampling], sampled, started)
         waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
-        for request in self._scheduler.complete(batch, sampled.tokens, seconds):
+        for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
             self._requests.finish(request)
         self._runners[batch.model].settle()
         return True
@@ -212,6 +209,17 @@ class Engine:
         self._figures.generated += len(tokens)
         if tokens or started:
             self._channel.send(messages.Stepped(tokens, started))
+
+    def _sound(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
+        """The tokens of these rows, None where there are no numbers to choose from: where a client has changed its
+        session's activations, that is what its call ends with, and else it fails."""
+        tokens: list[int | None] = [*sampled.tokens]
+        for index in sampled.unsound:
+            tokens[index], row = None, sampling[index]
+            if not row.session.edits:
+                told = "the model gave logits that are no numbers; the session is as it was before the call"
+                self._requests.fail(row.request, DjinnError(told))
+        return tokens
 
     def _fail_lost(self, batch: Batch) -> bool:
         """Ends requests that would have to compute KV anew which a client gave, and tokens cannot say what it was."""

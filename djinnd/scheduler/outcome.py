@@ -19,9 +19,9 @@ class Outcome:
         self._limits: dict[int, int] = {}  # of a session's tokens, by tenant
 
     def of(self, row: Row, token: int | None) -> FinishReason | None:
-        """Its session has it; `token`: that the step has chosen, if the row samples. → why its request ends with this,
-        if it does. A row whose request has ended while the step ran, or that went on from what is lost, brings
-        nothing."""
+        """Its session has it; `token`: that the step has chosen, if the row samples and there were numbers to choose
+        from. → why its request ends with this, if it does. A row whose request has ended while the step ran, or that
+        went on from what is lost, brings nothing."""
         session, request = row.session, row.request
         if session.request is not request or session.stage is not row.stage:
             return None
@@ -38,6 +38,8 @@ class Outcome:
         if request.seen_from < end:
             request.seen_from = end
         if token is None:
+            if row.samples:
+                return "not_finite"
             return "length" if request.max_tokens == 0 and session.remaining == 0 else None
         session.tokens.append(token)
         session.given = session.touched

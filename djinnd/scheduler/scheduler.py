@@ -375,10 +375,10 @@ class Scheduler:
                 return Batch(name, rows, self._step)
         return None
 
-    def complete(self, batch: Batch, next_tokens: Sequence[int], seconds: float = 0.0) -> list[Request]:
+    def complete(self, batch: Batch, next_tokens: Sequence[int | None], seconds: float = 0.0) -> list[Request]:
         """Applies a step that ran, for so long on the device (0: see Composer.ran). `batch` is the last one composed;
-        `next_tokens` has one token for each of its rows that samples, in their order. Answers with the requests that
-        this ended."""
+        `next_tokens` has one token for each of its rows that samples, in their order; None where none could be chosen.
+        Answers with the requests that this ended."""
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"

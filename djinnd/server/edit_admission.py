@@ -27,10 +27,13 @@ def check_form(request: AddEdit) -> None:
         raise InvalidRequest("name the points that are to be edited", field="points")
     _check_figures(request)
     _check_rows(request)
+    if request.op == "replace":  # by whatever an activation may be
+        return
     place = first_unfinite(request.values, request.dtype)
     if place is not None:
         raise InvalidRequest(
-            f"the values have a NaN or an infinity at index {place:,}: only finite numbers are added to a model's",
+            f"the values have a NaN or an infinity at index {place:,}: {request.op} needs finite numbers; replace "
+            "takes any",
             field="values",
             index=place,
         )

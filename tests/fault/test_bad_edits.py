@@ -111,7 +111,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"values": ONES[:-4] + floats(math.nan)}, "a NaN or an infinity at index 191"),
     ({"values": ONES[:-4] + floats(-math.inf)}, "at index 191"),
     ({"values": struct.pack(f"<{WIDTH}e", *[math.inf] * WIDTH), "dtype": "float16"}, "at index 0"),
-    ({"values": b"\x80\x7f" * WIDTH, "dtype": "bfloat16"}, "at index 0"),
+    ({"values": b"\x80\x7f" * WIDTH, "dtype": "bfloat16"}, "add needs finite numbers; replace takes any"),
     ({"scale": math.nan}, "scale is nan"),
     ({"scale": 1e300}, "scale is 1e+300"),
     ({"op": "project_out", "values": bytes(4 * WIDTH)}, "has a direction"),
@@ -142,6 +142,53 @@ def test_edits_that_cannot_be(tenant: Tenant) -> None:
         assert words in reply.message and len(reply.message) < 1000
         assert tenant.spans() == {}
     assert tenant.generate(4, PROMPT) == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_its_session_s_own(target: Daemon, tenant: Tenant, value: float) -> None:
+    """The call that comes to it says so, and another from the same hit is as if nothing had been."""
+    prompt = PROMPT * 20
+    with djinn.Session(MODEL, address=target.address) as s, s.fork() as other:
+        expected = other.generate(prompt, max_tokens=4, ignore_eos=True).token_ids
+        s.breakpoint(POINT, when="prefill")
+        hit = s.run(prompt)
+        assert isinstance(hit, djinn.Hit)
+        what_came = hit.activation.clone()
+        hit.activation[:, 7] = value
+        out = s.resume(max_tokens=4)
+        assert isinstance(out, djinn.Generated)
+        assert (out.finish_reason, out.token_ids, out.text) == ("not_finite", [], "")
+        assert s.token_ids == prompt and other.token_ids == prompt + expected
+        hit.activation[:] = what_came
+        again = s.resume(from_=hit, max_tokens=4, ignore_eos=True)
+        assert isinstance(again, djinn.Generated) and again.token_ids == expected
+        with other.fork() as third:
+            third.steer("blocks.0", op="scale", scale=1e38)
+            third.steer("blocks.1", op="scale", scale=1e38)
+            overflown = third.generate(PROMPT, max_tokens=4)
+            assert (overflown.finish_reason, overflown.token_ids) == ("not_finite", [])
+
+
+def test_nobody_finds_in_pages_what_was_no_number(target: Daemon) -> None:
+    """Pages that held it are given to other sessions of the same user, who fill them in part."""
+    with djinn.Client(target.address) as client:
+        (model,) = [each for each in client.status().models if each.name == MODEL]
+    size, prompts = model.page_size, [[n % 200 + 5] * (model.page_size // 2 + n) for n in range(model.pages // 2)]
+
+    def open_all(stack: contextlib.ExitStack) -> list[djinn.Session]:
+        return [stack.enter_context(djinn.Session(MODEL, address=target.address)) for _ in prompts]
+
+    def generated() -> list[list[int]]:
+        with contextlib.ExitStack() as stack:
+            sessions = open_all(stack)
+            return [s.generate(p, max_tokens=4).token_ids for s, p in zip(sessions, prompts, strict=True)]
+
+    expected = generated()
+    with contextlib.ExitStack() as stack:
+        for number, s in enumerate(open_all(stack)):
+            s.steer(POINT, [math.nan] * WIDTH, op="replace")
+            assert s.generate([number % 200 + 5] * (2 * size - 2), max_tokens=4).finish_reason == "not_finite"
+    assert generated() == expected
 
 
 def test_ten_thousand_edits(tenant: Tenant) -> None:

@@ -156,9 +156,6 @@ def failures() -> dict[str, Fault]:
     def no_tensor(activation: Any, context: Any) -> Any:
         return "no tensor"
 
-    def no_number(activation: Any, context: Any) -> None:
-        activation[0, 0, 0] = float("nan")
-
     memory = r"out of memory; it may take 268,435,456 bytes \(functions.memory\)"
     return {
         "exception": (
@@ -172,7 +169,6 @@ def failures() -> dict[str, Fault]:
         "memory in bytes": (allocate_bytes, FunctionFailed, memory),
         "shape": (of_another_shape, InvalidRequest, r"the replacement is \[1, 1, 192\], and the activation"),
         "type": (no_tensor, InvalidRequest, "the replacement is"),
-        "NaN": (no_number, InvalidRequest, "NaN"),
     }
 
 
@@ -196,6 +192,19 @@ def test_what_it_raises_or_makes_is_told(session: djinn.Session, target: Daemon,
         for fault in failures().values():
             go_wrong(session, fault, expected)
         assert intervention_processes(target) == there
+
+
+def test_what_is_no_number_ends_its_own_call(session: djinn.Session, expected: list[int]) -> None:
+    def no_number(activation: Any, context: Any) -> None:
+        activation[0, 0, 0] = float("nan")
+
+    handle = session.intervene(POINT, no_number)
+    told = session.generate(PROMPT, max_tokens=3, ignore_eos=True)
+    assert (told.finish_reason, told.token_ids) == ("not_finite", []) and session.token_ids == PROMPT
+    handle.remove()
+    session.unsteer()
+    session.truncate(0)
+    assert session.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids == expected
 
 
 def test_what_ends_its_process_is_told(session: djinn.Session, target: Daemon, expected: list[int]) -> None:

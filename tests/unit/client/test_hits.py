@@ -180,17 +180,25 @@ def test_what_is_no_replacement_leaves_the_session_at_the_hit(daemon: ScriptedDa
             (hit.activation.half(), "is float16, and the activation float32"),
             (np.zeros((3, 3)), "is float64, and the activation float32"),
             ([[1.0] * 3] * 3, "and the activation"),
-            (hit.activation / 0, "has a NaN or an infinity at index 0"),
         ):
             for from_ in (None, hit, earlier):
                 with pytest.raises(InvalidRequest, match=words):
                     s.resume(wrong, from_=from_)
-        for each in (hit, earlier):
-            each.activation[0, 2, 0] = float("nan")
-            with pytest.raises(InvalidRequest, match="NaN"):
-                s.resume(from_=each)
-        hit.activation[0, 2, 0] = 6.0
         assert isinstance(s.resume(), djinn.Generated), "as it was, and nothing is sent of it"
+
+
+def test_what_is_no_number_is_sent_as_it_is_and_no_other_row(daemon: ScriptedDaemon) -> None:
+    edits: list[AddEdit] = []
+    address = at_hit(daemon, lambda line: edits.extend(take_edits(line)), finish)
+    with djinn.Session("djinn-tiny", address=address) as s:
+        hit = s.run("text")
+        assert isinstance(hit, djinn.Hit)
+        hit.activation[0, 1, 0], hit.activation[0, 2, 2] = float("nan"), -float("inf")
+        s.resume()
+    (edit,) = edits
+    (first, last) = rows(edit)
+    assert edit.positions == [5, 6] and first[0] != first[0] and first[1:] == [5.0, 5.0]
+    assert last == [6.0, 6.0, -float("inf")]
 
 
 def test_what_was_sent_once_is_sent_again_where_it_did_not_help(daemon: ScriptedDaemon) -> None:

@@ -173,7 +173,6 @@ def test_an_exception_ends_the_call_at_the_hit(daemon: ScriptedDaemon) -> None:
     [
         (lambda a: a[:, 1:], r"is \[1, 2, 3\]"),
         (lambda a: a.double(), "is float64"),
-        (lambda a: a / 0, "has a NaN or an infinity"),
         (lambda a: 5, "and the activation"),
     ],
 )

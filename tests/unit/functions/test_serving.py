@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -157,12 +158,17 @@ def test_what_is_no_activation(line: Line) -> None:
     for wrong, words in (
         (lambda a: a[:, 1:], "the replacement is [1, 2, 4]"),
         (lambda a: a.double(), "the replacement is float64"),
-        (lambda a: a / 0, "a NaN or an infinity"),
         (lambda a: 5, "the replacement is []"),
     ):
         line.load(lambda activation, context, wrong=wrong: wrong(activation))
         failed, edits = line.run()
         assert (failed.code, edits) == ("invalid_request", []) and words in failed.message
+
+
+def test_what_is_no_number_is_an_edit_as_any(line: Line) -> None:
+    line.load(lambda activation, context: activation / 0)
+    _, (edit,) = line.run()
+    assert rows(edit) == [[math.inf] * WIDTH] * ROWS
 
 
 def test_what_is_no_function(line: Line) -> None:

@@ -55,6 +55,20 @@ class Daemon:
 # --- a request from end to end --------------------------------------------------------------------------------------
 
 
+def test_where_no_token_could_be_chosen_the_request_ends_with_what_it_has() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", 6)
+    daemon.step(token=5)
+    batch = daemon.scheduler.next_batch()
+    assert batch is not None and daemon.scheduler.complete(batch, [None]) == [request]
+    daemon.scheduler.check_integrity()
+    assert (request.finish_reason, session.tokens[6:], session.computed) == ("not_finite", [5], 7)
+    daemon.submit("a", 0)
+    batch, _ = daemon.step()
+    assert [(row.start, row.end) for row in batch.rows] == [(6, 7)], "the last token's logits choose the next one"
+
+
 def test_a_generation_runs_its_prompt_then_a_token_a_step_until_it_has_enough() -> None:
     daemon = Daemon(max_batch_tokens=4)
     session = daemon.open("a")
