@@ -137,6 +137,9 @@ class Scheduling(Struct, frozen=True):
     slowdown: Annotated[float, Meta(ge=1)] = 1.25  # times a step of one session, that decodes, with what joins it
     between_tokens: Seconds = 0  # up to which a step may become longer in any case
     ageing: Seconds = 10  # after which a session that had no row comes first, one at a time
+    paging: Annotated[float, Meta(gt=0, le=1)] = (
+        0.25  # of the bus, for pages that no call waits for, while others decode
+    )
 
 
 class Config(Struct, frozen=True):

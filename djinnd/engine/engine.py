@@ -161,7 +161,7 @@ class Engine:
         started, began = self._requests.note_started(batch), time.monotonic()
         try:
             with self._tracer.step(batch):
-                sampled = self._runners[batch.model].run(batch, self._beside_step)
+                sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch))
         except Exception as error:
             self._fail_batch(batch, error)
             return True
@@ -180,9 +180,9 @@ class Engine:
         self._runners[batch.model].settle()
         return True
 
-    def _beside_step(self) -> bool:
+    def _beside_step(self, batch: Batch) -> bool:
         """While the device has the step to do. → whether it is worth while to be called again."""
-        moving = self._tiers.beside_step()
+        moving = self._tiers.beside_step(batch)
         return self._requests.deliveries.beside_step() or moving
 
     def _waited_for(self, batch: Batch) -> float:
@@ -269,10 +269,10 @@ class Engine:
     # --- the engine itself ------------------------------------------------------------------------------------------
 
     def _set_policy(self, message: messages.SetPolicy) -> None:
-        policy = Policy(message.slowdown, message.between_tokens, message.ageing)
+        policy = Policy(message.slowdown, message.between_tokens, message.ageing, message.paging)
         if policy != self._scheduler.policy:
             self._scheduler.set_policy(policy)
-            log.info("policy_set slowdown=%g between_tokens=%g ageing=%g", *astuple(policy))
+            log.info("policy_set slowdown=%g between_tokens=%g ageing=%g paging=%g", *astuple(policy))
 
     def _set_tenants(self, message: messages.SetTenants) -> None:
         for limits in message.tenants:

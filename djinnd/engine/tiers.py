@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
+from djinnd.core.batch import Batch
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.host_pages import pages_fingerprint
@@ -24,6 +26,7 @@ from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
+from djinnd.scheduler.policy import is_spared
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
@@ -144,17 +147,27 @@ class Tiers:
             self._retiring.pop(name)()
         return self.is_busy
 
-    def beside_step(self) -> bool:
+    def beside_step(self, batch: Batch) -> bool:
         """While the device runs a step, beginning the copies that had been asked for before costs nothing, nor do the
         books of those that end, and of whose they are: a wake-up's take half a millisecond, for which the device would
         wait between two steps. Nobody whose pages move is in the step. What follows from it has to wait for
         `step_over`, as it may make others give way. → whether more may end."""
+        if not self.is_busy:
+            return False
+        rate = self._rate_beside(batch)
         for name, model in self._models.items():
-            model.transfers.begin_copies()
+            model.transfers.begin_copies(rate)
             if over := model.transfers.end():
                 self._scheduler.moved(name, over)
                 self._moved_beside.add(name)
         return self.is_busy
+
+    def _rate_beside(self, batch: Batch) -> float:
+        """See Transfers.begin_copies."""
+        share = self._scheduler.policy.paging
+        if share == 1.0 or not any(map(is_spared, batch.rows)):
+            return math.inf
+        return share * self._device.rates().bus
 
     def step_over(self) -> None:
         """Copies begin that had been asked for, where there was no step; and what has ended beside one has its

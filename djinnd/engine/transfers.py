@@ -7,12 +7,14 @@
 
 Where the device has nothing else to do, a step is launched behind the last copies of who waits for it: see `follow`.
 Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
-is never idle between two steps, and where weights stream, so little that the ring hardly notices.
+is never idle between two steps, and where weights stream, so little that the ring hardly notices. What no call waits
+for is held to a rate beside steps that decode (copy_queue.py).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from torch import Tensor
 from djinnd.device import Device, Event, Lane, Mark
 from djinnd.engine.checksums import Checksums
 from djinnd.engine.host_pages import HostPages
+from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Move, Transfer, Way
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Paging
@@ -64,7 +67,7 @@ class Transfers:
         self._device = device
         self._paging = paging
         self._pool = pool
-        self._queued: dict[Way, deque[Move]] = {way: deque() for way in _LANES}
+        self._queued = {way: CopyQueue() for way in _LANES}
         self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
         self._bytes = dict.fromkeys(_LANES, 0)  # in flight
         self._checksums = Checksums()  # of what is to be promoted, and of what has been demoted
@@ -110,15 +113,16 @@ class Transfers:
             self._end_jobs(over)
         return over
 
-    def begin_copies(self) -> None:
+    def begin_copies(self, rate: float = math.inf) -> None:
         """Of what had been asked for in the last turn, as much as may be in flight: after what the device had to do by
-        then, and beside what it was given since, as nobody is given a page that moves."""
+        then, and beside what it was given since, as nobody is given a page that moves. `rate`: bytes a second each way,
+        of what no call waits for."""
         mark, self._mark = self._mark, None
         while self._asked and (move := self._paging.moves.take()) is not None:
             self._asked -= 1
             self._begin(move)
         if mark is not None:
-            self._queue_copies(mark)
+            self._queue_copies(mark, rate)
 
     def follow(self) -> list[Transfer]:
         """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to
@@ -173,18 +177,24 @@ class Transfers:
         elif move.checksum is not None:
             self._sum(move.source, move)
         else:
-            self._queued[move.way].append(move)
+            self._queued[move.way].add(move)
 
     # --- over the bus -----------------------------------------------------------------------------------------------
 
-    def _queue_copies(self, mark: Mark) -> None:
+    def _queue_copies(self, mark: Mark, rate: float) -> None:
         if self.host is None:
             return
         most = IN_FLIGHT_BESIDE_RING if self.beside_ring else IN_FLIGHT
-        pool = self._pool()
-        for way, queued in self._queued.items():
-            while queued and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
-                self._copy(way, self._run_of(queued), pool, mark)
+        pool, now = self._pool(), time.monotonic()
+        have_hurried, self._paging.moves.has_hurried = self._paging.moves.has_hurried, False
+        for way, queue in self._queued.items():
+            if have_hurried:
+                queue.hurry()
+            queue.pace(rate, now)
+            while (queued := queue.next) and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
+                run = self._run_of(queued)
+                queue.began(queued, len(run) * self.host.page_bytes)
+                self._copy(way, run, pool, mark)
 
     def _run_of(self, queued: deque[Move]) -> list[Move]:
         """The first of them, and those after it that lie beside it at both ends."""
@@ -256,7 +266,7 @@ class Transfers:
             if move.way is Way.DEMOTE:
                 over += self._paging.moves.sealed(move, summed)
             elif summed == move.checksum:
-                self._queued[move.way].append(move)
+                self._queued[move.way].add(move)
             else:
                 over += self._lose(move, "its bytes on the host are not what was written there", bad=True)
         self._filing, filed = _split(self._filing)

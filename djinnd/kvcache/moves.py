@@ -38,6 +38,7 @@ class Transfer:
     tokens: int  # whose KV is there when it is over, unless it has failed
     missing: int = 0  # moves
     failed: bool = False  # something has not come, or had no room to come to
+    is_urgent: bool = False  # see Moves.hurry
 
     @property
     def is_over(self) -> bool:
@@ -59,6 +60,10 @@ class Move:
     on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
     on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
 
+    @property
+    def is_urgent(self) -> bool:
+        return any(transfer.is_urgent for transfer in self.on_landing + self.on_sealing)
+
 
 class Moves:
     """Of one model, for its Paging."""
@@ -71,6 +76,7 @@ class Moves:
         self.filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
         self.writing_out: dict[Key, Move] = {}  # the same, to disk
         self.written_out: set[Key] = set()  # of the host's oldest pages, those that have been, or are, since they are
+        self.has_hurried = False  # until whoever copies has seen it
         self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has left
         self._waiting: deque[Move] = deque()  # for the copies to begin
         self._under_way: set[Move] = set()  # taken, and not landed
@@ -163,6 +169,10 @@ class Moves:
     @property
     def is_busy(self) -> bool:
         return bool(self._waiting or self._under_way or self._unsealed)
+
+    def hurry(self, transfer: Transfer) -> None:
+        """A call waits for it, or will in a moment."""
+        transfer.is_urgent = self.has_hurried = True
 
     def followed(self, move: Move) -> list[Transfer]:
         """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as

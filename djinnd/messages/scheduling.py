@@ -66,6 +66,7 @@ class SetPolicy(msgspec.Struct, tag="set_policy"):
     slowdown: float
     between_tokens: float
     ageing: float
+    paging: float
 
 
 class Explain(msgspec.Struct, tag="explain"):

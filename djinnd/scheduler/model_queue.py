@@ -174,6 +174,7 @@ class ModelQueue:
         self.active[session.id] = session
         self.composer.join(session, now)
         self.residence.stay(session)
+        self.residence.hurry(session)
 
     def hold(self, session: Session) -> None:
         if session.id in self.active:
@@ -237,6 +238,7 @@ class ModelQueue:
         session.called, session.waits, session.wakes_at, session.quiet_since = True, False, 0.0, None
         if session.request is None and not session.paused:
             self.residence.stay(session)
+            self.residence.hurry(session)
             self._fetch(session)
 
     def _fetch(self, session: Session) -> None:
@@ -276,11 +278,14 @@ class ModelQueue:
         return self.residence.leave(session, sealed=True)
 
     def resume(self, session: Session, now: float = 0.0) -> None:
+        """Its pages come back; not at others' cost, as long as nobody has said that it will be asked for something."""
         session.paused = False
         if session.request is not None:
             self.release(session, now)
         else:
-            self.wake(session)
+            session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
+            self.residence.stay(session)
+            self._fetch(session)
 
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from djinn_client.protocol import CLASSES, Class
+from djinnd.core.batch import Row
 from djinnd.core.session import Session
 from djinnd.scheduler.step_times import StepTimes
 
@@ -38,14 +39,21 @@ NOBODY: Mapping[Class, float] = {}
 class Policy:
     """`slowdown`: times the step of one row, as which a step may take by what joins sessions that decode; if these take
     longer, see CROWDED_SLOWDOWN. `between_tokens`: seconds that it may take in any case; `ageing`: seconds, see
-    ageing.py."""
+    ageing.py. `paging`: of the bus each way, what pages may take that no call waits for, beside steps that decode for
+    somebody (`is_spared`)."""
 
     slowdown: float = 1.25
     between_tokens: float = 0.0
     ageing: float = 10.0
+    paging: float = 0.25
 
 
 DEFAULT = Policy()
+
+
+def is_spared(row: Row) -> bool:
+    """It decodes, and its session's time between tokens counts."""
+    return row.count == 1 and row.session.klass != CLASSES[-1] and not row.session.bulk
 
 
 def has_gone_quiet(seconds: float, free: float, *, called: bool = False) -> bool:

@@ -232,6 +232,8 @@ class Residence:
             assert kept == found.start, (kept, found)
             session.computed = found.start
             transfer = self.paging.load(session.id, session.tenant, found, can_wait=must)
+            if session.request is not None or session.called:
+                self.paging.moves.hurry(transfer)
             if transfer.is_over:  # all that it could come through is busy, or not ready yet
                 return not self.paging.has_room_later(session.tenant)
             staged = session.left_stage if found.is_staged else None
@@ -250,7 +252,9 @@ class Residence:
             return None
         departure = self._leaving.get(session.id)
         if departure is not None:
-            departure.forced |= forced
+            if forced:
+                departure.forced = True
+                self.paging.moves.hurry(departure.transfer)
             if not sealed:
                 return departure.transfer
         else:
@@ -271,6 +275,8 @@ class Residence:
             return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, tokens, sealed=sealed, can_wait=can_wait)
+        if departure.forced:
+            self.paging.moves.hurry(departure.transfer)
         if departure.transfer.is_over:
             self._departed(departure)
             return None
@@ -319,6 +325,12 @@ class Residence:
     def expect(self, session: Session, back_at: float) -> None:
         """That has come to be known only now, of one that may have left; 0: not any more."""
         self._left.expect(session.id, back_at)
+
+    def hurry(self, session: Session) -> None:
+        """A call waits for what arrives, or will in a moment."""
+        arrival = self._arriving.get(session.id)
+        if arrival is not None:
+            self.paging.moves.hurry(arrival.transfer)
 
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""

@@ -24,17 +24,19 @@ from djinn_client.scheduling import Class
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Move, Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import LEAST_CHUNK, Policy, is_spared
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
 MODEL = "m"
 TEND_S = 0.25
 TOKEN = 1
+IN_FLIGHT = 512 << 20  # bytes each way, as of Transfers
 
 Curve = tuple[tuple[float, float], ...]  # rising points, between which it is straight; beyond the last it goes on so
 
@@ -57,6 +59,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     up: float = math.inf  # bytes a second to the device, while the other way is busy, too
     down: float = math.inf
     moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
+    beside: float = 0.0  # seconds more that a step takes, for each byte that crosses the bus meanwhile
     max_context: int
     max_tokens: int  # of a step
     max_rows: int
@@ -94,8 +97,8 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, between_tokens: float = 0.0) -> None:
-        """`between_tokens`: the scheduler's, as in a daemon's configuration."""
+    def __init__(self, machine: Machine, **policy: float) -> None:
+        """`policy`: the scheduler's, as in a daemon's configuration."""
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # of the device, in steps
@@ -109,7 +112,7 @@ class SimulatedEngine:
         if machine.host_pages:
             table = memoryview(bytearray(Tier.table_bytes(machine.host_pages)))
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
-        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(between_tokens=between_tokens))
+        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(**policy))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
         self._residence = self.scheduler.residence(MODEL)
         self._residence.costs.bus = machine.up if machine.up < math.inf else 0.0
@@ -121,6 +124,8 @@ class SimulatedEngine:
         self._draw = random.Random(0)
         self._tend_at = 0.0
         self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
+        self._queues = {way: CopyQueue() for way in self._lanes}
+        self._copying_rate = math.inf  # see CopyQueue.pace
 
     # --- what clients do --------------------------------------------------------------------------------------------
 
@@ -189,6 +194,7 @@ class SimulatedEngine:
         batch = self.scheduler.next_batch()
         self.composed_s += time.thread_time() - began
         if batch is None:
+            self._copying_rate = math.inf
             self._copy()  # what deciding has asked for
             return False
         self._step(batch)
@@ -202,7 +208,11 @@ class SimulatedEngine:
 
     def _step(self, batch: Batch) -> None:
         alike, beside, reading = self.machine.seconds(batch)
+        if self.machine.beside:
+            alike += self._crossing(alike + beside + reading) * self.machine.beside
         jitter = self._draw.choice(self.machine.jitter)
+        is_paced = any(map(is_spared, batch.rows))
+        self._copying_rate = self.scheduler.policy.paging * self.machine.up if is_paced else math.inf
         seconds = (alike + beside + reading) * jitter
         self._share_out(batch, (alike + reading) * jitter, beside * jitter)
         for row in batch.rows:
@@ -248,7 +258,19 @@ class SimulatedEngine:
                     over = over + self._paging.moves.sealed(move, 0)
                 self.scheduler.over(MODEL, over)
         while (next_move := self._paging.moves.take()) is not None:
-            lane = self._lanes[next_move.way]
-            rate = self.machine.up if next_move.way is Way.PROMOTE else self.machine.down
-            free = lane[-1][0] if lane else self.now + self.machine.moving
-            lane.append((free + self.machine.page_bytes / rate, next_move))
+            self._queues[next_move.way].add(next_move)
+        for way, queue in self._queues.items():
+            queue.hurry()
+            queue.pace(self._copying_rate, self.now)
+            lane, seconds = self._lanes[way], self.machine.page_bytes / self._rate(way)
+            while (queued := queue.next) and len(lane) * self.machine.page_bytes < IN_FLIGHT:
+                queue.began(queued, self.machine.page_bytes)
+                free = lane[-1][0] if lane else self.now + self.machine.moving
+                lane.append((free + seconds, queued.popleft()))
+
+    def _rate(self, way: Way) -> float:
+        return self.machine.up if way is Way.PROMOTE else self.machine.down
+
+    def _crossing(self, seconds: float) -> float:
+        """Bytes that are on the bus in so many seconds from now on, both ways together."""
+        return sum(min(lane[-1][0] - self.now, seconds) * self._rate(way) for way, lane in self._lanes.items() if lane)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -9,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from djinn_client.protocol import Class
 from djinnd import messages
+from djinnd.core.batch import Batch, Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
 from djinnd.engine import checksums
 from djinnd.engine.host_pages import HostPages
 from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
+from djinnd.scheduler.policy import Policy
 from tests.support.engine_thread import FOREVER
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
@@ -268,6 +274,24 @@ def test_who_waits_and_asks_after_all_goes_on(engine: Tiered) -> None:
     run = engine.run_message("s", [5], NEW)
     engine.send(messages.Signal("s", waits=True), run)
     assert engine.outcome(run.request)[0] == expected([*PROMPT, *tokens, 5])
+
+
+# --- beside steps -----------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_that_decode(engine: Tiered) -> None:
+    def batch(*counts: int, klass: Class = "interactive") -> Batch:
+        session = Session("s", "m", 0, klass)
+        rows = (Row(session, Request(1, 0, 1, 8), 0, count, 0, 4, False) for count in counts)
+        return Batch("m", tuple(rows), 1)
+
+    rate, bus = engine.engine._tiers._rate_beside, engine.engine._device.rates().bus
+    assert rate(batch(1, 64)) == Policy().paging * bus < bus
+    assert rate(batch(64)) == rate(batch(1, klass="batch")) == math.inf
+    for paging, expected_rate in ((0.5, 0.5 * bus), (1.0, math.inf)):
+        engine.send(messages.SetPolicy(1.25, 0.0, 10.0, paging))
+        engine.report()
+        assert rate(batch(1)) == expected_rate
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------

@@ -231,6 +231,36 @@ def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor
         event.finish()
 
 
+def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives way to what one waits for, also where that comes to be known later."""
+    clock = [0.0]
+    monkeypatch.setattr(transfers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    sizes = {"a": TOKENS, "b": OTHERS}
+    leaving = {}
+    for name, tokens in sizes.items():
+        floor.session(name, tokens)
+        leaving[name] = floor.paging.save(name, floor.kv.keys_of(name, root(TENANT), tokens, 26), 26)
+    slow = BYTES * 10.0  # a page in a tenth of a second
+
+    def begun() -> int:
+        floor.transfers.turn()
+        before = len(floor.device.copied)
+        floor.transfers.begin_copies(slow)
+        return len(floor.device.copied) - before
+
+    assert [begun() for _ in range(3)] == [1, 0, 0]
+    clock[0] = 0.1
+    assert [begun() for _ in range(3)] == [1, 0, 0]
+    floor.paging.moves.hurry(leaving["b"])
+    floor.device.holds = True
+    assert begun() == 7, "all of b's"
+    held, floor.device.holds = floor.device._held, False
+    for event in held:
+        event.finish()
+    assert leaving["b"] in floor.settle() and leaving["a"].is_over
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -436,6 +436,21 @@ def test_a_pause_takes_the_pages_whatever_the_host_loses() -> None:
     assert paused.computed == 0
 
 
+def test_who_goes_on_from_a_pause_comes_back_in_no_hurry_until_somebody_is_to_call() -> None:
+    queue = with_host(pages=10, host=8)
+    paused = add(queue, "paused", 8, computed=8, active=False)
+    queue.pause(paused)
+    copy_all(queue)
+    queue.kv._prefixes.forget(range(1, 11))  # the device remembers nothing
+    queue.resume(paused)
+    moves = list(queue.residence.paging.moves.arriving.values())
+    assert len(moves) == 2 and not any(move.is_urgent for move in moves)
+    queue.wake(paused)
+    assert all(move.is_urgent for move in moves)
+    copy_all(queue)
+    assert paused.computed == 8
+
+
 def test_who_has_called_is_not_expected_any_more() -> None:
     queue = with_host(pages=4, host=4)
     session = waiting(queue, "s", 1)

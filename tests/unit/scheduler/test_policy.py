@@ -7,6 +7,8 @@ from copy import deepcopy
 import pytest
 
 from djinn_client.protocol import CLASSES, Class
+from djinnd.core.batch import Row
+from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
@@ -17,6 +19,7 @@ from djinnd.scheduler.policy import (
     Policy,
     Room,
     eviction_order,
+    is_spared,
 )
 from djinnd.scheduler.step_times import StepTimes
 
@@ -55,6 +58,16 @@ def room(
     protected = Counter(s.klass for s in order if s.remaining == 1 and s.klass != "batch" and not s.bulk)
     by_class = {klass: decoding[klass] for klass in CLASSES}
     return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately, waited)
+
+
+def test_spared_is_who_decodes_and_not_in_bulk() -> None:
+    def row(klass: Class, count: int = 1, *, bulk: bool = False) -> Row:
+        one = session("a", klass=klass)
+        one.bulk = bulk
+        return Row(one, Request(1, 0, 1, 8), 2, count, 0, 6, True)
+
+    assert is_spared(row("interactive")) and is_spared(row("agent"))
+    assert not any(map(is_spared, (row("batch"), row("agent", 2), row("interactive", bulk=True))))
 
 
 def shares(room: Room, sessions: list[Session]) -> list[int]:

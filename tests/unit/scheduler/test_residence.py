@@ -539,3 +539,41 @@ def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:
     session.request.seen_from = 6
     house.copy_all()
     assert session.computed == 6
+
+
+# --- what a call waits for ------------------------------------------------------------------------------------------
+
+
+def urgent(house: House) -> list[bool]:
+    """Of the moves that are asked for."""
+    moves = []
+    while (move := house.paging.moves.take()) is not None:
+        moves.append(move)
+    return [move.is_urgent for move in moves]
+
+
+def test_who_waits_or_pauses_leaves_in_no_hurry_and_who_makes_room_hurries() -> None:
+    house = House()
+    waiting, hurried, late = (house.session(name, 8, first) for first, name in enumerate("whl"))
+    house.residence.leave(waiting)
+    house.residence.leave(hurried, forced=True)
+    house.residence.leave(late, sealed=True)
+    assert urgent(house) == [False] * 2 + [True] * 2 + [False] * 2
+    house.residence.leave(late, forced=True)
+    assert house.paging.moves.has_hurried
+    assert [move.is_urgent for move in house.paging.moves.filling.values()] == [False] * 2 + [True] * 4
+
+
+@pytest.mark.parametrize("why", ["nobody", "a call", "called", "a call later"])
+def test_what_arrives_hurries_for_a_call_and_for_who_has_been_called(why: str) -> None:
+    house = House()
+    session = gone(house, "a", 8)
+    if why == "a call":
+        house.ask(session)
+        assert not house.residence.secure(session, [])
+    else:
+        session.called = why == "called"
+        assert house.residence.prefetch(session, [])
+    if why == "a call later":
+        house.residence.hurry(session)
+    assert urgent(house) == [why != "nobody"] * 2

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import math
+
+from djinnd.kvcache.copy_queue import SAVED_S, CopyQueue
+from djinnd.kvcache.moves import Move, Transfer, Way
+
+PAGE = 100  # bytes
+RATE = 1000.0  # bytes a second
+
+
+def move(key: bytes, *, urgent: bool = False) -> Move:
+    return Move(Way.DEMOTE, key, 0, 0, on_landing=[Transfer("a", 0, is_urgent=urgent)])
+
+
+def begun(queue: CopyQueue) -> list[bytes]:
+    """All that may begin now."""
+    keys = []
+    while moves := queue.next:
+        keys.append(moves.popleft().key)
+        queue.began(moves, PAGE)
+    return keys
+
+
+def test_what_a_call_waits_for_comes_first() -> None:
+    queue = CopyQueue()
+    for key, urgent in ((b"a", False), (b"b", True), (b"c", False), (b"d", True)):
+        queue.add(move(key, urgent=urgent))
+    assert len(queue) == 4
+    assert begun(queue) == [b"b", b"d", b"a", b"c"] and not queue
+
+
+def test_what_a_call_comes_to_wait_for_overtakes_the_others() -> None:
+    queue = CopyQueue()
+    moves = [move(key) for key in (b"a", b"b", b"c")]
+    for each in moves:
+        queue.add(each)
+    queue.hurry()
+    moves[1].on_landing[0].is_urgent = True
+    queue.hurry()
+    assert begun(queue) == [b"b", b"a", b"c"]
+
+
+def test_the_others_are_held_to_the_rate_and_what_is_urgent_is_not() -> None:
+    queue = CopyQueue()
+    queue.pace(RATE, 10.0)
+    for number in range(40):
+        queue.add(move(b"%d" % number))
+    assert len(begun(queue)) == 1, "a bucket that is not empty lets one go, and is in debt then"
+    begins = 1
+    for tenth in range(1, 21):
+        queue.add(move(b"urgent", urgent=True))
+        queue.pace(RATE, 10.0 + tenth / 10)
+        urgent, *others = begun(queue)
+        assert urgent == b"urgent"
+        begins += len(others)
+    assert begins * PAGE - 2.0 * RATE <= PAGE + SAVED_S * RATE
+    assert begins * PAGE >= 2.0 * RATE - PAGE
+
+
+def test_little_is_saved_up() -> None:
+    queue = CopyQueue()
+    queue.pace(RATE, 0.0)
+    begun(queue)
+    queue.pace(RATE, 1000.0)
+    for number in range(40):
+        queue.add(move(b"%d" % number))
+    assert len(begun(queue)) == math.ceil(SAVED_S * RATE / PAGE)
+
+
+def test_beside_nobody_there_is_no_limit_and_behind_it_no_credit() -> None:
+    queue = CopyQueue()
+    for number in range(10):
+        queue.add(move(b"%d" % number))
+    queue.pace(RATE, 1.0)
+    assert len(begun(queue)) == 1
+    queue.pace(math.inf, 1.0)
+    assert len(begun(queue)) == 9
+    queue.pace(RATE, 1.0)
+    queue.add(move(b"a"))
+    queue.add(move(b"b"))
+    assert begun(queue) == [b"a"]
