@@ -98,7 +98,7 @@ class Pauses:
             self._leave(pause)
         if pause.leaving is not None and not pause.leaving.is_over:
             return None
-        keys = residence.keys(session)
+        keys = residence.elsewhere.keys(session)
         if residence.paging.are_on_their_way(keys):  # for others with the same prefix, too
             return None
         if asked.tier == "disk" and not self._is_on_disk(pause, residence.paging, keys):

@@ -110,7 +110,7 @@ class Tiers:
             model.runner.weights.notes.append(f"{NO_PAGES} the host: {result.why}")
         else:
             model.transfers.attach_host(result.pages, self._on_host)
-            self._scheduler.residence(result.model).costs.bus = self._device.rates().bus
+            self._scheduler.residence(result.model).elsewhere.costs.bus = self._device.rates().bus
             if model.disk_slots:
                 self._open_file(model)
 
@@ -141,7 +141,7 @@ class Tiers:
             if model.paging.is_busy:
                 model.transfers.beside_ring = model.runner.model.residency.streams
                 self._scheduler.over(name, model.transfers.turn())
-                self._scheduler.residence(name).costs.disk = model.transfers.disk_rate
+                self._scheduler.residence(name).elsewhere.costs.disk = model.transfers.disk_rate
         self._pauses.turn()
         for name in [name for name in self._retiring if not self._models[name].paging.is_busy]:
             self._retiring.pop(name)()
@@ -204,7 +204,7 @@ class Tiers:
 
     def note_prefill(self, model: str, tokens: int, seconds: float) -> None:
         """What computing KV takes, as steps show it."""
-        costs, seen = self._scheduler.residence(model).costs, tokens / seconds
+        costs, seen = self._scheduler.residence(model).elsewhere.costs, tokens / seconds
         costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
 
     def keep(self) -> None:
@@ -251,7 +251,7 @@ class Tiers:
     def _seconds_to_copy(self, session: Session) -> float:
         """Between host and device: what it holds, or what it held when it left."""
         residence = self._scheduler.residence(session.model)
-        kv, bus = residence.kv, residence.costs.bus
+        kv, bus = residence.kv, residence.elsewhere.costs.bus
         pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
         return pages * kv.page_bytes / bus if bus else 0.0
 
@@ -277,7 +277,7 @@ class Tiers:
 
     def use_of(self, session: Session, now: float) -> messages.SessionUse:
         residence, paging = self._scheduler.residence(session.model), self._models[session.model].paging
-        host, disk = paging.count(residence.keys_elsewhere(session))
+        host, disk = paging.count(residence.elsewhere.keys_not_held(session))
         return messages.SessionUse(
             session.id,
             _state(session, arrives=residence.is_arriving(session)),

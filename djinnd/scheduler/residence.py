@@ -19,14 +19,13 @@ from itertools import chain
 
 from djinnd.core.session import Session
 from djinnd.core.stops import LeftStage
-from djinnd.kvcache.left_pages import Left, LeftPages
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
-from djinnd.kvcache.paging import Found, Paging
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
-from djinnd.scheduler.costs import Costs
-from djinnd.scheduler.stage_pages import full_tokens, keys_with, spared, staged_keys
-from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use, of_use_elsewhere, origin, possible_ends
+from djinnd.scheduler.elsewhere import Elsewhere
+from djinnd.scheduler.stage_pages import keys_with, staged_keys
+from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use
 from djinnd.scheduler.victims import first_that_free, wanted_at
 
 
@@ -53,14 +52,13 @@ class Residence:
     def __init__(self, paging: Paging) -> None:
         self.kv = paging.kv
         self.paging = paging
-        self.costs = Costs()
+        self.elsewhere = Elsewhere(paging)
         self.now = 0.0  # a moment ago
         self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
         self._leaving: dict[str, _Departure] = {}
         self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
         self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
         self._arriving: dict[str, _Arrival] = {}
-        self._left = LeftPages()
 
     def is_leaving(self, session: Session) -> bool:
         return session.id in self._leaving
@@ -163,7 +161,7 @@ class Residence:
     def _adopt(self, session: Session) -> None:
         """Spares a session that is about to be given pages what the device has of its KV."""
         most, size = of_use(session), self.kv.page_size
-        if most // size > session.computed // size and self._holds_kv_only(session):
+        if most // size > session.computed // size and self.elsewhere.holds_kv_only(session):
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt
             )
@@ -173,57 +171,15 @@ class Residence:
     def _is_back(self, session: Session, computed: int) -> None:
         """It holds the pages that it has been given since it had the KV of so many tokens, and goes on to."""
         if session.computed > computed:
-            self.paging.is_back(self.keys(session)[computed // self.kv.page_size :])
-
-    def _holds_kv_only(self, session: Session) -> bool:
-        return session.stage is None and self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
-
-    def is_elsewhere(self, session: Session) -> bool:
-        """Its pages have left, and a lower tier has what would be brought back of them."""
-        return self._left.get(session.id) is not None and self._found(session) is not None
+            self.paging.is_back(self.elsewhere.keys(session)[computed // self.kv.page_size :])
 
     # --- coming back ------------------------------------------------------------------------------------------------
-
-    def _found(self, session: Session) -> Found | None:
-        """What lower tiers have of its KV, where that is worth its way."""
-        if (session.remaining <= 1 and session.request is not None) or not self._holds_kv_only(session):
-            return None
-        computed = session.computed
-        if session.left_stage is not None and (staged := self._found_staged(session, session.left_stage)) is not None:
-            return staged
-        left = self._left.get(session.id)
-        found = self.paging.find(
-            session.id,
-            origin(session),
-            session.names,
-            computed,
-            of_use_elsewhere(session),
-            possible_ends(session),
-            left,
-        )
-        if found.tokens <= computed:
-            return None
-        must = computed < session.foreign_tokens
-        beside = len(session.tokens) - found.tokens if session.request is not None else 0
-        return found if must or self.costs.prefer_copy(found, computed, beside, self.kv.page_bytes) else None
-
-    def _found_staged(self, session: Session, staged: LeftStage) -> Found | None:
-        """All pages that it has left with its stage, where bringing them back is cheaper than to run again what that
-        spares."""
-        left, start = self._left.get(session.id), session.computed // self.kv.page_size
-        if left is None or session.computed > staged.computed or len(session.tokens) != staged.length:
-            return None
-        found = self.paging.find_staged(left.keys[start:], start * self.kv.page_size, staged.length)
-        if found is None:
-            return None
-        computed = staged.length - spared(staged, session.computed)  # as it seems
-        return found if self.costs.prefer_copy(found, computed, 0, self.kv.page_bytes) else None
 
     def _brought(self, session: Session) -> bool:
         """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
         is to be asked again, as making it may have taken what was found. (What could only come through a host that is
         not ready is computed anew, if it can be.)"""
-        found = self._found(session)
+        found = self.elsewhere.found(session)
         if found is None:
             return False
         if not found.on_the_way:
@@ -291,7 +247,7 @@ class Residence:
         """Of the pages that it leaves with."""
         if staged:
             return keys_with(session, staged, self.kv)
-        return self.keys(session) if session.computed else []
+        return self.elsewhere.keys(session) if session.computed else []
 
     def _is_wanted_last(self, session: Session, keys: list[Key]) -> bool:
         """After all whose pages would be nowhere any more if the host took its own: then it is its own that are
@@ -299,7 +255,7 @@ class Residence:
         1966)."""
         back_at = wanted_at(session, self.now)
         lost = self.paging.losses(keys, session.tenant) if back_at else None
-        return bool(lost) and all(self._left.wanted_at(key) <= back_at for key in lost or ())
+        return lost is not None and lost != [] and self.elsewhere.are_wanted_by(lost, back_at)
 
     def leave_freely(self, session: Session) -> bool:
         """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as
@@ -324,7 +280,7 @@ class Residence:
 
     def expect(self, session: Session, back_at: float) -> None:
         """That has come to be known only now, of one that may have left; 0: not any more."""
-        self._left.expect(session.id, back_at)
+        self.elsewhere.left.expect(session.id, back_at)
 
     def hurry(self, session: Session) -> None:
         """A call waits for what arrives, or will in a moment."""
@@ -342,48 +298,16 @@ class Residence:
         self.stay(session)
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
-        self._left.forget(session.id)
-        session.left_stage = None
+        self.elsewhere.forget(session)
         if departure.staged and session.stage is not None and not departure.transfer.failed:
-            session.left_stage = LeftStage(session.stage, session.computed, len(session.tokens))
-            keys = keys_with(session, departure.staged, self.kv)
-            self._left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at))
+            session.left_stage = self.elsewhere.remember_staged(session, departure.staged)
         elif session.computed and session.computed == departure.reach:
-            # The pages keep them, whatever becomes public meanwhile.
-            self._left.remember(session.id, Left(self.keys(session), session.computed, session.wakes_at))
+            self.elsewhere.remember(session)
         if departure.reach:
             session.left_at = departure.reach
         session.woken = session.woken or departure.reach > 0 or bool(departure.staged)
         self.kv.drop(session.id)
         session.stage, session.computed = None, 0
-
-    def keys(self, session: Session) -> list[Key]:
-        """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
-        an earlier engine had, those that it has left."""
-        if session.computed:
-            return self.kv.keys_of(session.id, origin(session), session.names, session.computed)
-        left = self._left.get(session.id)
-        if left is None:
-            names, begin = session.names, origin(session)
-            if session.left_at:
-                reach = min(session.left_at, len(names))
-                left = Left(self.kv.keys_of(session.id, begin, names, reach), reach)
-            elif self.paging.host is None:
-                return []
-            else:
-                found = self.paging.find(session.id, begin, names, 0, len(names), possible_ends(session))
-                left = Left(list(found.keys), found.tokens)
-            self._left.remember(session.id, left)
-        return left.keys
-
-    def keys_elsewhere(self, session: Session) -> list[Key]:
-        """Of the pages with its KV, those that it does not hold on the device: some of one that comes back when what
-        the device still had of it has been spared, and the rest cannot be had yet."""
-        held = self.kv.pages_held(session.id)
-        if not held:
-            return self.keys(session)
-        left = self._left.get(session.id)
-        return left.keys[held:] if left is not None else []
 
     def over(self, transfer: Transfer) -> None:
         """It has ended. Whoever it was made for may have gone another way meanwhile."""
@@ -448,38 +372,35 @@ class Residence:
     def revise(self, session: Session, first: int) -> None:
         """From position `first` on, its KV will follow from something else, or there is none any more; that of the
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
-        left, staged = self._left.get(session.id), session.left_stage
+        left, staged = self.elsewhere.left.get(session.id), session.left_stage
         if session.stage is None:
             self.rewind(session, min(session.computed, first))
         if left is not None:
-            reach = min(left.tokens, first)
-            keys = left.keys if staged is not None else left.keys[: self.kv.pages_for(reach)]
-            self._left.remember(session.id, left._replace(keys=keys, tokens=reach))
             session.left_stage = staged
+            self.elsewhere.revise(session, left, first)
 
     def close(self, session: Session) -> None:
         """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and
         can spare that, but for what others have left, too."""
-        left = self._left.get(session.id)
+        left = self.elsewhere.left.get(session.id)
         keys = [] if left is None else list(left.keys)
         if session.computed:
-            keys += self.keys(session)
+            keys += self.elsewhere.keys(session)
         self.forget(session)
         self.kv.drop(session.id)
-        leaving = set(chain.from_iterable(self.keys(departure.session) for departure in self._leaving.values()))
-        self.paging.can_spare([key for key in keys if key not in self._left and key not in leaving])
+        leaving = set(chain.from_iterable(self.elsewhere.keys(gone.session) for gone in self._leaving.values()))
+        self.paging.can_spare([key for key in keys if key not in self.elsewhere.left and key not in leaving])
 
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
         self.stay(session)
         self._arriving.pop(session.id, None)
-        self._left.forget(session.id)
-        session.left_stage = None
+        self.elsewhere.forget(session)
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()
         self.paging.check_integrity()
-        self._left.check_integrity()
+        self.elsewhere.check_integrity()
         assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
         for departure in self._leaving.values():
             assert not departure.transfer.is_over, f"session {departure.session.id} has left"

@@ -81,7 +81,7 @@ class StepPages:
         if session.passed_over == QUOTA:
             self._at_quota.add(session.tenant)
         elif not self._residence.is_arriving(session):
-            self._is_returning = self._residence.is_elsewhere(session)
+            self._is_returning = self._residence.elsewhere.has_some(session)
             self.are_refused = not self._is_returning
         return False
 
@@ -89,7 +89,9 @@ class StepPages:
         """While room is made for one that comes back by a copy, it is made for the next one as well, so that what
         leaves and what comes follow each other without a pause. What is free is the first one's."""
         self.are_refused, session.passed_over = True, PAGES
-        if self._residence.is_elsewhere(session) and not self._quotas.excess(session, self.kv, self._pages(session)):
+        if self._residence.elsewhere.has_some(session) and not self._quotas.excess(
+            session, self.kv, self._pages(session)
+        ):
             self._residence.make_room(self._pages(session), self._behind(session))
             self._note_who_moves()
 
@@ -100,7 +102,7 @@ class StepPages:
 
     def bring_back(self, session: Session, remaining: int) -> None:
         """There is no room for what it would have to compute anew, and none is needed for what comes back."""
-        if remaining > 1 and not self.are_refused and self._residence.is_elsewhere(session):
+        if remaining > 1 and not self.are_refused and self._residence.elsewhere.has_some(session):
             self.suffice(session, remaining)
 
     def are_given_up_by(self, session: Session) -> bool:

@@ -75,7 +75,7 @@ class Tiered:
         self.served.scheduler.pause(session.id)
         while self.residence.paging.is_busy:
             self.turn()
-        keys = self.residence.keys(session)
+        keys = self.residence.elsewhere.keys(session)
         if tier == "disk":
             self.residence.paging.write_out(session.id, keys)
             while self.residence.paging.is_busy:

@@ -246,7 +246,7 @@ class TiersMachine(SchedulerMachine):
 
     @rule(model=st.sampled_from(MODELS), bus=st.sampled_from([0.0, 1e6, 1e12]), prefill=st.sampled_from([0.0, 10.0]))
     def measure(self, model: str, bus: float, prefill: float) -> None:
-        self.scheduler.residence(model).costs = Costs(bus, bus / 2, prefill)
+        self.scheduler.residence(model).elsewhere.costs = Costs(bus, bus / 2, prefill)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(**policy))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
         self._residence = self.scheduler.residence(MODEL)
-        self._residence.costs.bus = machine.up if machine.up < math.inf else 0.0
+        self._residence.elsewhere.costs.bus = machine.up if machine.up < math.inf else 0.0
         self._waits = Waits()
         self._requests = count(1)
         self._answers: dict[int, Answer] = {}  # by request
@@ -226,7 +226,7 @@ class SimulatedEngine:
         self.rows += len(batch.rows)
         self.tokens += batch.tokens
         if batch.tokens - len(batch.rows) >= LEAST_CHUNK:
-            costs, seen = self._residence.costs, batch.tokens / seconds
+            costs, seen = self._residence.elsewhere.costs, batch.tokens / seconds
             costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
         sampling = [row for row in batch.rows if row.samples]
         for row in sampling:

@@ -194,7 +194,7 @@ def test_each_generated_token_stops(engine: Engine, block: int) -> None:
 
 def test_what_prefill_takes_is_not_learnt_where_nobody_sees_when_it_was_done(alone: Engine) -> None:
     """Of rows that have stopped, of a call that only captures: what follows may come much later."""
-    costs = alone.engine._scheduler.residence("m").costs
+    costs = alone.engine._scheduler.residence("m").elsewhere.costs
     alone.open("s")
     found = hit(alone, "s", prompt(LONG), 1, at(BLOCKS))
     resumed(alone, "s", found, 1, at(BLOCKS, (0, LONG)))

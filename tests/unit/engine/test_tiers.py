@@ -160,7 +160,7 @@ def test_who_has_left_is_fetched_as_much_earlier_as_its_pages_take(engine: Tiere
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
     residence = engine.engine._scheduler.residence("m")
-    residence.costs.bus = 3 * residence.kv.page_bytes / 600  # copying takes ten minutes
+    residence.elsewhere.costs.bus = 3 * residence.kv.page_bytes / 600  # copying takes ten minutes
     engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
     engine.report()
     early = time.monotonic() + 1800 - engine.engine._scheduler.session("s").wakes_at
@@ -188,7 +188,7 @@ def test_who_left_before_anybody_knew_is_expected_when_others_have_shown_how_lon
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.use_when("s", "waiting", on_device=False)
     session, tiers = engine.engine._scheduler.session("s"), engine.engine._tiers
-    left = engine.engine._scheduler.residence("m")._left
+    left = engine.engine._scheduler.residence("m").elsewhere.left
     assert left.get("s").back_at == 0.0
     learned(engine, "s", 3000.0, 3000.0)
     tiers._waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)

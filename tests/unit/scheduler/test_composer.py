@@ -223,7 +223,7 @@ def test_whoever_waits_for_a_host_slot_that_another_model_s_pages_pass_through_w
         scheduler.wait(session.id)
         copy_all(scheduler, name)
     paging = scheduler.residence("m").paging
-    keys = scheduler.residence("m").keys(mine)
+    keys = scheduler.residence("m").elsewhere.keys(mine)
     paging.write_out(mine.id, keys)
     copy_all(scheduler, "m")
     paging.forget_on_host(keys)

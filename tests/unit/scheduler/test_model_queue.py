@@ -468,14 +468,14 @@ def test_who_was_expected_and_does_not_ask_is_not_expected_any_more() -> None:
     here.tokens[:], here.computed = [9] * 4 * PAGE, 4 * PAGE
     queue.kv.reserve("here", 1000, 4 * PAGE)  # nothing is free, and nobody gives way for who is not asked for
     away.wakes_at = 5.0
-    key = queue.residence.keys(away)[0]
+    key = queue.residence.elsewhere.keys(away)[0]
     queue.residence.expect(away, 5.0)
     for now in (5.0, 5.25, 5.25 + CROWDED_QUIET_S):
         queue.tend(now)
         assert (away.waits, away.called, away.computed) == (False, True, 0)
-        assert queue.residence._left.wanted_at(key) == 5.0
+        assert queue.residence.elsewhere.left.wanted_at(key) == 5.0
     queue.tend(5.25 + QUIET_S)
-    assert not away.called and queue.residence._left.wanted_at(key) == math.inf
+    assert not away.called and queue.residence.elsewhere.left.wanted_at(key) == math.inf
 
 
 @pytest.mark.parametrize("is_called", [False, True])

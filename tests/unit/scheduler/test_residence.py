@@ -134,7 +134,7 @@ def test_what_is_on_disk_does_not_wait_for_a_host_to_be_made_ready_if_it_can_be_
     house = House(host=0)
     session = house.session("a", 8)
     host, disk = (Tier(bytearray(Tier.table_bytes(8)), 8, are_ready=ready) for ready in (False, True))
-    for key in house.residence.keys(session):
+    for key in house.residence.elsewhere.keys(session):
         slot = disk.prepare(key, 1000)
         assert slot is not None
         disk.complete(slot, 0)
@@ -294,7 +294,7 @@ def test_what_a_closed_session_has_left_is_found_and_its_end_goes_first() -> Non
     gone = house.session("gone", 13)
     house.residence.leave(gone)
     house.copy_all()
-    keys = house.residence.keys(gone)
+    keys = house.residence.elsewhere.keys(gone)
     house.residence.close(gone)
     lasting = house.session("lasting", 8, first=50)
     assert house.residence.leave_freely(lasting)
@@ -383,7 +383,7 @@ def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
         house.copy_all()
         assert house.kv.pages_held(session.id) == 0
     found = {
-        name: house.paging.count(house.residence.keys(session))[0]
+        name: house.paging.count(house.residence.elsewhere.keys(session))[0]
         for name, session in zip("abc", (a, b, c), strict=True)
     }
     assert sorted(name for name, pages in found.items() if pages == 2) == sorted(stays)
@@ -402,7 +402,7 @@ def test_who_is_interactive_or_called_or_runs_is_saved_at_the_cost_of_those_who_
         house.ask(last)
     else:
         last.klass = "interactive"
-    keys = house.residence.keys(last)[:2]
+    keys = house.residence.elsewhere.keys(last)[:2]
     house.residence.leave(last, forced=True)
     house.copy_all()
     assert house.paging.count(keys)[0] == 2
@@ -418,7 +418,7 @@ def test_also_where_it_has_come_to_be_known_only_now_when_the_others_are(learned
         session.waits, session.wakes_at = True, back_at
         house.residence.leave(session, forced=True)
         house.copy_all()
-    found = {session.id: house.paging.count(house.residence.keys(session))[0] for session in (a, b, c)}
+    found = {session.id: house.paging.count(house.residence.elsewhere.keys(session))[0] for session in (a, b, c)}
     assert sorted(name for name, pages in found.items() if pages == 2) == stays
 
 
@@ -433,7 +433,7 @@ def test_who_is_paused_or_whose_kv_cannot_be_computed_is_saved_whoever_comes_bac
         last.foreign_tokens = 8 if given else 0
         house.residence.leave(last, forced=given, sealed=not given)
         house.copy_all()
-        assert house.paging.count(house.residence.keys(last))[0] == 2
+        assert house.paging.count(house.residence.elsewhere.keys(last))[0] == 2
 
 
 def test_and_without_a_host() -> None:
@@ -445,14 +445,14 @@ def test_and_without_a_host() -> None:
 def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
     house = House()
     session = house.session("a", 10)
-    before = house.residence.keys(session)
+    before = house.residence.elsewhere.keys(session)
     house.residence.leave(session)
     house.copy_all()
     session.tokens += [1, 2, 3]
-    assert house.residence.keys(session) == before
+    assert house.residence.elsewhere.keys(session) == before
     session.truncate(4)
     house.residence.rewind(session, 0)
-    assert house.residence.keys(session) == before[:1]
+    assert house.residence.elsewhere.keys(session) == before[:1]
 
 
 @pytest.mark.parametrize(
@@ -491,7 +491,7 @@ def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_
     session = gone(house, "s", 9)
     session.left_at = 0  # this engine does not know where it ended
     house.residence.forget(session)
-    assert len(house.residence.keys(session)) == 3
+    assert len(house.residence.elsewhere.keys(session)) == 3
     house.ask(session)
     assert not house.residence.secure(session, ()) and house.residence.is_arriving(session)
     house.copy_all()
@@ -522,11 +522,11 @@ def test_a_session_whose_kv_follows_from_edits_has_other_keys_from_there_on() ->
     house.ask(edited)
     assert house.residence.secure(edited, ()) and edited.computed == 4
     house.residence.advance(edited, 12)
-    ours, theirs = house.residence.keys(plain), house.residence.keys(edited)
+    ours, theirs = house.residence.elsewhere.keys(plain), house.residence.elsewhere.keys(edited)
     assert ours[0] == theirs[0] and not set(ours[1:]) & set(theirs)
     house.residence.leave(edited)
     house.copy_all()
-    assert house.residence.keys(edited) == theirs
+    assert house.residence.elsewhere.keys(edited) == theirs
 
 
 def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:

@@ -391,7 +391,7 @@ def test_where_a_page_of_it_is_gone_it_is_run_anew() -> None:
     session, _ = gone(bench)
     host = bench.scheduler.residence("m").paging.host
     assert host is not None
-    last = bench.scheduler.residence("m").keys(session)[-1]
+    last = bench.scheduler.residence("m").elsewhere.keys(session)[-1]
     slot = host.peek(last)
     assert slot is not None
     host.abandon(slot)
@@ -403,7 +403,9 @@ def test_one_that_has_run_few_blocks_is_run_anew_where_that_is_cheaper() -> None
     for block, comes_back in ((1, False), (5, True)):
         bench = Bench(pages=64, paging=True)
         session = bench.parked(block, 200)
-        bench.scheduler.residence("m").costs = Costs(bus=0.5, prefill=1.0)  # 50 pages take as long as 100 tokens
+        bench.scheduler.residence("m").elsewhere.costs = Costs(
+            bus=0.5, prefill=1.0
+        )  # 50 pages take as long as 100 tokens
         bench.scheduler.wait("a")
         bench.copy()
         bench.ask(session, resume_block=block)
