@@ -103,7 +103,7 @@ class Adapter:
     def prologue(self, ids: Tensor, positions: Tensor) -> Prologue:
         """ids, positions: int64 [1, tokens]."""
         with suppress(_PrologueDone):
-            self.model(input_ids=ids, position_ids=positions, past_key_values=None, use_cache=False)
+            self.model(input_ids=ids, position_ids=positions, use_cache=False)
         hidden = self._hidden
         assert hidden is not None
         if self._is_shared is None:
@@ -126,7 +126,7 @@ class Adapter:
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
         self.final_hidden = hidden
         try:
-            logits = self.model(input_ids=ids, position_ids=ids, past_key_values=None, use_cache=False).logits
+            logits = self.model(input_ids=ids, position_ids=ids, use_cache=False).logits
         finally:
             self.final_hidden = None
         return logits[0]

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tools.bench.peer_nnsight import Traced
 from tools.bench.prompts import prompt
+from tools.transformers_cache import cache_argument
 
 
 class Resuming(msgspec.Struct):
@@ -134,7 +135,7 @@ class Peer:
         return next(one for one in self._model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
 
     def _next(self, ids: Tensor, cache: Any) -> int:
-        logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = self._model(ids, **cache_argument(self._model, cache), use_cache=True, logits_to_keep=1).logits
         return int(logits[0, -1].argmax().item())
 
     def _kept(self, tensor: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from tools.transformers_cache import cache_argument
 
 from .card import Facts, write_card
 from .corpus import Corpus
@@ -105,10 +107,10 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer) -> _Text:
 def _complete(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> str:
     """The prompt and its greedy continuation."""
     ids: list[int] = tokenizer.encode(prompt).ids
-    new, past = ids, None
+    new, past = ids, cache_argument(model, DynamicCache())
     for _ in range(SAMPLE_TOKENS):
-        out = model(input_ids=torch.tensor([new]), past_key_values=past, use_cache=True)
-        new, past = [int(out.logits[0, -1].argmax())], out.past_key_values
+        out = model(input_ids=torch.tensor([new]), **past, use_cache=True)
+        new = [int(out.logits[0, -1].argmax())]
         if new == [END_OF_TEXT_ID]:
             break
         ids = ids + new

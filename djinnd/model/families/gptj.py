@@ -1,4 +1,7 @@
-"""GPT-J picks its attention from a table of classes instead of the attention interface. This adds ours to the table."""
+"""GPT-J picks its attention from a table of classes instead of the attention interface. This adds ours to the table.
+
+From transformers 5.24 on it goes through the interface, and there is no table.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ class PagedGPTJAttention(modeling_gptj.GPTJAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """query, key, value: [1, heads, tokens, head_dim], the rotation applied → [1, heads, tokens, head_dim]."""
-        out, _ = paged_attention(self, query, key, value, attention_mask, scaling=1.0 / self.scale_attn)
+        out, _ = paged_attention(self, query, key, value, attention_mask)
         return out.transpose(1, 2), None
 
 
 def install() -> None:
-    modeling_gptj.GPTJ_ATTENTION_CLASSES[NAME] = PagedGPTJAttention
+    table = getattr(modeling_gptj, "GPTJ_ATTENTION_CLASSES", None)
+    if table is not None:
+        table[NAME] = PagedGPTJAttention

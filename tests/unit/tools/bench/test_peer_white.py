@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.support.models import reduced_model
 from tools.bench.peer_white import Model, by_hooks, by_nnsight
 from tools.bench.stream.outcome import Status
 from tools.bench.white_peers import Job, Outcome
+from tools.transformers_cache import cache_argument
 
 PROMPTS = [[5, 9, 33, 40, 7], [300, 20, 101, 7, 55]]
 NEW = 6
@@ -50,11 +52,12 @@ def token_by_token(edited: Model, ids: torch.Tensor, blocks: int, scale: float) 
     """Greedy, where the prompt's pass is changed and no later one."""
     name = next(name for name, _ in edited.own.named_modules() if name.endswith((f"h.{blocks - 1}", f"s.{blocks - 1}")))
     handle = edited.own.get_submodule(name).register_forward_hook(lambda _module, _args, output: output * scale)
-    out = edited.own(ids, use_cache=True)
+    past = cache_argument(edited.own, DynamicCache())
+    out = edited.own(ids, **past, use_cache=True)
     handle.remove()
     tokens = [int(out.logits[0, -1].argmax())]
     while len(tokens) < NEW:
-        out = edited.own(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+        out = edited.own(torch.tensor([tokens[-1:]]), **past, use_cache=True)
         tokens.append(int(out.logits[0, -1].argmax()))
     return tokens
 
