@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.prefixes import Key
@@ -57,12 +58,13 @@ class Move:
     checksum: int | None = None
     page: int = 0  # where a fetched page goes next
     is_followed: bool = False  # the device computes with it no sooner than it is there
+    is_hurried: bool = False  # whoever's transfers it is of
     on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
     on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
 
     @property
     def is_urgent(self) -> bool:
-        return any(transfer.is_urgent for transfer in self.on_landing + self.on_sealing)
+        return self.is_hurried or any(transfer.is_urgent for transfer in self.on_landing + self.on_sealing)
 
 
 class Moves:
@@ -173,6 +175,12 @@ class Moves:
     def hurry(self, transfer: Transfer) -> None:
         """A call waits for it, or will in a moment."""
         transfer.is_urgent = self.has_hurried = True
+
+    def hurry_all(self) -> None:
+        """A call waits for pages, which are on the way for somebody else, or are free when others have left."""
+        for move in chain(self.filling.values(), self.arriving.values()):
+            if not move.is_hurried:
+                move.is_hurried = self.has_hurried = True
 
     def followed(self, move: Move) -> list[Transfer]:
         """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as

@@ -243,19 +243,23 @@ class ModelQueue:
 
     def _fetch(self, session: Session) -> None:
         """Its pages come back, at the cost of those who wait."""
-        if self.residence.is_moving(session) or session.stage is not None:
+        if self.residence.is_moving(session) or session.stage is not None or self._is_fetched(session):
             return
+        self.awaited[session.id] = session
+        if session.called:
+            self.residence.paging.moves.hurry_all()
+
+    def _is_fetched(self, session: Session) -> bool:
+        """Or will be, or cannot be. False: it is to be asked again when something has been copied."""
         waiting = (other for other in self._evictable() if other.waits)  # lazily: most find room
         pages = self.kv.pages_for(len(session.tokens))  # others of its tenant may have computed more than it had
         excess = self._quotas.excess(session, self.kv, pages)
         if excess > 0:
             if not self.residence.give_way(excess, session.tenant, waiting):
-                return
+                return True
             if self._quotas.excess(session, self.kv, pages) > 0:  # until they have been copied
-                self.awaited[session.id] = session
-                return
-        if not self.residence.prefetch(session, waiting):
-            self.awaited[session.id] = session
+                return False
+        return self.residence.prefetch(session, waiting)
 
     def moved(self, transfers: Iterable[Transfer]) -> None:
         """See Scheduler.moved."""

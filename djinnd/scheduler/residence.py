@@ -208,9 +208,7 @@ class Residence:
             return None
         departure = self._leaving.get(session.id)
         if departure is not None:
-            if forced:
-                departure.forced = True
-                self.paging.moves.hurry(departure.transfer)
+            departure.forced |= forced
             if not sealed:
                 return departure.transfer
         else:
@@ -231,8 +229,6 @@ class Residence:
             return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, tokens, sealed=sealed, can_wait=can_wait)
-        if departure.forced:
-            self.paging.moves.hurry(departure.transfer)
         if departure.transfer.is_over:
             self._departed(departure)
             return None

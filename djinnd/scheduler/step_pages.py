@@ -53,8 +53,10 @@ class StepPages:
         residence.claimed = 0
 
     def close(self) -> None:
-        """Nobody is asked any more."""
+        """Nobody is asked any more. Who was passed over waits for what moves."""
         self._residence.claimed = None
+        if self.are_refused or self._is_returning or self._at_quota:
+            self._residence.paging.moves.hurry_all()
 
     @property
     def are_short(self) -> bool:

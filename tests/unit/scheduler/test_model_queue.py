@@ -451,6 +451,31 @@ def test_who_goes_on_from_a_pause_comes_back_in_no_hurry_until_somebody_is_to_ca
     assert paused.computed == 8
 
 
+@pytest.mark.parametrize("who", ["called", "asked", "nobody"])
+def test_whoever_waits_for_room_hurries_all_that_moves(who: str) -> None:
+    """Also what leaves for another reason, of a session that has gone since."""
+    queue = with_host(pages=6, host=16)
+    session = add(queue, "s", 16, computed=16, active=False)
+    queue.pause(session)
+    copy_all(queue)
+    queue.kv._prefixes.forget(range(1, 7))
+    leaving = waiting(queue, "leaving", 3)
+    moves = list(queue.residence.paging.moves.filling.values())
+    assert len(moves) == 3 and not any(move.is_urgent for move in moves)
+    queue.residence.close(leaving)
+    del queue.sessions["leaving"]
+    assert queue.kv.stranded == 3
+    queue.resume(session)
+    if who == "called":
+        queue.wake(session)
+    elif who == "asked":
+        session.request = Request(id=1, first=15, prompt_end=16, max_tokens=8)
+        session.tokens += [7, 7, 7]
+        queue.join(session)
+        assert compose(queue) == []
+    assert all(move.is_urgent for move in moves) is (who != "nobody")
+
+
 def test_who_has_called_is_not_expected_any_more() -> None:
     queue = with_host(pages=4, host=4)
     session = waiting(queue, "s", 1)

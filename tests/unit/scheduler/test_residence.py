@@ -552,18 +552,6 @@ def urgent(house: House) -> list[bool]:
     return [move.is_urgent for move in moves]
 
 
-def test_who_waits_or_pauses_leaves_in_no_hurry_and_who_makes_room_hurries() -> None:
-    house = House()
-    waiting, hurried, late = (house.session(name, 8, first) for first, name in enumerate("whl"))
-    house.residence.leave(waiting)
-    house.residence.leave(hurried, forced=True)
-    house.residence.leave(late, sealed=True)
-    assert urgent(house) == [False] * 2 + [True] * 2 + [False] * 2
-    house.residence.leave(late, forced=True)
-    assert house.paging.moves.has_hurried
-    assert [move.is_urgent for move in house.paging.moves.filling.values()] == [False] * 2 + [True] * 4
-
-
 @pytest.mark.parametrize("why", ["nobody", "a call", "called", "a call later"])
 def test_what_arrives_hurries_for_a_call_and_for_who_has_been_called(why: str) -> None:
     house = House()
