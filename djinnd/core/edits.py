@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterable
 from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +22,12 @@ from djinn_client.edits import Op
 from djinn_client.image import Dtype
 from djinn_client.points import Point
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 FOREVER = 1 << 40  # a position that no session comes to
+WILD = 1024.0  # an activation that an edit makes larger than this may overflow, here or in a later block
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +72,33 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
         digest = blake2b(msgspec.msgpack.encode(what), digest_size=8)
         digest.update(self.values)
         return int.from_bytes(digest.digest(), "little")
+
+    @cached_property
+    def wild_from(self) -> int:
+        """The first position at which it may lead to what is no number; FOREVER: none."""
+        if self.op == "scale":
+            return self.first if abs(self.scale) > WILD else FOREVER
+        if any(WILD < abs(bound) < math.inf for bound in (self.low, self.high)):
+            return self.first
+        wild = self._wild_rows(WILD / abs(self.scale) if self.scale else math.inf)
+        if self.rows == 1:
+            return self.first if len(wild) else FOREVER
+        for each in self.extents:
+            index = int(wild.searchsorted(each.row))
+            if index < len(wild) and each.start + int(wild[index]) - each.row < each.end:
+                return each.start + int(wild[index]) - each.row
+        return FOREVER
+
+    def _wild_rows(self, limit: float) -> npt.NDArray[np.intp]:
+        """Of its values, those with one that is not below the limit, ascending."""
+        import numpy as np  # the server makes edits, too, and has no other use for it
+
+        if self.dtype == "bfloat16":
+            values = (np.frombuffer(self.values, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(self.values, self.dtype).astype(np.float32, copy=False)
+        are_tame = np.abs(values.reshape(self.rows, -1)) < limit  # NaN is not
+        return np.flatnonzero(~are_tame.all(axis=1))
 
 
 def now(length: int) -> int:

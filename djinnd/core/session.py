@@ -60,6 +60,15 @@ class Session:
         """What the KV of each position follows from, beside that of those before it: by these, pages are known."""
         return Names(self.tokens, self.edits) if self.edits else self.tokens
 
+    def together(self, first: int, count: int) -> int:
+        """Of so many positions from `first` on, how many may go through the model in one step. What is no number at one
+        of them would come to those before it that attend beside it (a weight of 0 times NaN is NaN), and their KV is
+        known by names that say nothing of it."""
+        for edit in self.edits:
+            if first < edit.wild_from < first + count:
+                count = edit.wild_from - first
+        return count
+
     def keeps(self, stage: Stage) -> bool:
         """It has the stage, or has it again when its pages are back."""
         return self.stage is stage or (self.left_stage is not None and self.left_stage.stage is stage)

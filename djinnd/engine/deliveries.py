@@ -65,10 +65,13 @@ class _Delivery:
 
     @property
     def positions(self) -> int:
-        """The last token that was generated has not been run, but to where the request stopped."""
+        """The last token that was generated has not been run, but to where the request stopped, or found none to
+        follow."""
         reply = self.reply
         assert reply is not None
         if reply.stopped is not None:
+            return reply.length - self.first
+        if reply.reason == "not_finite":
             return reply.length - self.first
         return self.request.prompt_end + max(reply.generated - 1, 0) - self.first
 

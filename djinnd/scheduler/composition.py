@@ -147,6 +147,8 @@ class Composition:
         if session.stage is not None or (request is not None and request.stops):
             way, self._is_part = way_of(session, way), True
             count = min(count, way.end - session.next_position)
+        if session.edits and count > 1:
+            count = session.together(session.next_position, count)
         if self._is_part and self._company.is_slower_with(way, count):
             self.apart.append((session, count))
             session.passed_over = ROOM

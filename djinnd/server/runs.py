@@ -198,15 +198,17 @@ class GenerateRun(SessionRun):
             reply.captured = self._breaking.told(message.capture, reply.hit)
         else:
             assert self._capturing is not None
-            reply.captured = self._capturing.told(message.capture, self._positions(message.capture))
+            reply.captured = self._capturing.told(message.capture, self._positions(message.capture, reply))
         if reply is not None:
             self.done.set_result(Answer(reply, fds))
 
-    def _positions(self, capture: Capture) -> int:
+    def _positions(self, capture: Capture, reply: Generated) -> int:
         """That were captured and are the session's. The engine may have gone on before it heard of a stop string; it
-        is as if it had not: the last token that it generated is not computed."""
+        is as if it had not: the last token that it generated is not computed, unless that was what no token could
+        follow."""
         length = self._generation.length
-        computed = length - 1 if length > self._generation.prompt_end else length
+        is_run = length == self._generation.prompt_end or reply.finish_reason == "not_finite"
+        computed = length if is_run else length - 1
         return min(capture.positions, computed - capture.first)
 
     def _ended(self, message: Finished) -> Generated | None:

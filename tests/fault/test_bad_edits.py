@@ -169,6 +169,43 @@ def test_what_is_no_number_is_its_session_s_own(target: Daemon, tenant: Tenant, 
             assert (overflown.finish_reason, overflown.token_ids) == ("not_finite", [])
 
 
+@pytest.mark.parametrize("edit", ["NaN", "overflow"])
+def test_what_comes_before_is_as_it_would_have_been(target: Daemon, edit: str) -> None:
+    """In the same prompt, and so are the pages with it, which other sessions find: where a later position holds NaN,
+    attention multiplies it with weights of 0."""
+    with djinn.Client(target.address) as client:
+        (model,) = [each for each in client.status().models if each.name == MODEL]
+    prompt, at = [n % 200 + 9 for n in range(model.page_size + 10)], model.page_size + 5
+    with djinn.Session(MODEL, address=target.address) as s:
+        whole = s.capture("blocks.*").run(prompt[:at])["blocks.7"]
+        expected = s.generate(prompt[at:], max_tokens=4, ignore_eos=True).token_ids
+        s.truncate(0)
+    with djinn.Session(MODEL, address=target.address) as s:
+        if edit == "NaN":
+            s.steer("blocks.0", [math.nan] * WIDTH, op="replace", positions=[at])
+        else:
+            s.steer(["blocks.0", "blocks.1"], op="scale", scale=1e38, positions=[at])
+        cache = s.capture(["blocks.*", "logits"]).run(prompt, max_tokens=4)
+        assert cache.generated.finish_reason == "not_finite"
+        are_finite = cache["blocks.7"].isfinite().all(-1)[0].tolist()
+        assert are_finite == [True] * at + [False] * (len(prompt) - at)
+        assert (cache["blocks.7"][:, :at] - whole).abs().max() < 1e-3
+        with djinn.Session(MODEL, address=target.address) as other:
+            assert other.generate(prompt, max_tokens=4, ignore_eos=True).token_ids == expected
+        s.unsteer()
+        s.truncate(at)
+        assert s.generate(prompt[at:], max_tokens=4, ignore_eos=True).token_ids == expected
+
+
+def test_a_capture_has_the_generated_token_that_none_could_follow(target: Daemon) -> None:
+    with djinn.Session(MODEL, address=target.address) as s:
+        s.steer("blocks.0", [math.nan] * WIDTH, op="replace", positions=[22])
+        cache = s.capture(["blocks.0", "logits"]).run(PROMPT * 5, max_tokens=8, ignore_eos=True)
+        assert cache.generated.finish_reason == "not_finite" and len(cache.generated.token_ids) == 3
+        assert cache.positions == range(23) and len(s.token_ids) == 23
+        assert cache["logits"].isfinite().all(-1)[0].tolist() == [True] * 22 + [False]
+
+
 def test_nobody_finds_in_pages_what_was_no_number(target: Daemon) -> None:
     """Pages that held it are given to other sessions of the same user, who fill them in part."""
     with djinn.Client(target.address) as client:

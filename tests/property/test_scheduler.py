@@ -473,7 +473,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         number, at = next(self.ids), now(len(shadow.tokens))
         extents = tuple(Extent(p, p + 1) for p in sorted(positions)) if positions else (Extent(at),)
         self.scheduler.edit(
-            shadow.session.id, Edit(number, (Point("resid", block),), "add", extents, rows=1, values=value)
+            shadow.session.id,
+            Edit(number, (Point("resid", block),), "add", extents, rows=1, values=value.ljust(4, b"\0")),
         )
         shadow.changes[number] = Change(value, block, positions or frozenset(), None if positions else at)
         assert shadow.session.due_from <= extents[0].start

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import math
+
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from djinn_client.image import Dtype
 from djinn_client.points import Point
 from djinnd.core.edits import FOREVER, Edit, Extent, cut, ended, now
+
+POINT = Point("resid", 1)
 
 
 def edit_of(number: int, *extents: Extent) -> Edit:
@@ -95,3 +101,39 @@ def test_a_cut_changes_nothing_before_it_and_a_second_one_there_nothing(some: li
     }
     over = ended(some, [1, 2, 3, 4], at)
     assert positions(cut(over, length)) == {each for each in positions(over) if each[1] < length}
+
+
+BITS = {"float32": np.float32, "float16": np.float16}
+
+
+def values(dtype: str, rows: list[list[float]]) -> bytes:
+    if dtype == "bfloat16":
+        return (np.array(rows, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return np.array(rows, BITS[dtype]).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -2048.0])
+def test_an_edit_says_from_where_on_it_may_lead_to_what_is_no_number(dtype: Dtype, bad: float) -> None:
+    rows = [[1.0, -900.0], [0.0, 3.0], [bad, 0.0], [bad, bad]]
+    own = (Extent(5, 7, row=0), Extent(20, 22, row=2))
+    edit = Edit(1, (POINT,), "replace", own, dtype=dtype, rows=4, values=values(dtype, rows))
+    assert edit.wild_from == 20
+    (kept,) = ended([edit], [1], 20)
+    assert kept.wild_from == FOREVER
+    together = msgspec.structs.replace(edit, extents=(Extent(5, 9, row=0),))
+    assert together.wild_from == 7
+    for row, expected in (([1.0, bad], 5), ([1.0, 2.0], FOREVER)):
+        for extents in ((Extent(5),), (Extent(5, 6), Extent(9, 12))):
+            one = Edit(1, (POINT,), "replace", extents, dtype=dtype, rows=1, values=values(dtype, [row]))
+            assert one.wild_from == expected
+
+
+def test_so_does_one_that_may_overflow() -> None:
+    extents, one = (Extent(5),), values("float32", [[1.0, 2.0]])
+    for op, factor in (("add", 512.0), ("project_out", 512.0), ("scale", 1024.5)):
+        has = {} if op == "scale" else {"rows": 1, "values": one}
+        for scale, expected in ((factor, 5), (-factor, 5), (factor / 2, FOREVER), (0.0, FOREVER)):
+            assert Edit(1, (POINT,), op, extents, scale=scale, **has).wild_from == expected  # type: ignore[arg-type]
+    for low, high, expected in ((-2.0, 5000.0, 5), (-5000.0, math.inf, 5), (-2.0, math.inf, FOREVER)):
+        assert Edit(1, (POINT,), "clamp", extents, low=low, high=high, rows=1, values=one).wild_from == expected

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from djinn_client.points import Point
+from djinnd.core.edits import Edit, Extent
 from djinnd.core.session import Session
 
 
@@ -44,3 +46,13 @@ def test_truncate_refuses_a_length_that_the_session_does_not_have(length: int) -
 
 def test_sessions_of_equal_content_are_different_sessions() -> None:
     assert session_of([1], 0) != session_of([1], 0)
+
+
+def test_what_may_be_no_number_begins_a_step() -> None:
+    point = Point("resid", 1)
+    wild = [Edit(n, (point,), "scale", (Extent(at),), scale=1e9) for n, at in ((1, 10), (3, 6))]
+    session = Session("s", "m", 1000, "agent")
+    assert session.together(0, 20) == 20
+    session.edits = (wild[0], Edit(2, (point,), "scale", (Extent(3),), scale=2.0), wild[1])
+    assert [session.together(first, 20 - first) for first in (0, 5, 6, 9, 10)] == [6, 1, 4, 1, 10]
+    assert session.together(0, 6) == 6

@@ -169,6 +169,18 @@ def test_a_request_with_nothing_to_run_is_our_fault() -> None:
         daemon.submit("full", prompt=0, max_tokens=0)
 
 
+def test_what_may_be_no_number_is_read_in_a_step_of_its_own_and_what_follows() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    session.edits = (Edit(1, (Point("resid", 1),), "scale", (Extent(6, 7),), scale=1e9),)
+    daemon.submit("a", 10)
+    read = []
+    for _ in range(2):
+        batch, _ = daemon.step()
+        read += [(row.start, row.end, row.samples) for row in batch.rows]
+    assert read == [(0, 6, False), (6, 10, True)]
+
+
 # --- events between steps -------------------------------------------------------------------------------------------
 
 

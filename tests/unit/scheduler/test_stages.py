@@ -351,7 +351,7 @@ def test_an_edit_before_which_it_waits_leaves_it_its_stage_and_any_other_takes_i
     for block, keeps in ((2, True), (3, True), (1, False)):
         bench = Bench(paging=True)
         session, _ = gone(bench)
-        bench.scheduler.edit("a", Edit(1, (Point("resid", block),), "add", (Extent(6),), rows=1, values=b"v"))
+        bench.scheduler.edit("a", Edit(1, (Point("resid", block),), "add", (Extent(6),), rows=1, values=b"v\0\0\0"))
         bench.scheduler.check_integrity()
         assert (session.left_stage is not None) is keeps
         bench.ask(session, resume_block=2)
