@@ -33,6 +33,7 @@ from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 log = logging.getLogger("djinnd.engine")
 
 TEND_EVERY = 0.25  # seconds
+SPARED_S = 0.1  # from one step of those who are spared to their next one, in turns with another model's
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Tiers:
         self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
         self._moved_beside: set[str] = set()  # a step: models of which transfers have ended
         self._tended_at = 0.0
+        self._spared_at = -math.inf  # when there last was a step with somebody in it who is spared
         self._waits = Waits()
 
     # --- models -----------------------------------------------------------------------------------------------------
@@ -88,7 +90,9 @@ class Tiers:
         residence = self._scheduler.residence(name)
         for session in [session for session in self._scheduler.sessions() if session.model == name]:
             self._scheduler.drop_stage(session.id)
-            residence.leave(session, sealed=True)
+            transfer = residence.leave(session, sealed=True)
+            if transfer is not None:  # a load may wait for it
+                residence.paging.moves.hurry(transfer)
             ended = self._scheduler.close(session.id)  # what moves is protected, and goes on
             assert ended is None, f"{name} retires while request {ended.id} runs"
         self._retiring[name] = then
@@ -164,8 +168,10 @@ class Tiers:
 
     def _rate_beside(self, batch: Batch) -> float:
         """See Transfers.begin_copies."""
-        share = self._scheduler.policy.paging
-        if share == 1.0 or not any(map(is_spared, batch.rows)):
+        share, now = self._scheduler.policy.paging, time.monotonic()
+        if any(map(is_spared, batch.rows)):
+            self._spared_at = now
+        if share == 1.0 or now - self._spared_at > SPARED_S:
             return math.inf
         return share * self._device.rates().bus
 

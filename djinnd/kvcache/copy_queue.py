@@ -1,8 +1,8 @@
 """Pages that wait for their copy over the bus, one way.
 
-Those come first that a call waits for, or will in a moment. The others are held to a rate, by a token bucket, beside
-steps that decode: what crosses the bus takes memory from these, and as many bytes in four times the time cost each of
-them a quarter of that.
+Those come first that a call waits for, or will in a moment, but for what LEFT_OVER says. The others are held to a rate,
+by a token bucket, beside steps that decode: what crosses the bus takes memory from these, and as many bytes in four
+times the time cost each of them a quarter of that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections import deque
 
 from djinnd.kvcache.moves import Move
 
-SAVED_S = 0.02  # so long, at most, the bytes are saved up that did not set out: some steps
+SAVED_S = 0.02  # so long, at most, bytes are saved up for which nobody was there
+LEFT_OVER = 8  # one byte of others for so many urgent ones, so that they come to an end whatever is urgent,
+PIECE_BYTES = 64 << 20  # and not before they are so many
 
 
 class CopyQueue:
@@ -20,6 +22,8 @@ class CopyQueue:
         self._urgent: deque[Move] = deque()
         self._others: deque[Move] = deque()
         self._allowed = math.inf  # bytes, of others
+        self._owed = 0.0  # of these, what they are to have before urgent ones
+        self._are_held = False  # others, since they have had what they were allowed
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -34,20 +38,26 @@ class CopyQueue:
         if hurried:
             self._urgent.extend(hurried)
             self._others = deque(move for move in self._others if not move.is_urgent)
+            self._are_held = self._are_held and bool(self._others)
 
     def pace(self, rate: float, now: float) -> None:
         """Bytes a second that others may set out with, from now on; inf: any number."""
         since, self._at = now - self._at, now
-        self._allowed = math.inf if rate == math.inf else min(self._allowed + rate * since, rate * SAVED_S)
+        saved = max(since, SAVED_S) if self._are_held else SAVED_S  # steps may take longer than that
+        self._allowed = math.inf if rate == math.inf else min(self._allowed + rate * since, rate * saved)
 
     @property
     def next(self) -> deque[Move]:
         """The first of these may begin, and with it those that follow, if there is one; to be taken from it."""
-        if self._urgent or self._allowed <= 0:
-            return self._urgent
-        return self._others
+        if self._others and self._allowed > 0 and (not self._urgent or self._owed >= PIECE_BYTES):
+            return self._others
+        return self._urgent
 
     def began(self, moves: deque[Move], nbytes: int) -> None:
         """So many bytes of moves that were taken from what `next` had answered."""
         if moves is self._others:
             self._allowed -= nbytes
+            self._owed = max(self._owed - nbytes, 0.0)
+            self._are_held = bool(moves) and self._allowed <= 0
+        elif self._others:
+            self._owed += nbytes / LEFT_OVER

@@ -174,7 +174,8 @@ class Moves:
 
     def hurry(self, transfer: Transfer) -> None:
         """A call waits for it, or will in a moment."""
-        transfer.is_urgent = self.has_hurried = True
+        if not transfer.is_urgent:
+            transfer.is_urgent = self.has_hurried = True
 
     def hurry_all(self) -> None:
         """A call waits for pages, which are on the way for somebody else, or are free when others have left."""

@@ -286,8 +286,9 @@ def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_t
         return Batch("m", tuple(rows), 1)
 
     rate, bus = engine.engine._tiers._rate_beside, engine.engine._device.rates().bus
-    assert rate(batch(1, 64)) == Policy().paging * bus < bus
     assert rate(batch(64)) == rate(batch(1, klass="batch")) == math.inf
+    assert rate(batch(1, 64)) == Policy().paging * bus < bus
+    assert rate(batch(64)) == Policy().paging * bus, "where two models take turns, it is kept between two steps"
     for paging, expected_rate in ((0.5, 0.5 * bus), (1.0, math.inf)):
         engine.send(messages.SetPolicy(1.25, 0.0, 10.0, paging))
         engine.report()

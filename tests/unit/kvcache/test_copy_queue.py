@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 
-from djinnd.kvcache.copy_queue import SAVED_S, CopyQueue
+import pytest
+
+from djinnd.kvcache.copy_queue import LEFT_OVER, PIECE_BYTES, SAVED_S, CopyQueue
 from djinnd.kvcache.moves import Move, Transfer, Way
 
 PAGE = 100  # bytes
@@ -58,11 +60,37 @@ def test_the_others_are_held_to_the_rate_and_what_is_urgent_is_not() -> None:
     assert begins * PAGE >= 2.0 * RATE - PAGE
 
 
+def test_the_others_come_to_an_end_whatever_is_urgent() -> None:
+    queue = CopyQueue()
+    for number in range(4):
+        queue.add(move(b"%d" % number))
+    keys = []
+    for _ in range(5 * LEFT_OVER):
+        queue.add(move(b"urgent", urgent=True))
+        moves = queue.next
+        keys.append(moves.popleft().key)
+        queue.began(moves, PIECE_BYTES)
+    assert [keys.index(b"%d" % number) for number in range(4)] == [8, 17, 26, 35]
+
+
+@pytest.mark.parametrize("step", [0.01, 0.3])
+def test_the_rate_is_kept_however_long_steps_are(step: float) -> None:
+    queue, begins = CopyQueue(), 0
+    for number in range(4000):
+        queue.add(move(b"%d" % number))
+    for number in range(round(30 / step)):
+        queue.pace(RATE, number * step)
+        begins += len(begun(queue))
+    assert begins * PAGE == pytest.approx(30 * RATE, rel=0.05)
+
+
 def test_little_is_saved_up() -> None:
     queue = CopyQueue()
-    queue.pace(RATE, 0.0)
-    begun(queue)
-    queue.pace(RATE, 1000.0)
+    for now in (10.0, 1000.0):
+        queue.pace(RATE, now)
+        queue.add(move(b"a"))
+        assert begun(queue) == [b"a"]
+    queue.pace(RATE, 2000.0)
     for number in range(40):
         queue.add(move(b"%d" % number))
     assert len(begun(queue)) == math.ceil(SAVED_S * RATE / PAGE)
