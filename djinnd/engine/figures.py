@@ -73,7 +73,8 @@ class Figures:
         if stray := windows.difference(self._under_way):
             findings.append(f"engine: windows of ended requests {sorted(stray)}")
         for session in self._scheduler.sessions():
-            waits = session.stage is not None and session.stage.first > 0
+            stage = session.stage if session.left_stage is None else session.left_stage.stage
+            waits = stage is not None and stage.first > 0
             if waits and not self._runners[session.model].held.holds(session):
                 findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not held")
         return findings

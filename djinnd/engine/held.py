@@ -55,9 +55,9 @@ class HeldRows:
         return self._rows.tensor
 
     def holds(self, session: Session) -> bool:
-        """What it is to go on from."""
+        """What it is to go on from, once it has its stage."""
         held = self._held.get(session.id)
-        return held is not None and held.stage is session.stage
+        return held is not None and session.keeps(held.stage)
 
     def give_room(self, row: Row) -> bool:
         """For a row that will wait, with all others of its stage. False: there is none, now or when the stage began."""

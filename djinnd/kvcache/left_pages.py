@@ -10,12 +10,13 @@ from djinnd.kvcache.prefixes import Key
 
 
 class Left(NamedTuple):
-    """The pages of a session that has left the device. Those of its first `tokens` tokens held their KV; any behind
-    them what its stage had brought (Session.left_stage)."""
+    """The pages of a session that has left the device. Those of its first `tokens` tokens held their KV, and the last
+    `staged` ones what its stage had brought (Session.left_stage)."""
 
     keys: list[Key]
     tokens: int
     back_at: float = 0.0  # when it was expected back, as it left; 0: nobody knew
+    staged: int = 0
 
 
 class LeftPages:

@@ -35,18 +35,28 @@ class Elsewhere:
         """Of one that is about to give up its pages with its stage, of which the last ones have these keys."""
         assert session.stage is not None
         keys = keys_with(session, staged, self.kv)
-        self.left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at))
+        self.left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at, len(staged)))
         return LeftStage(session.stage, session.computed, len(session.tokens))
 
-    def forget(self, session: Session) -> None:
-        self.left.forget(session.id)
+    def lose_stage(self, session: Session) -> None:
+        """It will not have it again: nobody else finds the pages with it, which can be spared."""
         session.left_stage = None
+        left = self.left.get(session.id)
+        if left is not None and left.staged:
+            kept = len(left.keys) - left.staged
+            self.paging.can_spare(left.keys[kept:])
+            self.left.remember(session.id, left._replace(keys=left.keys[:kept], staged=0))
+
+    def forget(self, session: Session) -> None:
+        self.lose_stage(session)
+        self.left.forget(session.id)
 
     def revise(self, session: Session, left: Left, first: int) -> None:
-        """What it had left may be of use up to position `first`, and with its stage, if it still has that."""
+        """What it had left, without a stage, may be of use up to position `first`."""
         reach = min(left.tokens, first)
-        keys = left.keys if session.left_stage is not None else left.keys[: self.kv.pages_for(reach)]
-        self.left.remember(session.id, left._replace(keys=keys, tokens=reach))
+        self.left.remember(
+            session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach, staged=0)
+        )
 
     def are_wanted_by(self, keys: Iterable[Key], at: float) -> bool:
         """Of each of these pages somebody who has left it is expected back by then."""
@@ -117,15 +127,20 @@ class Elsewhere:
 
     def _found_staged(self, session: Session, staged: LeftStage) -> Found | None:
         """All pages that it has left with its stage, where bringing them back is cheaper than to run again what that
-        spares."""
+        spares; so it has to be of those with its stage alone, as the others could come back without them."""
         left, start = self.left.get(session.id), session.computed // self.kv.page_size
         if left is None or session.computed > staged.computed or len(session.tokens) != staged.length:
             return None
-        found = self.paging.find_staged(left.keys[start:], start * self.kv.page_size, staged.length)
-        if found is None:
+        behind, size = len(left.keys) - left.staged, self.kv.page_size
+        found = self.paging.find_staged(left.keys[start:], start * size, staged.length)
+        inside = self.paging.find_staged(left.keys[behind:], behind * size, staged.length)
+        if found is None or inside is None:
             return None
-        computed = staged.length - spared(staged, session.computed)  # as it seems
-        return found if self.costs.prefer_copy(found, computed, 0, self.kv.page_bytes) else None
+        for part, computed in ((found, session.computed), (inside, staged.computed)):
+            as_it_seems = staged.length - spared(staged, computed)
+            if not self.costs.prefer_copy(part, as_it_seems, 0, self.kv.page_bytes):
+                return None
+        return found
 
     def check_integrity(self) -> None:
         self.left.check_integrity()

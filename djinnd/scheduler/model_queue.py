@@ -207,10 +207,10 @@ class ModelQueue:
 
     def drop_stage(self, session: Session) -> None:
         """See Scheduler.drop_stage. One that was on its way out still is."""
-        session.left_stage = None
+        self.residence.elsewhere.lose_stage(session)
         if session.stage is not None:
             self.rewind(session, session.computed)
-            if session.request is None:
+            if session.request is None or session.paused:
                 self._leave_device(session)
 
     def revise(self, session: Session, first: int) -> None:
@@ -367,6 +367,9 @@ class ModelQueue:
             self._check_stage(session, session.stage)
         if session.left_stage is not None:
             assert session.stage is None and session.left_stage.length == length, f"session {name} has left otherwise"
+        left = self.residence.elsewhere.left.get(name)
+        staged = left is not None and left.staged > 0
+        assert staged == (session.left_stage is not None), f"session {name}: {session.left_stage}, and {left}"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
             assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"

@@ -96,7 +96,7 @@ class Residence:
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
                 self._is_back(session, computed)
-                session.left_stage = None
+                self.elsewhere.lose_stage(session)
                 return True
             except OutOfPages as shortage:
                 lacking = shortage.needed
@@ -166,7 +166,7 @@ class Residence:
                 session.id, session.tenant, session.names, session.computed, most, session.salt
             )
             if session.left_stage is not None and session.computed > session.left_stage.computed:
-                session.left_stage = None
+                self.elsewhere.lose_stage(session)
 
     def _is_back(self, session: Session, computed: int) -> None:
         """It holds the pages that it has been given since it had the KV of so many tokens, and goes on to."""
@@ -212,7 +212,8 @@ class Residence:
             if not sealed:
                 return departure.transfer
         else:
-            if self._has_left_with_stage(session):
+            if session.left_stage is not None and not (session.foreign_tokens and self.kv.pages_held(session.id)):
+                self._turn_back(session)
                 return None
             reach = self._reach(session)
             staged = staged_keys(session, self.kv) if self.paging.host is not None else []
@@ -235,9 +236,11 @@ class Residence:
         self._leaving[session.id] = departure
         return departure.transfer
 
-    def _has_left_with_stage(self, session: Session) -> bool:
-        """And nothing of it is back."""
-        return session.left_stage is not None and not self.kv.pages_held(session.id) and not self.is_arriving(session)
+    def _turn_back(self, session: Session) -> None:
+        """It has left with its stage, and all that it has on the device by now has come from where it still is."""
+        self._arriving.pop(session.id, None)
+        self.kv.drop(session.id)
+        session.computed, session.woken = 0, True
 
     def _keys_on_device(self, session: Session, staged: list[Key]) -> list[Key]:
         """Of the pages that it leaves with."""
@@ -272,7 +275,9 @@ class Residence:
 
     def _reach(self, session: Session) -> int:
         arrival = self._arriving.get(session.id)
-        return session.computed if arrival is None else arrival.transfer.tokens
+        if arrival is None:
+            return session.computed
+        return arrival.transfer.tokens if arrival.staged is None else arrival.staged.computed
 
     def expect(self, session: Session, back_at: float) -> None:
         """That has come to be known only now, of one that may have left; 0: not any more."""
@@ -286,19 +291,24 @@ class Residence:
 
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""
-        if self._leaving.pop(session.id, None) is not None:
+        departure = self._leaving.pop(session.id, None)
+        if departure is not None:
             self._promised = 0
+            self.paging.can_spare(departure.staged)
 
     def _departed(self, departure: _Departure) -> None:
         session = departure.session
-        self.stay(session)
+        if self._leaving.pop(session.id, None) is not None:
+            self._promised = 0
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
         self.elsewhere.forget(session)
         if departure.staged and session.stage is not None and not departure.transfer.failed:
             session.left_stage = self.elsewhere.remember_staged(session, departure.staged)
-        elif session.computed and session.computed == departure.reach:
-            self.elsewhere.remember(session)
+        else:
+            self.paging.can_spare(departure.staged)
+            if session.computed and session.computed == departure.reach:
+                self.elsewhere.remember(session)
         if departure.reach:
             session.left_at = departure.reach
         session.woken = session.woken or departure.reach > 0 or bool(departure.staged)
@@ -325,7 +335,7 @@ class Residence:
         if staged is not None:
             self._arrived_staged(arrival, staged)
             return
-        session.left_stage = None
+        self.elsewhere.lose_stage(session)
         self.kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
         most = of_use(session)
@@ -338,12 +348,14 @@ class Residence:
         pages that are full of KV."""
         session, tokens, size = arrival.session, arrival.transfer.tokens, self.kv.page_size
         full = min(tokens, staged.computed) // size * size
-        self.kv.arrived(session.id, arrival.keys, max(full, session.computed))
+        self.kv.arrived(session.id, arrival.keys, full)
         if tokens == staged.length and session.left_stage is staged:
-            session.computed, session.stage, session.left_stage = staged.computed, staged.stage, None
+            session.computed, session.stage = staged.computed, staged.stage
+            self.elsewhere.lose_stage(session)
         else:
-            session.computed = max(full, session.computed)
-            self.rewind(session, session.computed)
+            session.computed, most = full, min(full, of_use(session))
+            self.rewind(session, most)
+            session.foreign_tokens = min(session.foreign_tokens, most)
 
     # --- along with the session -------------------------------------------------------------------------------------
 
@@ -368,11 +380,15 @@ class Residence:
     def revise(self, session: Session, first: int) -> None:
         """From position `first` on, its KV will follow from something else, or there is none any more; that of the
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
-        left, staged = self.elsewhere.left.get(session.id), session.left_stage
+        if session.left_stage is not None:
+            self.stay(session)
+            self._arriving.pop(session.id, None)
+            self._trim(session, min(session.computed, first))
+            return
+        left = self.elsewhere.left.get(session.id)
         if session.stage is None:
             self.rewind(session, min(session.computed, first))
         if left is not None:
-            session.left_stage = staged
             self.elsewhere.revise(session, left, first)
 
     def close(self, session: Session) -> None:
@@ -384,7 +400,9 @@ class Residence:
             keys += self.elsewhere.keys(session)
         self.forget(session)
         self.kv.drop(session.id)
-        leaving = set(chain.from_iterable(self.elsewhere.keys(gone.session) for gone in self._leaving.values()))
+        leaving = set(
+            chain.from_iterable(self._keys_on_device(one.session, one.staged) for one in self._leaving.values())
+        )
         self.paging.can_spare([key for key in keys if key not in self.elsewhere.left and key not in leaving])
 
     def forget(self, session: Session) -> None:

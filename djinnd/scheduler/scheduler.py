@@ -116,7 +116,7 @@ class Scheduler:
         self.open(child)
         residence = self._queues[parent.model].residence
         if residence.is_arriving(parent):
-            residence.rewind(parent, parent.computed)
+            residence.revise(parent, len(parent.tokens))
         child.left_at = parent.left_at
         kv = self._queues[child.model].kv
         may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
@@ -242,7 +242,7 @@ class Scheduler:
             again = min(again, stop.position)
         left = session.left_stage
         if left is not None and (left.stage.first != request.resume_block or left.computed > again):
-            session.left_stage = None
+            queue.residence.elsewhere.lose_stage(session)
         if session.computed > again:
             queue.rewind(session, again)
         if again < request.first:

@@ -328,10 +328,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop_stage(self, data: st.DataObject) -> None:
-        shadow = self.draw_shadow(data, lambda shadow: shadow.session.stage)
+        shadow = self.draw_shadow(data, lambda shadow: shadow.session.stage or shadow.session.left_stage)
         if shadow:
             self.scheduler.drop_stage(shadow.session.id)
-            assert shadow.session.stage is None
+            assert shadow.session.stage is shadow.session.left_stage is None
 
     @rule(data=st.data(), max_tokens=st.integers(1, 8))
     def go_on(self, data: st.DataObject, max_tokens: int) -> None:

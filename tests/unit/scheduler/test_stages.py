@@ -412,6 +412,119 @@ def test_one_that_has_run_few_blocks_is_run_anew_where_that_is_cheaper() -> None
         assert (bench.scheduler.next_batch() is None) is comes_back
 
 
+def overwritten(bench: Bench) -> None:
+    """What has left is not on the device any more."""
+    other = bench.open("other")
+    bench.ask(other, 4 * bench.kv.pool.capacity - 1)
+    while other.request is not None:
+        bench.step()
+    bench.scheduler.close("other")
+
+
+@pytest.mark.parametrize("leave", ["wait", "pause"])
+def test_who_turns_back_on_its_way_keeps_its_stage(leave: str) -> None:
+    bench = Bench(paging=True)
+    session, stage = gone(bench)
+    overwritten(bench)
+    bench.scheduler.wake("a")
+    assert bench.scheduler.residence("m").is_arriving(session)
+    getattr(bench.scheduler, leave)("a")
+    bench.scheduler.check_integrity()
+    assert session.left_stage == (stage, 6, 10) and bench.kv.pages_held("a") == 0 and session.left_at == 6
+    bench.copy()
+    bench.scheduler.wake("a") if leave == "wait" else bench.scheduler.resume("a")
+    bench.ask(session, resume_block=2)
+    while bench.scheduler.next_batch() is None:
+        bench.copy()
+    assert session.stage is stage
+
+
+def test_who_could_not_come_back_whole_keeps_its_stage() -> None:
+    """Of its pages the device has the first, and no room for the others."""
+    bench = Bench(paging=True, pages=6)
+    session, stage = gone(bench)
+    other = bench.open("b")
+    bench.ask(other, 19)
+    assert bench.step()
+    bench.scheduler.wake("a")
+    bench.scheduler.wait("a")
+    bench.scheduler.check_integrity()
+    assert session.left_stage == (stage, 6, 10) and bench.kv.pages_held("a") == 0
+
+
+def test_a_fork_leaves_who_is_on_its_way_its_stage() -> None:
+    bench = Bench(paging=True)
+    session, stage = gone(bench)
+    overwritten(bench)
+    bench.scheduler.wake("a")
+    bench.scheduler.fork("a", "child", "agent")
+    bench.scheduler.check_integrity()
+    assert session.left_stage == (stage, 6, 10)
+    bench.ask(session, resume_block=2)
+    while bench.scheduler.next_batch() is None:
+        bench.copy()
+    assert session.stage is stage
+
+
+@pytest.mark.parametrize("where", ["here", "arriving", "elsewhere"])
+def test_who_goes_on_from_an_earlier_hit_stops_where_it_is_to(where: str) -> None:
+    """Wherever its pages are: it stops at the position from which on a breakpoint is about."""
+    bench = Bench(paging=True)
+    session = bench.open("a")
+    for request in ({"prompt": 10, "stops": [(2, 2)]}, {"stops": [(4, 9)], "resume_block": 2}):
+        bench.ask(session, **request)  # type: ignore[arg-type]
+        while session.request is not None:
+            bench.step()
+    assert session.stage is not None and (session.stage.first, session.computed) == (4, 9)
+    if where != "here":
+        bench.scheduler.wait("a")
+        bench.copy()
+        overwritten(bench)
+    if where == "arriving":
+        bench.scheduler.wake("a")
+        assert bench.scheduler.residence("m").is_arriving(session)
+    request = bench.ask(session, stops=[(4, 2)], resume_block=2)
+    ran: list[RowOf] = []
+    while session.request is not None:
+        bench.copy()
+        if bench.scheduler.next_batch() is not None:
+            ran += bench.step()
+    assert ran == [("a", 2, 10, 0, 4, False)] and request.stopped == Stop(4, 2)
+
+
+def test_who_is_paused_with_a_call_leaves_also_where_it_loses_its_stage_on_the_way() -> None:
+    bench = Bench(paging=True)
+    session = bench.parked(stops_from=6)
+    bench.scheduler.pause("a")
+    bench.ask(session, resume_block=2)
+    bench.scheduler.drop_stage("a")
+    bench.copy()
+    assert session.stage is None and bench.kv.pages_held("a") == 0
+
+
+@pytest.mark.parametrize("lost", ["gone", "on its way out", "another call"])
+def test_pages_of_a_stage_that_is_lost_can_be_spared(lost: str) -> None:
+    bench = Bench(paging=True)
+    host = bench.scheduler.residence("m").paging.host
+    assert host is not None
+    if lost == "on its way out":
+        session = bench.parked(stops_from=6)
+        bench.scheduler.wait("a")
+        moves = bench.scheduler.residence("m").paging.moves
+        for move in [taken for taken in (moves.take() for _ in range(3)) if taken is not None]:
+            moves.landed(move)
+            moves.sealed(move, 7)
+        bench.ask(session, resume_block=2)
+    else:
+        session, _ = gone(bench)
+        if lost == "gone":
+            bench.scheduler.drop_stage("a")
+        else:
+            bench.ask(session, 3)
+    spare = sum(map(host.is_spare, host.complete_slots))
+    assert spare == 2, "and the full page stays"
+
+
 def test_one_that_said_while_it_ran_that_it_waits_has_stopped_all_the_same() -> None:
     bench = Bench(paging=True)
     session = bench.open("a")
