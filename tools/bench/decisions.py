@@ -85,7 +85,7 @@ class Crowd:
             if some is away:
                 for name in away:
                     self.engine.wait(name, None, "")
-                self.engine.turn()
+                self.engine.run(self.engine.now + STEP_S)  # until all have left
         for name in names:
             self._ask(name)
 
