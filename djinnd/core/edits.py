@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FOREVER = 1 << 40  # a position that no session comes to
-WILD = 1024.0  # an activation that an edit makes larger than this may overflow, here or in a later block
+WILD = 1024.0  # larger values that an edit adds, or puts in a place, may lead to an overflow there or in a later block
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
@@ -75,9 +75,11 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def wild_from(self) -> int:
-        """The first position at which it may lead to what is no number; FOREVER: none."""
-        if self.op == "scale":
-            return self.first if abs(self.scale) > WILD else FOREVER
+        """The first position at which it may lead to what is no number; FOREVER: none. One that enlarges may, however
+        little: at block after block that is a power."""
+        if self.op in ("scale", "project_out"):
+            largest = abs(self.scale) if self.op == "scale" else abs(1.0 - self.scale)
+            return self.first if largest > 1.0 else FOREVER
         if any(WILD < abs(bound) < math.inf for bound in (self.low, self.high)):
             return self.first
         wild = self._wild_rows(WILD / abs(self.scale) if self.scale else math.inf)

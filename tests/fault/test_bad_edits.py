@@ -169,7 +169,7 @@ def test_what_is_no_number_is_its_session_s_own(target: Daemon, tenant: Tenant, 
             assert (overflown.finish_reason, overflown.token_ids) == ("not_finite", [])
 
 
-@pytest.mark.parametrize("edit", ["NaN", "overflow"])
+@pytest.mark.parametrize("edit", ["NaN", "overflow", "at every block"])
 def test_what_comes_before_is_as_it_would_have_been(target: Daemon, edit: str) -> None:
     """In the same prompt, and so are the pages with it, which other sessions find: where a later position holds NaN,
     attention multiplies it with weights of 0."""
@@ -183,8 +183,11 @@ def test_what_comes_before_is_as_it_would_have_been(target: Daemon, edit: str) -
     with djinn.Session(MODEL, address=target.address) as s:
         if edit == "NaN":
             s.steer("blocks.0", [math.nan] * WIDTH, op="replace", positions=[at])
-        else:
+        elif edit == "overflow":
             s.steer(["blocks.0", "blocks.1"], op="scale", scale=1e38, positions=[at])
+        else:
+            for number in range(14):
+                s.steer(f"blocks.{number // 2}", op="scale", scale=1000.0, positions=[at])
         cache = s.capture(["blocks.*", "logits"]).run(prompt, max_tokens=4)
         assert cache.generated.finish_reason == "not_finite"
         are_finite = cache["blocks.7"].isfinite().all(-1)[0].tolist()

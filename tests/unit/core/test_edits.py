@@ -131,9 +131,14 @@ def test_an_edit_says_from_where_on_it_may_lead_to_what_is_no_number(dtype: Dtyp
 
 def test_so_does_one_that_may_overflow() -> None:
     extents, one = (Extent(5),), values("float32", [[1.0, 2.0]])
-    for op, factor in (("add", 512.0), ("project_out", 512.0), ("scale", 1024.5)):
+    for op, wild, tame in (
+        ("add", (512.0, -512.0), (256.0, -256.0, 0.0)),
+        ("project_out", (2.5, -0.5), (0.0, 1.0, 2.0)),
+        ("scale", (1.5, -1.5), (1.0, -1.0, 0.0)),
+    ):
         has = {} if op == "scale" else {"rows": 1, "values": one}
-        for scale, expected in ((factor, 5), (-factor, 5), (factor / 2, FOREVER), (0.0, FOREVER)):
-            assert Edit(1, (POINT,), op, extents, scale=scale, **has).wild_from == expected  # type: ignore[arg-type]
+        for scale in (*wild, *tame):
+            edit = Edit(1, (POINT,), op, extents, scale=scale, **has)  # type: ignore[arg-type]
+            assert edit.wild_from == (5 if scale in wild else FOREVER), (op, scale)
     for low, high, expected in ((-2.0, 5000.0, 5), (-5000.0, math.inf, 5), (-2.0, math.inf, FOREVER)):
         assert Edit(1, (POINT,), "clamp", extents, low=low, high=high, rows=1, values=one).wild_from == expected

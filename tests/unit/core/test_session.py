@@ -53,6 +53,6 @@ def test_what_may_be_no_number_begins_a_step() -> None:
     wild = [Edit(n, (point,), "scale", (Extent(at),), scale=1e9) for n, at in ((1, 10), (3, 6))]
     session = Session("s", "m", 1000, "agent")
     assert session.together(0, 20) == 20
-    session.edits = (wild[0], Edit(2, (point,), "scale", (Extent(3),), scale=2.0), wild[1])
+    session.edits = (wild[0], Edit(2, (point,), "scale", (Extent(3),), scale=0.5), wild[1])
     assert [session.together(first, 20 - first) for first in (0, 5, 6, 9, 10)] == [6, 1, 4, 1, 10]
     assert session.together(0, 6) == 6
