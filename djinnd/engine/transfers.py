@@ -186,14 +186,18 @@ class Transfers:
             return
         most = IN_FLIGHT_BESIDE_RING if self.beside_ring else IN_FLIGHT
         pool, now = self._pool(), time.monotonic()
-        have_hurried, self._paging.moves.has_hurried = self._paging.moves.has_hurried, False
+        moves = self._paging.moves
+        have_hurried, moves.has_hurried = moves.has_hurried, False
+        have_dropped, moves.has_dropped = moves.has_dropped, False
         for way, queue in self._queued.items():
+            if have_dropped:
+                queue.drop()
             if have_hurried:
                 queue.hurry()
             queue.pace(rate, now)
             while (queued := queue.next) and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
                 run = self._run_of(queued)
-                queue.began(queued, len(run) * self.host.page_bytes)
+                queue.began(queued, run, len(run) * self.host.page_bytes)
                 self._copy(way, run, pool, mark)
 
     def _run_of(self, queued: deque[Move]) -> list[Move]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from djinnd.kvcache.moves import Move
 
@@ -30,7 +31,13 @@ class CopyQueue:
         return len(self._urgent) + len(self._others)
 
     def add(self, move: Move) -> None:
+        move.is_queued = True
         (self._urgent if move.is_urgent else self._others).append(move)
+
+    def drop(self) -> None:
+        """Those that have been, see Moves.drop."""
+        self._urgent = deque(move for move in self._urgent if not move.is_dropped)
+        self._others = deque(move for move in self._others if not move.is_dropped)
 
     def hurry(self) -> None:
         """Somebody's call waits for moves now for which none did when they came."""
@@ -53,11 +60,13 @@ class CopyQueue:
             return self._others
         return self._urgent
 
-    def began(self, moves: deque[Move], nbytes: int) -> None:
-        """So many bytes of moves that were taken from what `next` had answered."""
-        if moves is self._others:
+    def began(self, queued: deque[Move], begun: Sequence[Move], nbytes: int) -> None:
+        """The copies of these, of so many bytes together, which were taken from `queued`, what `next` had answered."""
+        for move in begun:
+            move.is_queued = False
+        if queued is self._others:
             self._allowed -= nbytes
             self._owed = max(self._owed - nbytes, 0.0)
-            self._are_held = bool(moves) and self._allowed <= 0
+            self._are_held = bool(queued) and self._allowed <= 0
         elif self._others:
             self._owed += nbytes / LEFT_OVER

@@ -59,6 +59,8 @@ class Move:
     page: int = 0  # where a fetched page goes next
     is_followed: bool = False  # the device computes with it no sooner than it is there
     is_hurried: bool = False  # whoever's transfers it is of
+    is_queued: bool = False  # taken, and its copy has not begun
+    is_dropped: bool = False  # nobody wants it any more, and it has failed
     on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
     on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
 
@@ -78,7 +80,7 @@ class Moves:
         self.filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
         self.writing_out: dict[Key, Move] = {}  # the same, to disk
         self.written_out: set[Key] = set()  # of the host's oldest pages, those that have been, or are, since they are
-        self.has_hurried = False  # until whoever copies has seen it
+        self.has_hurried = self.has_dropped = False  # until whoever copies has seen it
         self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has left
         self._waiting: deque[Move] = deque()  # for the copies to begin
         self._under_way: set[Move] = set()  # taken, and not landed
@@ -182,6 +184,17 @@ class Moves:
         for move in chain(self.filling.values(), self.arriving.values()):
             if not move.is_hurried:
                 move.is_hurried = self.has_hurried = True
+
+    def drop(self, transfer: Transfer) -> None:
+        """Nobody waits any more for what comes to the device by it. Pages whose copies have not begun do not come, and
+        are free at once."""
+        for move in list(self.arriving.values()):
+            has_begun = move in self._under_way and not move.is_queued
+            if move.way is Way.PROMOTE and transfer in move.on_landing and not has_begun:
+                move.is_dropped = self.has_dropped = True
+                self._under_way.add(move)
+                self.failed(move, bad=False)
+        self._waiting = deque(move for move in self._waiting if not move.is_dropped)
 
     def followed(self, move: Move) -> list[Transfer]:
         """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as

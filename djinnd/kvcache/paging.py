@@ -81,7 +81,10 @@ class Paging:
             return transfer
         pages, size = self.kv.pages_of(session), self.kv.page_size
         assert len(keys) == len(pages), f"session {session} has {len(pages)} pages and {len(keys)} keys"
-        kept = [slot for key in keys if (slot := self.host.find(key)) is not None]
+        kept = [slot for key in keys if (slot := self.host.peek(key)) is not None]
+        if len(kept) == len(keys):
+            self._end_first_gives_way(keys)
+            return transfer
         for slot in kept:  # does not give way to what follows
             self.host.pin(slot)
         for start, key, page in zip(range(0, tokens, size), keys, pages, strict=True):

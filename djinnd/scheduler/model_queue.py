@@ -294,8 +294,10 @@ class ModelQueue:
     def tend(self, now: float) -> None:
         """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they
         are scarce, who waits and has not found room on the host; whose client is expected comes back, and is not
-        expected any more when it has not asked for long."""
+        expected any more when it has not asked for long. Who has not found its pages, or room for them, is asked
+        again."""
         self.residence.now = now
+        self.over([])
         due, staying = [], []
         for session in self.sessions.values():
             if session.request is not None or session.paused:

@@ -238,7 +238,7 @@ class Residence:
 
     def _turn_back(self, session: Session) -> None:
         """It has left with its stage, and all that it has on the device by now has come from where it still is."""
-        self._arriving.pop(session.id, None)
+        self._come_no_further(session)
         self.kv.drop(session.id)
         session.computed, session.woken = 0, True
 
@@ -382,7 +382,7 @@ class Residence:
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
         if session.left_stage is not None:
             self.stay(session)
-            self._arriving.pop(session.id, None)
+            self._come_no_further(session)
             self._trim(session, min(session.computed, first))
             return
         left = self.elsewhere.left.get(session.id)
@@ -408,8 +408,13 @@ class Residence:
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
         self.stay(session)
-        self._arriving.pop(session.id, None)
+        self._come_no_further(session)
         self.elsewhere.forget(session)
+
+    def _come_no_further(self, session: Session) -> None:
+        arrival = self._arriving.pop(session.id, None)
+        if arrival is not None:
+            self.paging.moves.drop(arrival.transfer)
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()

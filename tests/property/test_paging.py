@@ -211,15 +211,26 @@ class PagingMachine(RuleBasedStateMachine):
             self.go_on(shadow, [1 - last])
 
     def rewind(self, shadow: Shadow, computed: int) -> None:
-        shadow.arrival = None
+        self.come_no_further(shadow)
         shadow.computed = self.kv.trim(shadow.name, computed)
 
     @rule(pick=PICKS)
     def close(self, pick: int) -> None:
         shadow = self.draw(pick, suits=lambda shadow: True)
         if shadow is not None:
+            self.come_no_further(shadow)
             self.kv.drop(shadow.name)
             del self.shadows[shadow.name]
+
+    def come_no_further(self, shadow: Shadow) -> None:
+        arrival, shadow.arrival = shadow.arrival, None
+        if arrival is None or arrival[0] not in self.transfers:
+            return
+        transfer = arrival[0]
+        self.paging.moves.drop(transfer)
+        self.taken = [move for move in self.taken if not (move.is_queued and move.is_dropped)]
+        if transfer.is_over:
+            self.transfers.pop(transfer)
 
     @precondition(lambda self: not self.paging.is_busy)
     @rule(pages=st.integers(2, 12))
@@ -383,6 +394,7 @@ class PagingMachine(RuleBasedStateMachine):
             move = self.paging.moves.take()
             if move is None:
                 return
+            move.is_queued = (most + len(self.taken)) % 2 == 0
             self.taken.append(move)
             if move.way is Way.DEMOTE:
                 assert self.holds(self.page(move.source), move.key), "what is to be copied is not there"

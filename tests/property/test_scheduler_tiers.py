@@ -48,7 +48,9 @@ class Copier:
     def go(self, choice: Random, failing: float) -> None:
         """Does one thing, if there is one to do."""
         while choice.random() < 0.9 and (move := self.paging.moves.take()) is not None:
+            move.is_queued = move.way in (Way.DEMOTE, Way.PROMOTE)
             self.lanes[move.way].append(move)
+        self.lanes[Way.PROMOTE] = [move for move in self.lanes[Way.PROMOTE] if not (move.is_queued and move.is_dropped)]
         things = [lane for lane in (*self.lanes.values(), self.landed) if lane]
         if not things:
             return
@@ -61,6 +63,7 @@ class Copier:
             return
         in_order = lane is self.lanes[Way.DEMOTE] or lane is self.lanes[Way.PROMOTE]
         move = lane.pop(0 if in_order else choice.randrange(len(lane)))
+        move.is_queued = False
         if choice.random() < failing and not move.is_followed:
             bad = move.way in (Way.PROMOTE, Way.FETCH) or choice.random() < 0.5
             self.ended(self.paging.moves.failed(move, bad=bad))
@@ -76,6 +79,7 @@ class Copier:
         """What the device is given from now on comes behind the next copy."""
         move = next((move for move in lane if not move.is_followed), None)
         if move is not None:
+            move.is_queued = False
             self.carry(move)
             self.followed[move] = self.memory["host"][move.source]
             self.ended(self.paging.moves.followed(move))

@@ -47,11 +47,13 @@ class Copier:
     def copy(self, most: int, mishaps: float) -> list[Transfer]:
         """So many things. → the transfers that are over."""
         while (move := self.paging.moves.take()) is not None:
+            move.is_queued = self._random.random() < 0.5
             self._under_way.append(move)
         return self.end(most, mishaps)
 
     def end(self, most: int, mishaps: float) -> list[Transfer]:
         over: list[Transfer] = []
+        self._under_way = [move for move in self._under_way if not (move.is_queued and move.is_dropped)]
         for _ in range(most):
             moves = self._random.choice([some for some in (self._under_way, self._landed) if some] or [[]])
             if not moves:

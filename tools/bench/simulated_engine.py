@@ -260,13 +260,15 @@ class SimulatedEngine:
         while (next_move := self._paging.moves.take()) is not None:
             self._queues[next_move.way].add(next_move)
         for way, queue in self._queues.items():
+            queue.drop()
             queue.hurry()
             queue.pace(self._copying_rate, self.now)
             lane, seconds = self._lanes[way], self.machine.page_bytes / self._rate(way)
             while (queued := queue.next) and len(lane) * self.machine.page_bytes < IN_FLIGHT:
-                queue.began(queued, self.machine.page_bytes)
+                move = queued.popleft()
+                queue.began(queued, [move], self.machine.page_bytes)
                 free = lane[-1][0] if lane else self.now + self.machine.moving
-                lane.append((free + seconds, queued.popleft()))
+                lane.append((free + seconds, move))
 
     def _rate(self, way: Way) -> float:
         return self.machine.up if way is Way.PROMOTE else self.machine.down

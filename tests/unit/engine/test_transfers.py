@@ -231,6 +231,26 @@ def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor
         event.finish()
 
 
+def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(transfers.time, "monotonic", lambda: 0.0)
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    held = floor.session("b", OTHERS)
+    floor.leave("b", OTHERS)
+    floor.device.copied.clear()
+    transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
+    floor.transfers.turn()
+    floor.transfers.begin_copies(1.0)
+    assert floor.device.copied == ["promote 1"]
+    floor.paging.moves.drop(transfer)
+    floor.kv.drop("back")
+    coming = floor.paging.load("other", TENANT, floor.find(OTHERS))
+    assert coming in floor.settle() and transfer.failed
+    assert floor.device.copied == ["promote 1"] * 8
+    assert torch.equal(floor.pool[floor.kv.pages_of("other")], held)
+
+
 def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives way to what one waits for, also where that comes to be known later."""
     clock = [0.0]

@@ -19,8 +19,9 @@ def begun(queue: CopyQueue) -> list[bytes]:
     """All that may begin now."""
     keys = []
     while moves := queue.next:
-        keys.append(moves.popleft().key)
-        queue.began(moves, PAGE)
+        begins = moves.popleft()
+        keys.append(begins.key)
+        queue.began(moves, [begins], PAGE)
     return keys
 
 
@@ -41,6 +42,18 @@ def test_what_a_call_comes_to_wait_for_overtakes_the_others() -> None:
     moves[1].on_landing[0].is_urgent = True
     queue.hurry()
     assert begun(queue) == [b"b", b"a", b"c"]
+
+
+def test_what_has_been_dropped_does_not_begin() -> None:
+    queue = CopyQueue()
+    moves = [move(key, urgent=urgent) for key, urgent in ((b"a", False), (b"b", True), (b"c", False), (b"d", True))]
+    for each in moves:
+        queue.add(each)
+    assert all(each.is_queued for each in moves)
+    moves[0].is_dropped = moves[3].is_dropped = True
+    queue.drop()
+    assert begun(queue) == [b"b", b"c"] and not queue
+    assert not moves[1].is_queued and not moves[2].is_queued
 
 
 def test_the_others_are_held_to_the_rate_and_what_is_urgent_is_not() -> None:
@@ -68,8 +81,9 @@ def test_the_others_come_to_an_end_whatever_is_urgent() -> None:
     for _ in range(5 * LEFT_OVER):
         queue.add(move(b"urgent", urgent=True))
         moves = queue.next
-        keys.append(moves.popleft().key)
-        queue.began(moves, PIECE_BYTES)
+        begins = moves.popleft()
+        keys.append(begins.key)
+        queue.began(moves, [begins], PIECE_BYTES)
     assert [keys.index(b"%d" % number) for number in range(4)] == [8, 17, 26, 35]
 
 

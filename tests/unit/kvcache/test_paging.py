@@ -254,6 +254,26 @@ def test_two_sessions_do_not_bring_the_same_page_at_once() -> None:
     assert desk.find(tokens).on_the_way
 
 
+def test_of_what_nobody_wants_any_more_comes_what_has_begun_and_the_rest_is_free_at_once() -> None:
+    desk, tokens = saved(16)
+    found = desk.find(tokens)
+    transfer = desk.paging.load("back", TENANT, found)
+    moves, host = desk.paging.moves, desk.paging.host
+    begun, queued = moves.take(), moves.take()
+    assert begun is not None and queued is not None and host is not None
+    queued.is_queued = True  # as by whoever has not begun it
+    moves.drop(transfer)
+    desk.kv.drop("back")
+    assert (begun.is_dropped, queued.is_dropped, moves.waiting) == (False, True, 0)
+    assert desk.kv.protected == [begun.target] and desk.kv.pool.used == 1
+    assert [host.is_pinned(move.source) for move in (begun, queued)] == [True, False]
+    desk.paging.check_integrity()
+    assert moves.landed(begun) == [transfer] and transfer.failed
+    assert desk.kv.pool.used == 0 and not desk.paging.is_busy
+    again = desk.find(tokens)
+    assert again.keys == found.keys and not again.on_the_way
+
+
 def test_who_could_not_be_filled_is_zeroed_before_anybody_reads_it() -> None:
     desk, tokens = saved(4)
     desk.kv.reserve("stranger", TENANT + 1, 16 * PAGE)

@@ -333,6 +333,26 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     queue.check_integrity()
 
 
+def test_whose_pages_were_on_their_way_for_somebody_who_has_gone_gets_them_all_the_same() -> None:
+    kv = KvManager(9, PAGE, 5 << 19, 64)
+    paging = Paging(kv)
+    paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
+    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    first, second = (add(queue, name, PAGE + 1, computed=PAGE + 1, active=False) for name in ("first", "second"))
+    for session in (first, second):
+        queue.pause(session)
+    for over in copies(paging.moves):
+        queue.over(over)
+    queue.resume(first)
+    queue.resume(second)
+    assert queue.residence.is_arriving(first) and list(queue.awaited) == ["second"]
+    queue.pause(first)
+    assert not paging.is_busy and not queue.residence.is_arriving(second)
+    queue.tend(1.0)
+    assert queue.residence.is_arriving(second) and not queue.awaited
+    queue.check_integrity()
+
+
 def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_request_s_end() -> None:
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)

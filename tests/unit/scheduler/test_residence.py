@@ -216,6 +216,24 @@ def test_who_is_sent_away_while_it_arrives_is_found_whole_again() -> None:
     assert session.computed == 10
 
 
+@pytest.mark.parametrize("way", ["leaves", "is cut", "is closed"])
+def test_who_goes_another_way_while_it_arrives_leaves_its_room_to_others_at_once(way: str) -> None:
+    house = House(pages=4)
+    session, other = gone(house, "a", 10), house.session("b", 12, first=50, computed=False)
+    house.residence.prefetch(session, [])
+    assert not house.residence.secure(other, [])
+    match way:
+        case "leaves":
+            house.residence.leave(session)
+        case "is cut":
+            session.truncate(6)
+            house.residence.rewind(session, 0)
+        case "is closed":
+            house.residence.close(session)
+    assert house.residence.secure(other, []) and not house.paging.is_busy
+    house.residence.check_integrity()
+
+
 def test_a_session_that_is_cut_while_it_arrives_has_what_was_there_before() -> None:
     house = House()
     session = gone(house, "a", 10)
