@@ -81,11 +81,11 @@ class Pagers:
             self._waiting.append(await _opened(self._model, self._model.tokens))
             await self._waiting[-1].pause("host")
 
-    async def refresh(self) -> None:
-        """Those that are present have never left."""
+    async def refresh(self, present: int) -> None:
+        """So many are present, and have never left."""
         while self._present:
             await self._present.pop().close()
-        while len(self._present) < PRESENT:
+        while len(self._present) < present:
             self._present.append(await _opened(self._model, self._model.tokens))
 
     async def take_turns(self, pace_s: float, stop: asyncio.Event) -> int:
@@ -128,7 +128,7 @@ async def _beside(model: PagedModel, seconds_of_copy: float, steps: int, runs: i
     moves = dict.fromkeys(PACE_S, 0)
 
     async def run(client: djinn.Client, pace_s: float | None) -> tuple[list[Sequence[Span]], int]:
-        await pagers.refresh()
+        await pagers.refresh(0 if pace_s is None else PRESENT)  # who says nothing for long leaves, too
         stop = asyncio.Event()
         tracing = asyncio.create_task(_trace(client, stop))
         await asyncio.sleep(ENGINE_KNOWS_S)

@@ -170,14 +170,11 @@ def lines(found: dict[str, Any]) -> list[Line]:
 
 
 def _others(phases: dict[str, dict[str, Any]], bus: float) -> list[Line]:
-    """What decoding sessions notice: the bars are for a load of somebody's day, not for the harshest there is."""
+    """What decoding sessions notice: of somebody's day, and of the harshest there is."""
     drawn = []
-    for phase, label, bars in (
-        ("each_second", "a session a second", {"median": "1.05 x ", "p99": "1.15 x "}),
-        ("disturbed", "as many as the bus takes", {"median": "", "p99": ""}),
-    ):
+    for phase, label in (("each_second", "a session a second"), ("disturbed", "as many as the bus takes")):
         noticed = phases[phase]
-        for kind, bar in bars.items():
+        for kind, bar in (("median", "1.05 x "), ("p99", "1.15 x ")):
             one, other = noticed[kind], phases["undisturbed"][kind]
             drawn.append(Line(f"others' step, {label}, {kind}", _ms(one), bar + _ms(other), f"{one / other:.2f}"))
         for way in ("up", "down"):
