@@ -24,7 +24,7 @@ CONTEXT = 300  # tokens, for what is loaded
 SETTINGS = {"kv": "32MiB", "host_kv": "128MiB", "disk_kv": "0"}
 BUDGET = "1GiB"
 # Who joins a step must not hang on a tenth of a millisecond: on two cores that is chance, in the daemon and beside it.
-BETWEEN_TOKENS = 0.03  # seconds
+BETWEEN_TOKENS = 0.1  # seconds
 WITHIN = 0.1
 ROUNDS = 5  # of measuring and serving in turns, as whatever else the machine does changes
 NAMES = {"first_token": "first token", "between_tokens": "between tokens", "wake_up": "wake-up"}
