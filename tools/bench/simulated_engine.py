@@ -259,8 +259,10 @@ class SimulatedEngine:
                 self.scheduler.over(MODEL, over)
         while (next_move := self._paging.moves.take()) is not None:
             self._queues[next_move.way].add(next_move)
+        have_dropped, self._paging.moves.has_dropped = self._paging.moves.has_dropped, False
         for way, queue in self._queues.items():
-            queue.drop()
+            if have_dropped:
+                queue.drop()
             queue.hurry()
             queue.pace(self._copying_rate, self.now)
             lane, seconds = self._lanes[way], self.machine.page_bytes / self._rate(way)
