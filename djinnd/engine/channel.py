@@ -9,7 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import MAX_FDS, FrameDecoder
@@ -82,6 +82,11 @@ class Channel:
     def wake(self) -> None:
         """Makes a waiting `receive` return; from any thread."""
         os.eventfd_write(self._wake, 1)
+
+    def finish(self) -> None:
+        """The last that the server hears: what the next engine is to find is there, and this process may be killed."""
+        with suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._socket.close()

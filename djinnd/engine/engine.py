@@ -140,6 +140,7 @@ class Engine:
                 collector.turn(quiet and not busy, time.monotonic())
                 self._tracer.answer()
                 self._beat()
+            self._channel.finish()
         except ServerGone:
             log.warning("server_gone")
         finally:

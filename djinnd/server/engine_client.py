@@ -90,6 +90,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.Ready] = loop.create_future()
         self.lost: asyncio.Future[DjinnError] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()  # the stream: nothing more will be said
         self.heard = 0
         self._tenants: dict[int, messages.TenantLimits] = {}  # as the engine was told
         self._listener = listener
@@ -218,6 +219,8 @@ class EngineClient:
             log.warning("engine_slow queued=%d", self._connection.queued_bytes)
 
     def closed(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
         self.lose(EngineLost("the engine died: the session is kept, try again"))
 
     # ----------------------------------------------------------------------------------------------------------------

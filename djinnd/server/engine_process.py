@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from djinnd.config import Limits
 from djinnd.server.engine_client import Audience, EngineClient
+from djinnd.server.last_engine import ENGINE_FD
 from djinnd.server.nursery import Nursery
+from djinnd.server.pidfds import open_pidfd
+from djinnd.server.succession import Inherited
 
 DEVICE_REFUSED = 3  # exit status of an engine that would not do better the next time
 STOPPING = 5.0  # seconds that an engine has to end when it is asked to
@@ -40,6 +43,9 @@ class EngineProcess:
         self.pid = process.pid
         self._process = process
         self._exited = asyncio.create_task(process.wait())
+        self._pidfd: int | None = None  # None: there are none here, or it has ended at once
+        with suppress(OSError):
+            self._pidfd = open_pidfd(process.pid)
 
     @classmethod
     async def start(
@@ -95,12 +101,31 @@ class EngineProcess:
     async def exited(self) -> None:
         await asyncio.wait([self._exited])
 
-    async def kill(self) -> None:
-        """Returns when it is gone."""
+    async def finished(self) -> None:
+        """Returns when it has nothing more to say or to do, and may be killed."""
+        ends: list[asyncio.Future[Any]] = [self._exited, self.client.over]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+    def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
+
+    async def gone(self) -> None:
+        """After `kill`: returns when nothing of it is left."""
         await self._exited
         self.client.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    @property
+    def can_be_left(self) -> bool:
+        """Whether a successor could wait for its end."""
+        return self._pidfd is not None
+
+    def hand_over(self) -> list[Inherited]:
+        """For the successor, after `kill`, where it is not gone."""
+        return [] if self._pidfd is None else [Inherited(ENGINE_FD, self._pidfd)]
 
 
 async def _execute(command: Sequence[str], environ: Mapping[str, str], fd: int) -> Process:

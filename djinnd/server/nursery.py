@@ -18,6 +18,7 @@ import msgspec
 
 from djinnd import births
 from djinnd.births import MAX_PACKET, Bear, Born, Ended, Refused
+from djinnd.server.pidfds import end_of, open_pidfd
 from djinnd.server.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
@@ -69,7 +70,7 @@ class Nursery:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is one that waits to be asked, and has no engine."""
+        """Whether there is one that waits to be asked."""
         return self._process is not None and self._process.is_sound
 
     def hand_over(self) -> list[Inherited]:
@@ -109,7 +110,7 @@ class NurseryProcess:
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> NurseryProcess:
         """In a session of its own: a terminal's Ctrl-C is for the server. Raises OSError."""
-        _try_pidfds()
+        os.close(open_pidfd(os.getpid()))  # there are such
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             theirs.set_inheritable(True)
@@ -127,11 +128,11 @@ class NurseryProcess:
                 ours.close()
                 raise
         log.info("nursery_started pid=%d", pid)
-        return cls(ours, os.pidfd_open(pid), is_new=True)
+        return cls(ours, open_pidfd(pid), is_new=True)
 
     @property
     def is_sound(self) -> bool:
-        return not self._lost and not self._born
+        return not self._lost
 
     async def bear(self, request: Bear, sock: socket.socket, patience: float) -> BornProcess:
         """Raises NurseryLost."""
@@ -163,9 +164,7 @@ class NurseryProcess:
 
     async def end(self) -> None:
         self.kill()
-        await _readable(self._pidfd)
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        await end_of(self._pidfd)
         os.close(self._pidfd)
         self._socket.close()
 
@@ -190,7 +189,8 @@ class NurseryProcess:
                 self._born[pid] = BornProcess(pid, *fds)
                 self._asked.set_result(self._born[pid])
             case Ended(pid=pid, status=status):
-                self._born.pop(pid).ended(status)
+                if pid in self._born:  # and not a predecessor's
+                    self._born.pop(pid).ended(status)
             case Refused(reason=reason):
                 self._lose(reason)
             case None:
@@ -232,26 +232,9 @@ class BornProcess:
 
     async def _wait(self) -> int:
         """The kernel knows that it has ended, also where the nursery is stopped; how, the nursery."""
-        await _readable(self._pidfd)
+        await end_of(self._pidfd)
         os.close(self._pidfd)
         with suppress(TimeoutError):
             async with asyncio.timeout(_WORD):
                 return await self._status
         return -signal.SIGKILL
-
-
-def _try_pidfds() -> None:
-    """Raises OSError where this Python or this kernel has none."""
-    if not hasattr(os, "pidfd_open"):
-        raise OSError("this Python was built without os.pidfd_open")
-    os.close(os.pidfd_open(os.getpid()))
-
-
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(fd, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(fd)

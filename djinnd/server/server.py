@@ -4,8 +4,8 @@ The first SIGTERM or SIGINT drains: no new work; what runs may finish within lim
 then. The second ends everything at once. Either way no engine, shared memory or socket file is left. SIGHUP has the
 configuration read again: what of it can change at once does, and the rest waits for a restart.
 
-A restart drains too. What it leaves is for the successor, which is this process again: the listening socket, and after
-a warm one the complete objects of the arena.
+A restart drains too. What it leaves is for the successor, which is this process again: the listening socket, the
+nursery, the engine that the kernel is not done with, and after a warm one the complete objects of the arena.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from djinnd.server.engine_process import STOPPING
 from djinnd.server.functions import Functions
 from djinnd.server.handlers import Handlers
 from djinnd.server.journal import Journal
+from djinnd.server.last_engine import ENGINE_FD, LastEngine
 from djinnd.server.listener import Listener
 from djinnd.server.metrics import Metrics
 from djinnd.server.metrics_socket import MetricsSocket
@@ -74,9 +75,11 @@ class Server:
         self._stopping = stopping
         self._notifier = Notifier(os.environ)
         given = inherited(os.environ)
-        self._path, self._socket = listen(config.socket, [each for each in given if each.name not in NURSERY_FDS])
+        nursery = [each for each in given if each.name in NURSERY_FDS]
+        engine = [each for each in given if each.name == ENGINE_FD]
+        self._path, self._socket = listen(config.socket, [each for each in given if each not in nursery + engine])
         environ = _engine_environ(config)
-        self._nursery = Nursery(nursery_command, environ, [each for each in given if each.name in NURSERY_FDS])
+        self._nursery = Nursery(nursery_command, environ, nursery)
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
         self._quotas = Quotas(config.quotas, groups_of)
@@ -94,7 +97,14 @@ class Server:
             self._prefixes,
         )
         self._supervisor = Supervisor(
-            engine_command, config.memory, environ, self._nursery, config.limits, config.scheduling, self._models
+            engine_command,
+            config.memory,
+            environ,
+            self._nursery,
+            config.limits,
+            config.scheduling,
+            self._models,
+            LastEngine(engine),
         )
         self._router = Router([self._supervisor])
         self._sharing = Sharing(
@@ -226,13 +236,15 @@ class Server:
         await self._models.close(keep_blocks=self._stopping.restart == "warm")
         await self._sharing.close()
         await self._journal.close()
+        if self._stopping.restart is None:  # which may have been given up only now
+            await self._supervisor.gone()
         self._sessions.leave()
         log.info("djinnd_stopped")
 
     def _leave(self) -> list[Inherited]:
         if self._stopping.restart is not None:
             left = self._path.hand_over() if self._path else [Inherited("djinnd.socket", self._socket.detach())]
-            return left + self._nursery.hand_over()
+            return left + self._nursery.hand_over() + self._supervisor.hand_over()
         self._socket.close()
         if self._path is not None:
             self._path.release()
@@ -253,13 +265,17 @@ class Server:
         await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=_CANCELLING)
 
     async def _stop_engine(self) -> None:
-        """Bringing the pages of sessions to where the successor finds them takes longer than just ending."""
-        keep_pages = self._stopping.restart == "warm"
-        grace = max(STOPPING, self._config.limits.shutdown_grace) if keep_pages else STOPPING
+        """Bringing the pages of sessions to where the successor finds them takes longer than just ending. Letting go of
+        its memory may take the kernel longer still: that is waited for by the successor's engine."""
+        restart = self._stopping.restart
+        grace = max(STOPPING, self._config.limits.shutdown_grace) if restart == "warm" else STOPPING
         began = time.monotonic()
-        await self._supervisor.stop(keep_pages)
-        await _first(self._supervisor.exited(), self._stopping.now.wait(), timeout=grace)
-        await self._supervisor.kill()
+        await self._supervisor.stop(keep_pages=restart == "warm")
+        over = self._supervisor.exited() if restart is None else self._supervisor.finished()
+        await _first(over, self._stopping.now.wait(), timeout=grace)
+        self._supervisor.kill()
+        if self._stopping.restart is None or not self._supervisor.can_be_left:
+            await self._supervisor.gone()
         log.info("engine_stopped seconds=%.3f", time.monotonic() - began)
 
     async def _beat(self) -> None:

@@ -22,7 +22,9 @@ from djinnd.config import Limits, Scheduling
 from djinnd.messages import BudgetSet, Ready, SetBudget, SetPolicy, Shutdown
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.engine_process import Death, EngineProcess
+from djinnd.server.last_engine import LastEngine
 from djinnd.server.nursery import Nursery
+from djinnd.server.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
 
@@ -57,7 +59,8 @@ class Owner(Audience, Protocol):
 
 
 class Supervisor:
-    """`command` starts an engine; see EngineProcess.start. It is given its budget of device memory as `--memory`."""
+    """`command` starts an engine; see EngineProcess.start. It is given its budget of device memory as `--memory`. The
+    first of them waits until `last` is gone."""
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Supervisor:
         limits: Limits,
         scheduling: Scheduling,
         owner: Owner,
+        last: LastEngine,
     ) -> None:
         self.state: EngineState = "starting"
         self.restarts = 0
@@ -80,6 +84,7 @@ class Supervisor:
         self.limits = limits
         self._scheduling = scheduling
         self._owner = owner
+        self._last = last
         self.failure = ""  # why no engine will come
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
@@ -115,10 +120,30 @@ class Supervisor:
         if self._process is not None:
             await self._process.exited()
 
-    async def kill(self) -> None:
-        """After `stop`: returns when nothing of the engine is left."""
+    async def finished(self) -> None:
+        """After `stop`: returns when the engine has done what it is to do at its end."""
         if self._process is not None:
-            await self._process.kill()
+            await self._process.finished()
+
+    def kill(self) -> None:
+        """After `stop`."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def gone(self) -> None:
+        """After `kill`: returns when nothing of any engine is left."""
+        await self._last.gone()
+        if self._process is not None:
+            await self._process.gone()
+
+    @property
+    def can_be_left(self) -> bool:
+        """After `kill`: whether a successor could wait for what is left, instead of this process."""
+        return self._process is None or self._process.can_be_left
+
+    def hand_over(self) -> list[Inherited]:
+        """After `kill`, for the successor."""
+        return self._last.hand_over() + (self._process.hand_over() if self._process is not None else [])
 
     async def engine(self) -> EngineClient:
         """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none
@@ -165,6 +190,7 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         crashes = Crashes()
+        await self._last.gone()
         while True:
             death = await self._live()
             delay = crashes.record(asyncio.get_running_loop().time())
@@ -193,7 +219,8 @@ class Supervisor:
         death = await process.watch(self.limits)
         log.error("engine_lost pid=%d reason=%s", process.pid, death.reason)
         process.client.lose(EngineLost(f"{death.reason}: the session is kept, try again"))
-        await process.kill()
+        process.kill()
+        await process.gone()
         return death
 
     def _ready(self, ready: asyncio.Future[Ready]) -> None:

@@ -56,7 +56,7 @@ class Script(msgspec.Struct):
     on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
     on_load: dict[str, str] = {}  # model -> die, fail, full, big
     pages: int = 0  # bytes of a host tier that is asked for when a model is loaded, unless the Load names its bytes
-    on_shutdown: str = ""  # hang
+    on_shutdown: str = ""  # hang; linger: it has done what it is to do, and does not end
     keep_host: bool = True  # False: gives a model's arena back when it is loaded
     on_start: dict[str, str] = {}  # nth start -> die, refuse, hang
     marks: str = ""  # a file that gets a byte for each start
@@ -585,6 +585,9 @@ class Engine:
             time.sleep(1)
         for pages in self.pages.values() if message.keep_pages else ():
             keep(pages)
+        if self.script.on_shutdown == "linger":
+            self.socket.shutdown(socket.SHUT_WR)
+            time.sleep(3600)
         self.is_stopping = True
 
 

@@ -88,6 +88,70 @@ def test_who_signals_twice_does_not_wait_for_pages_to_be_brought_down(serve):
     assert daemon.left_behind() == []
 
 
+@pytest.mark.parametrize("nursery", ["", "tests.support.nursery"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_restart_does_not_wait_for_an_engine_that_has_nothing_more_to_do(serve, warm, nursery):
+    daemon = serve(Script(on_shutdown="linger", pages=1 << 16), limits={"shutdown_grace": "1h"}, nursery=nursery)
+    djinn.load("djinn-tiny", address=daemon.address)
+    with daemon.client() as client:
+        wait_for(lambda: "pages: new" in str(client.models()[0].notes))
+        first = client.status().devices[0].pid
+    restart(daemon, warm)
+    assert not os.path.exists(f"/proc/{first}"), "it was killed and reaped, and then the next one began"
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        wait_for(lambda: f"pages: {'kept' if warm else 'new'}" in str(client.models()[0].notes))
+        assert client.status(check=True).integrity == []
+        wait_for(lambda: client.status().connections == 1)
+        daemon.signal(signal.SIGTERM)
+        wait_for(lambda: daemon.log.count("djinnd_draining") == 2)
+        daemon.signal(signal.SIGTERM)  # this one is not waited for
+
+
+def test_sessions_are_attached_to_while_the_last_engine_ends(serve, folder):
+    """A process that sleeps stands for an engine whose memory the kernel is still taking back."""
+    daemon = serve()
+    with djinn.Session("djinn-tiny", address=daemon.address) as session:
+        session.generate([5], max_tokens=2)
+        session.detach()
+    assert daemon.stop() == 0
+    code = (
+        "import os, subprocess, sys; from djinnd.server.last_engine import ENGINE_FD\n"
+        "sleeper = subprocess.Popen(['sleep', '3600']); pidfd = os.pidfd_open(sleeper.pid)\n"
+        "os.dup2(pidfd, 3); os.set_inheritable(3, True); print(sleeper.pid, flush=True)\n"
+        "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1', 'LISTEN_FDNAMES': ENGINE_FD}\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'tests.support.served', *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", code, *map(str, daemon.write_files())]
+    with (
+        daemon.log_path.open("ab") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # where an assertion fails
+        sleeper = int(process.stdout.readline())
+        wait_for(lambda: is_listening(daemon.address))
+        attached = djinn.attach(session.id, address=daemon.address)
+        assert attached.token_ids == [5, 2, 3]
+        assert (djinn.status(address=daemon.address).state, daemon.starts) == ("starting", 1)
+        os.kill(sleeper, signal.SIGKILL)
+        assert attached.generate(max_tokens=2).token_ids == [1, 2]
+        assert "last_engine_gone" in daemon.log and not os.path.exists(f"/proc/{sleeper}")
+        attached.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_daemon_that_is_stopped_meanwhile_leaves_nothing_of_the_last_engine(serve):
+    daemon = serve(Script(on_shutdown="linger"), limits={"shutdown_grace": "1h"})
+    with daemon.client() as client:
+        client.load("djinn-tiny")
+        client.restart(warm=True)
+    daemon.signal(signal.SIGTERM)
+    assert daemon.process.wait(60) == 0
+    assert daemon.left_behind() == []
+
+
 def test_a_cold_restart_keeps_no_blocks(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)
