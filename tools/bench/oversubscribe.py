@@ -98,9 +98,10 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
 
 
 def warm_up(model: PagedModel, work: Work, modes: Mapping[str, int]) -> None:
-    """Steps of many rows, so that neither daemon compiles kernels or captures graphs while it is measured."""
-    short = work._replace(context=SHORT, new=SHORT, turns=1, ahead=0)
-    for kind, at_once in enumerate(modes.values(), len(modes)):
+    """Steps of as many rows, so that neither daemon compiles kernels or captures graphs while it is measured. No prompt is
+    one of a work's."""
+    for kind, at_once in enumerate(modes.values(), work.sessions * len(modes)):
+        short = work._replace(sessions=at_once, context=SHORT, new=SHORT, turns=1, ahead=0)
         asyncio.run(ask(model, short, at_once, kind))
     time.sleep(model.quiet_s)
 
