@@ -34,6 +34,10 @@ class Answers:
     computed_anew: set[int] = field(default_factory=set)  # sessions of which some KV had gone when they were asked
     failures: list[str] = field(default_factory=list)
 
+    @property
+    def served(self) -> int:
+        return sum(tokens is not None for tokens in self.tokens)
+
 
 async def ask(
     model: PagedModel,

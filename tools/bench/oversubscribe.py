@@ -72,8 +72,10 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
             for number, (mode, at_once) in enumerate(modes.items()):
                 say(f"{work.sessions} sessions, {mode}, {model.info.kv_bytes / GIB:.1f} GiB for their KV")
                 with Usage(address, model.info) as usage:
-                    tokens[mode].append(asyncio.run(ask(model, work, at_once, number, usage.count)))
+                    answers = asyncio.run(ask(model, work, at_once, number, usage.count))
+                tokens[mode].append(answers)
                 found["usage"][mode] = usage.points
+                say(f"{answers.served} of {work.sessions} served in {answers.seconds:.1f} s; {used(mode, found)}")
             found["findings"] = djinn.status(check=True, address=address).integrity
             device = djinn.status(address=address).devices[0]
             found |= {"device": device.description, "budget": device.budget_bytes}
@@ -98,8 +100,8 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
 
 
 def warm_up(model: PagedModel, work: Work, modes: Mapping[str, int]) -> None:
-    """Steps of as many rows, so that neither daemon compiles kernels or captures graphs while it is measured. No prompt is
-    one of a work's."""
+    """Steps of as many rows, so that neither daemon compiles kernels or captures graphs while it is measured. Their
+    prompts are none that is measured."""
     for kind, at_once in enumerate(modes.values(), work.sessions * len(modes)):
         short = work._replace(sessions=at_once, context=SHORT, new=SHORT, turns=1, ahead=0)
         asyncio.run(ask(model, short, at_once, kind))
@@ -123,7 +125,7 @@ def compared(short: Answers, roomy: Answers) -> dict[str, Any]:
     both = {member: a == b for member, (a, b) in pairs if a is not None and b is not None}
     anew = short.computed_anew | roomy.computed_anew
     return {
-        "served": sum(tokens is not None for tokens in short.tokens),
+        "served": short.served,
         "sessions": len(short.tokens),
         "failures": short.failures,
         "failures_with_room": roomy.failures,
@@ -150,7 +152,7 @@ def table(name: str, found: dict[str, Any]) -> Table:
         "asked", "served", "the same tokens", "seconds", "with room", "ratio", "computed anew", "unlike though kept"
     )
     shown.title = f"{name}: {logical:.1f} GB of demand on {found['device']}"
-    shown.caption = "; ".join(usage(mode, found) for mode in found["modes"])
+    shown.caption = "; ".join(used(mode, found) for mode in found["modes"])
     for mode, one in found["modes"].items():
         served = f"{one['served']} of {one['sessions']}"
         times = (f"{one['seconds']:.2f}", f"{one['seconds_with_room']:.2f}", f"{one['ratio']:.2f}")
@@ -160,7 +162,7 @@ def table(name: str, found: dict[str, Any]) -> Table:
     return shown
 
 
-def usage(mode: str, found: dict[str, Any]) -> str:
+def used(mode: str, found: dict[str, Any]) -> str:
     most = peaks(found["usage"][mode])
     told = (f"{kind} {most[kind] / 1e9:.2f}" for kind in ("device", "host", "disk", "resident"))
     return f"{mode}, at most, GB: {', '.join(told)}"
@@ -173,7 +175,7 @@ def summary(found: dict[str, Any]) -> str:
         parts.append(
             f"{mode}: {one['served']} of {one['sessions']} served, {one['same_tokens']} with the same tokens as with "
             f"room for all ({one['unlike_though_kept']} unlike though kept), {one['seconds']:.1f} s "
-            f"({one['ratio']:.2f} of that with room); {usage(mode, found)}"
+            f"({one['ratio']:.2f} of that with room); {used(mode, found)}"
         )
     return "; ".join(parts)
 
