@@ -6,15 +6,16 @@ import asyncio
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
-
-import msgspec
 
 import djinn_client as djinn
 from tools.bench.paged_model import MODEL, PagedModel
-from tools.bench.simulated_engine import Curve, Machine
+from tools.bench.simulated_engine import Curve, Machine, at
+from tools.bench.traced_steps import Step
 
 H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: decode and kv of docs/results; beyond 16 rows by arithmetic
     name="H200, Llama-2-13B",
@@ -35,71 +36,81 @@ H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: decode and kv of docs/results
     max_rows=256,
 )
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (32, 64, 128, 256, 512)
 SHORT = 16  # tokens of a prompt
 JITTERS = 40  # of a step's time, in equal parts of all steps
-READERS = 4  # sessions that read much KV
-CHUNK = 64  # the same, where what comes before it counts
 STEPS = 24  # of a measurement
 REPEATS = 7
-TOGETHER, TRIES = 3, 10  # of sessions that all decode
+ALIKE = 8  # steps that are one point of a curve, at least
+POINTS = 16  # of what prompts add
 
 
-async def calibrated(model: PagedModel, limits: tuple[int, int], most_rows: int, *, padded: bool) -> Machine:
-    """What the daemon's device takes, as clients see it: with what server and client add to each step. `limits`: tokens
-    and rows of its steps; `most_rows`: that the load comes to.
-    `padded`: see Machine.kv_padded."""
-    sessions = [await _opened(model) for _ in range(most_rows)]
-    try:
-        await _together(sessions[:2], STEPS)  # warms up
-        counts = [n for n in ROWS if n < most_rows] + [most_rows]
-        gaps = {n: await _together(sessions[:n], STEPS) for n in counts}
-        kv_token, pair = await _reading(model)
-        first = [(n, statistics.median([await _first_token(model, n) for _ in range(REPEATS)])) for n in (1, *CHUNKS)]
-        up, down = await _moving(model, first[0][1])
-    finally:
-        for session in sessions:
-            await session.close()
-    info = model.now()
-    by_rows = {n: statistics.median(times) for n, times in gaps.items()}
-    read = (SHORT + STEPS / 2) * kv_token  # of each row, in what was measured
-    rows = rising([(n, max(seconds - n * read, 1e-6)) for n, seconds in by_rows.items()])
-    alone = first[0][1]
+class Ways(NamedTuple):
+    """To the device and back. See Machine."""
+
+    call: float
+    up: float
+    down: float
+    moving: float
+
+
+async def ways(model: PagedModel) -> Ways:
+    """Of a daemon that has nothing else to do, as clients see it."""
+    session = await _opened(model)
+    times = await _times(session, REPEATS * STEPS)
+    await session.close()
+    step = statistics.median(b - a for a, b in pairwise(times))
+    alone = statistics.median([await _first_token(model, 1) for _ in range(REPEATS)])
+    up, down = await _moving(model, alone)
+    return Ways(max(alone - step, 0.0), up.rate, down.rate, (up.seconds + down.seconds) / 2)
+
+
+def typical(measured: Sequence[Ways]) -> Ways:
+    """Of the same device, measured several times, while it was disturbed now and then."""
+    return Ways(*map(statistics.median, zip(*measured, strict=True)))
+
+
+def machine_of(
+    steps: Sequence[Step], measured: Ways, info: djinn.ModelInfo, limits: tuple[int, int], *, on_cpu: bool
+) -> Machine:
+    """Whose steps take what these took, as they come in the load that they are of: what reading their KV takes is in
+    it. `limits`: tokens and rows of its steps."""
+    rows = _curve_of_rows([step for step in steps if not step.further])
+    more = [(step.further, step.seconds - at(rows, step.rows)) for step in steps if step.further]
+    chunk = _curve_of_chunks(more)
+    shaking = [step.seconds / (at(rows, step.rows) + at(chunk, step.further)) for step in steps]
     return Machine(
         name="this one",
         rows=rows,
-        chunk=rising([(0, 0.0), *((n - 1, max(seconds - alone, 0.0)) for n, seconds in first[1:])]),
-        kv_token=kv_token,
-        kv_padded=padded,
-        pair=pair,
-        jitter=tuple(seconds / by_rows[most_rows] for seconds in statistics.quantiles(gaps[most_rows], n=JITTERS + 1)),
-        call=max(alone - rows[0][1], 0.0),
+        chunk=chunk,
+        jitter=tuple(statistics.quantiles(shaking, n=JITTERS + 1)),
+        call=measured.call,
         page_size=info.page_size,
         page_bytes=info.page_bytes,
         pages=info.pages,
         host_pages=info.host_pages,
-        up=up.rate,
-        down=down.rate,
-        moving=(up.seconds + down.seconds) / 2,
+        up=measured.up,
+        down=measured.down,
+        moving=measured.moving,
+        synchronous=on_cpu,
         max_context=info.max_context,
         max_tokens=limits[0],
         max_rows=limits[1],
     )
 
 
-def typical(machines: Sequence[Machine]) -> Machine:
-    """Of the same device, measured several times, while it was disturbed now and then: each figure's median."""
-    names = ("kv_token", "pair", "call", "moving", "up", "down")
-    figures = {name: statistics.median(getattr(one, name) for one in machines) for name in names}
-    jitter = tuple(statistics.median(some) for some in zip(*(one.jitter for one in machines), strict=True))
-    curves = {name: _typical_curve([getattr(one, name) for one in machines]) for name in ("rows", "chunk")}
-    return msgspec.structs.replace(machines[0], **figures, **curves, jitter=jitter)
+def _curve_of_rows(steps: Sequence[Step]) -> Curve:
+    by_rows: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        by_rows[step.rows].append(step.seconds)
+    return rising([(n, statistics.median(some)) for n, some in sorted(by_rows.items()) if len(some) >= ALIKE])
 
 
-def _typical_curve(curves: Sequence[Curve]) -> Curve:
-    """Of curves with points at the same places."""
-    return tuple((points[0][0], statistics.median(y for _, y in points)) for points in zip(*curves, strict=True))
+def _curve_of_chunks(more: Sequence[tuple[int, float]]) -> Curve:
+    """Through the middles of parts of equal size."""
+    ordered, size = sorted(more, key=itemgetter(0)), max(len(more) // POINTS, ALIKE)
+    parts = [ordered[first : first + size] for first in range(0, len(ordered) - size + 1, size)]
+    points = [(statistics.fmean(x for x, _ in part), statistics.median(y for _, y in part)) for part in parts]
+    return rising([(0, 0.0), *points])
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:
@@ -123,22 +134,6 @@ async def _times(session: djinn.AsyncSession, new: int, prompt: Sequence[int] = 
     return times
 
 
-async def _together(sessions: Sequence[djinn.AsyncSession], new: int, context: int = SHORT) -> list[float]:
-    """Seconds between two tokens of sessions that all decode: from when all are there to when one has ended, each. On a
-    busy machine one may have ended before the last is there: then once more."""
-    found: list[float] = []
-    for number in range(TRIES):
-        if number >= TOGETHER and found:
-            break
-        for session in sessions:
-            await session.truncate(context)
-        runs = await asyncio.gather(*(_times(session, new) for session in sessions))
-        begin, end = max(times[0] for times in runs), min(times[-1] for times in runs)
-        gaps = [b - a for times in runs for a, b in pairwise(times) if a >= begin and b <= end]
-        found += gaps
-    return found
-
-
 async def _first_token(model: PagedModel, tokens: int) -> float:
     session = await djinn.AsyncSession(MODEL, priority="batch", address=model.address).open()
     try:
@@ -146,25 +141,6 @@ async def _first_token(model: PagedModel, tokens: int) -> float:
         return (await _times(session, 1, model.prompt(tokens)))[0] - began
     finally:
         await session.close()
-
-
-async def _reading(model: PagedModel) -> tuple[float, float]:
-    """Seconds that one more token of KV adds to a row's step, and to each token of a chunk."""
-    long = min(512, model.info.max_context - 2 * (STEPS + CHUNK))
-    steps, chunks = [], []
-    for tokens in (SHORT, long):
-        sessions = [await _opened(model, tokens) for _ in range(READERS)]
-        steps.append(statistics.median(await _together(sessions, STEPS, tokens)) / READERS)
-        firsts = []
-        for _ in range(REPEATS):
-            await sessions[0].truncate(tokens)
-            began = time.perf_counter()
-            firsts.append((await _times(sessions[0], 1, model.prompt(CHUNK)))[0] - began)
-        chunks.append(statistics.median(firsts))
-        for session in sessions:
-            await session.close()
-    more = long - SHORT
-    return max(steps[1] - steps[0], 0.0) / more, max(chunks[1] - chunks[0], 0.0) / (more * CHUNK)
 
 
 async def _moving(model: PagedModel, alone: float) -> tuple[Line, Line]:

@@ -6,8 +6,8 @@
 LOAD is a name of loads.py or a YAML file with the fields of load.py; a machine's are those of
 simulated_engine.py. Times are those of the machine, but for what a decision takes here.
 
---check  a daemon of its own serves a load in real time; what its device takes is measured first, the simulator serves
-         the same load on that, and the two are compared
+--check  a daemon of its own serves a load in real time; the simulator serves the same load on a device whose steps take
+         what that one's took, and when clients get their tokens is compared
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from tools.bench.agent_daemons import without_text
 from tools.bench.live_load import serve
 from tools.bench.load import Group, Load
 from tools.bench.load_course import Outcome, outcome, pooled
-from tools.bench.machines import calibrated, typical
+from tools.bench.machines import Ways, machine_of, typical, ways
 from tools.bench.paged_model import MODEL, daemon_of, loaded
 from tools.bench.simulated_engine import Machine, SimulatedEngine
 from tools.bench.simulated_load import simulate
+from tools.bench.traced_steps import Step, TracedSteps
 
 LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}  # tokens and rows of a step, as in djinnd/engine/__main__.py
 CONTEXT = 300  # tokens, for what is loaded
@@ -27,6 +28,8 @@ BUDGET = "1GiB"
 BETWEEN_TOKENS = 0.1  # seconds
 WITHIN = 0.1
 ROUNDS = 5  # of measuring and serving in turns, as whatever else the machine does changes
+PROMPTS = (32, 64, 128, 256, 512)  # tokens, of those that the simulated engine has served before
+TOKENS = 24  # likewise, of each session that has decoded
 NAMES = {"first_token": "first token", "between_tokens": "between tokens", "wake_up": "wake-up"}
 
 
@@ -96,14 +99,21 @@ def check(checkpoint: Path, device: str, seconds: float) -> Checked:
             daemon_of(bare, device, BUDGET, SETTINGS, None, scheduling=scheduling) as address,
             loaded(address, CONTEXT, 0, ["host"]) as model,
         ):
-            machines, courses = [], []
+            measured: list[Ways] = []
+            steps: list[Step] = []
+            courses = []
             for number, one in enumerate(rounds):
-                _say(f"measuring the device, {number + 1} of {ROUNDS}")
-                machines.append(asyncio.run(calibrated(model, LIMITS[device], rows, padded=device == "cpu")))
+                _say(f"measuring the ways to the device, {number + 1} of {ROUNDS}")
+                measured.append(asyncio.run(ways(model)))
                 _say(f"{seconds:.0f} s in a daemon")
-                courses.append(asyncio.run(serve(address, MODEL, model.info.vocab, one)))
-    machine = typical(machines)
+                with TracedSteps(address) as traced:
+                    courses.append(asyncio.run(serve(address, MODEL, model.info.vocab, one)))
+                steps += traced.steps
+            info = model.now()
+    machine = machine_of(steps, typical(measured), info, LIMITS[device], on_cpu=device == "cpu")
     engines = [SimulatedEngine(machine, between_tokens=BETWEEN_TOKENS) for _ in rounds]
+    for engine in engines:
+        engine.accustom(rows, PROMPTS, TOKENS)
     daemon = outcome(pooled(courses), load.weights)
     simulator = outcome(pooled(list(map(simulate, engines, rounds))), load.weights)
     return Checked(

@@ -14,8 +14,9 @@ import random
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -48,7 +49,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rows: Curve  # seconds of a step, by how many rows it has that bring one token
     chunk: Curve  # seconds more, by how many tokens come beside the first of each row
     kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
-    kv_padded: bool = False  # as if each had as much as the longest: so does the CPU's attention
     pair: float = 0.0  # seconds more, for each token of a chunk and each of KV that comes before the chunk
     jitter: tuple[float, ...] = (1.0,)  # equally likely: times as long as all that, a step takes
     call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
@@ -60,6 +60,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     down: float = math.inf
     moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
     beside: float = 0.0  # seconds more that a step takes, for each byte that crosses the bus meanwhile
+    synchronous: bool = (
+        False  # copies begin when a step is over, not beside it: so does the CPU, that has to compute it
+    )
     max_context: int
     max_tokens: int  # of a step
     max_rows: int
@@ -68,8 +71,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Of rows, of what they bring beside the first token, and of reading KV."""
         rows = len(batch.rows)
         extra = batch.tokens - rows
-        lengths = [row.end for row in batch.rows if row.count == 1]
-        kv = max(lengths, default=0) * len(lengths) if self.kv_padded else sum(lengths)
+        kv = sum([row.end for row in batch.rows if row.count == 1])
         pairs = sum([row.count * row.start for row in batch.rows if row.count > 1]) if extra else 0
         chunks = at(self.chunk, extra) + pairs * self.pair if extra else 0.0
         return at(self.rows, rows), chunks, kv * self.kv_token
@@ -139,6 +141,18 @@ class SimulatedEngine:
         self._end_wait(name)
         self.scheduler.close(name)
 
+    def accustom(self, rows: int, prompts: Sequence[int], tokens: int) -> None:
+        """Has it serve prompts of so many tokens, one after another, and then so many sessions that come by `tokens`
+        each: its scheduler knows then what steps take, as a daemon's does that has been used."""
+        for number, length in enumerate([*prompts, *[1] * rows]):
+            name = f"accustoms-{number}"
+            self.open(name, 0, "batch")
+            answer = Answer(lambda now, before: None, partial(self.close, name))
+            self.call(name, [TOKEN + 1 + number] * length, 1 if number < len(prompts) else tokens, answer)
+            if number < len(prompts):
+                self.run(math.inf)
+        self.run(math.inf)
+
     def call(self, name: str, prompt: list[int], max_tokens: int, answer: Answer) -> None:
         """Raises PromptTooLong, OutOfMemory."""
         self._end_wait(name)
@@ -189,15 +203,21 @@ class SimulatedEngine:
         if self.now >= self._tend_at or self.now >= self.scheduler.next_wake:
             self._tend_at = self.now + TEND_S
             self.scheduler.tend(self.now)
-        self._copy()
+        self._end_copies()
+        self._queue_copies()
+        if not self.machine.synchronous:
+            self._begin_copies()
         began = time.thread_time()
         batch = self.scheduler.next_batch()
         self.composed_s += time.thread_time() - began
         if batch is None:
             self._copying_rate = math.inf
-            self._copy()  # what deciding has asked for
+            self._queue_copies()  # what deciding has asked for
+            self._begin_copies()
             return False
         self._step(batch)
+        if self.machine.synchronous:
+            self._begin_copies()
         return True
 
     def _next_event(self) -> float:
@@ -247,8 +267,8 @@ class SimulatedEngine:
         for tenant, seconds in shares.items():
             self.device_s(tenant, seconds)
 
-    def _copy(self) -> None:
-        """Ends the copies that have arrived, and begins those that have been asked for: each way, one after another."""
+    def _end_copies(self) -> None:
+        """Those that have arrived."""
         for way, lane in self._lanes.items():
             while lane and lane[0][0] <= self.now:
                 move = lane.popleft()[1]
@@ -257,8 +277,14 @@ class SimulatedEngine:
                 if way is Way.DEMOTE:
                     over = over + self._paging.moves.sealed(move, 0)
                 self.scheduler.over(MODEL, over)
+
+    def _queue_copies(self) -> None:
+        """Those that have been asked for."""
         while (next_move := self._paging.moves.take()) is not None:
             self._queues[next_move.way].add(next_move)
+
+    def _begin_copies(self) -> None:
+        """Each way, one after another."""
         have_dropped, self._paging.moves.has_dropped = self._paging.moves.has_dropped, False
         for way, queue in self._queues.items():
             if have_dropped:

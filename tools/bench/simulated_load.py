@@ -11,15 +11,17 @@ from tools.bench.simulated_engine import Answer, SimulatedEngine
 
 
 def simulate(engine: SimulatedEngine, load: Load) -> Course:
-    """A new engine serves the load from its beginning to its end; what is under way then counts as far as it came."""
-    course = Course(engine.now)
+    """An engine that has no sessions serves the load from its beginning to its end; what is under way then counts as
+    far as it came."""
+    began = engine.now
+    course = Course(began)
     for tenant, weight in load.weights.items():
         engine.scheduler.set_tenant(tenant, weight, None)
     engine.device_s = lambda tenant, seconds: course.device_s.update({(tenant, course.window(engine.now)): seconds})
     for following in visits(load):
         _Client(engine, load, course, following).begin()
-    engine.run(load.seconds)
-    course.ended = load.seconds
+    engine.run(began + load.seconds)
+    course.ended = began + load.seconds
     return course
 
 
@@ -39,18 +41,18 @@ class _Client:
 
     def begin(self) -> None:
         visit = next(self._following)
-        self._next_session(visit, visit.arrives_s)
+        self._next_session(visit, self._engine.now + visit.arrives_s)
 
     def _next_session(self, visit: Visit, now: float) -> None:
         self._visit = visit
         self._group = self._load.groups[visit.group]
         self._name = f"s{visit.number}"
         self._calls = iter(visit.calls)
+        self._asked, self._wakes = now, False
         self._engine.at(now + self._way, self._open)
 
     def _open(self) -> None:
         self._engine.open(self._name, self._visit.tenant, self._group.klass)
-        self._asked, self._wakes = self._engine.now - self._way, False
         self._call(next(self._calls))
 
     def _call(self, call: Call) -> None:

@@ -3,14 +3,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from djinn_client import ModelInfo, Span
 from tools.bench.fairness import farthest_from_weights, quotas
 from tools.bench.load import Group, Load
 from tools.bench.load_course import outcome
-from tools.bench.machines import H200_13B, Line, line, rising, typical
+from tools.bench.machines import H200_13B, Line, Ways, line, machine_of, rising, typical
 from tools.bench.simulate import load_of, run
 from tools.bench.simulate_check import Compared
 from tools.bench.simulated_engine import Machine, SimulatedEngine, at
 from tools.bench.simulated_load import simulate
+from tools.bench.traced_steps import Step, steps_of
 
 MACHINE = Machine(
     name="none",
@@ -120,15 +122,44 @@ def test_the_host_s_jitter_makes_steps_longer() -> None:
     assert found.between_tokens.p50 == pytest.approx(0.02)
 
 
-def test_attention_that_is_padded_reads_as_much_for_each_row() -> None:
-    plain = msgspec.structs.replace(MACHINE, kv_token=1e-6)
-    groups = {"short": msgspec.structs.replace(ALONE, context=(2, 2), answer=(99, 99)), "long": ALONE}
-    load = Load(seconds=10, groups=groups)
-    padded = msgspec.structs.replace(plain, kv_padded=True)
-    short, long = (
-        outcome(simulate(SimulatedEngine(one), load), {}).groups["short"].between_tokens.mean for one in (plain, padded)
+def test_who_asks_in_the_middle_of_a_step_waits_for_its_end() -> None:
+    groups = {
+        "busy": Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400)),
+        "late": Group(klass="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1)),
+    }
+    found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=4, groups=groups)), {}).groups["late"]
+    assert found.queued.count > 20
+    assert 0.001 + 0.003 < found.queued.mean < 0.001 + 0.010, "half a step, on average, and the way"
+
+
+def test_copies_that_begin_when_a_step_is_over_come_later() -> None:
+    agents = Group(
+        klass="agent",
+        sessions=8,
+        context=(200, 200),
+        prompt=(8, 8),
+        answer=(4, 4),
+        calls=5,
+        pause_s=(1.0, 2.0),
+        tells="signals",
     )
-    assert long > short
+    busy = Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400))
+    load = Load(seconds=60, groups={"agents": agents, "busy": busy})
+    beside, after = (
+        outcome(simulate(SimulatedEngine(one), load), {}).groups["agents"].wake_up
+        for one in (MACHINE, msgspec.structs.replace(MACHINE, synchronous=True))
+    )
+    assert beside.count > 20 and after.mean > beside.mean + 0.003
+
+
+def test_an_engine_that_has_been_used_serves_the_same_load_as_well() -> None:
+    engine = SimulatedEngine(MACHINE)
+    engine.accustom(4, (16, 64), 8)
+    steps, began = engine.steps, engine.now
+    assert began > 0 and steps >= 2 + 8
+    found = outcome(simulate(engine, Load(seconds=10, groups={"a": ALONE})), {}).groups["a"]
+    assert engine.now == began + 10
+    assert (found.calls, found.first_token.p50) == (1, pytest.approx(0.001 + 0.01 + 0.1 + 0.001))
 
 
 # --- what machines are made of ----------------------------------------------------------------------------------------
@@ -144,12 +175,46 @@ def test_curves_never_fall() -> None:
     assert rising([(1, 2.0), (2, 1.0), (3, 4.0)]) == ((1, 2.0), (2, 2.0), (3, 4.0))
 
 
-def test_a_machine_that_was_disturbed_once_is_taken_as_it_was_otherwise() -> None:
-    slow = msgspec.structs.replace(MACHINE, rows=((1, 0.9), (3, 0.9)), call=0.9, up=1.0)
-    other = msgspec.structs.replace(MACHINE, rows=((1, 0.001), (3, 0.05)), call=0.0)
-    found = typical([slow, MACHINE, other])
-    assert found.rows == (MACHINE.rows[0], (3, 0.05))
-    assert (found.call, found.up) == (MACHINE.call, MACHINE.up)
+def test_ways_that_were_disturbed_once_are_taken_as_they_were_otherwise() -> None:
+    assert typical([Ways(0.9, 1.0, 5.0, 0.1), Ways(0.2, 3.0, 4.0, 0.2), Ways(0.1, 3.0, 9.0, 0.3)]) == Ways(
+        0.2, 3.0, 5.0, 0.2
+    )
+
+
+def test_a_machine_takes_what_the_steps_took_that_it_is_made_of() -> None:
+    shaking = (0.9, 1.0, 1.0, 1.0, 1.1)
+    plain = [Step(rows, 0, 0.01 * rows * times) for rows in (2, 4) for times in shaking * 20]
+    prompts = [Step(2, further, (0.02 + further * 1e-3) * times) for further in (10, 100) for times in shaking * 8]
+    info = ModelInfo(
+        name="m",
+        path="",
+        family="llama",
+        state="ready",
+        page_size=16,
+        page_bytes=1 << 20,
+        pages=64,
+        host_pages=256,
+        max_context=512,
+    )
+    found = machine_of([*plain, *prompts], Ways(0.002, 1e9, 2e9, 0.001), info, (256, 8), on_cpu=True)
+    assert found.rows == ((2, pytest.approx(0.02)), (4, pytest.approx(0.04)))
+    assert at(found.chunk, 10) == pytest.approx(0.01) and at(found.chunk, 100) == pytest.approx(0.1)
+    assert (min(found.jitter), max(found.jitter)) == (pytest.approx(0.9, rel=0.02), pytest.approx(1.1, rel=0.02))
+    assert (found.call, found.up, found.down, found.moving) == (0.002, 1e9, 2e9, 0.001)
+    assert found.synchronous and (found.max_tokens, found.max_rows) == (256, 8)
+
+
+def test_a_step_lasts_until_the_next_one_begins() -> None:
+    spans = [
+        Span(track=track, name="", start_us=start, duration_us=1.0, args={"rows": rows, "tokens": tokens})
+        for track, start, rows, tokens in (
+            ("step", 30.0, 3, 3),
+            ("up", 5.0, 9, 9),
+            ("step", 10.0, 2, 70),
+            ("step", 45.0, 1, 1),
+        )
+    ]
+    assert steps_of(spans) == [Step(2, 68, pytest.approx(20e-6)), Step(3, 0, pytest.approx(15e-6))]
 
 
 def test_what_is_compared() -> None:

@@ -1,0 +1,52 @@
+"""The steps of a daemon, traced for as long as a load lasts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+import djinn_client as djinn
+
+AT_ONCE = 100  # steps of a trace; while it is answered there are none, for a few milliseconds
+SECONDS = 2.0  # of a trace, at most
+
+
+class Step(NamedTuple):
+    rows: int
+    further: int  # tokens beside the first of each row
+    seconds: float  # until the next one begins, of a daemon that is always busy
+
+
+class TracedSteps:
+    """While its context lasts, and until the trace that then runs has ended. One at a time, of a daemon."""
+
+    def __init__(self, address: str) -> None:
+        self.steps: list[Step] = []
+        self._client = djinn.Client(address)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._trace, name="traced-steps", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+    def _trace(self) -> None:
+        while not self._stop.is_set():
+            self.steps += steps_of(self._client.trace(steps=AT_ONCE, seconds=SECONDS).spans)
+
+
+def steps_of(spans: Sequence[djinn.Span]) -> list[Step]:
+    """All but the last, of which it is not known when another one would have begun."""
+    steps = sorted((span for span in spans if span.track == "step"), key=lambda span: span.start_us)
+    found = []
+    for step, following in pairwise(steps):
+        rows, tokens = int(step.args["rows"]), int(step.args["tokens"])
+        found.append(Step(rows, tokens - rows, (following.start_us - step.start_us) / 1e6))
+    return found
