@@ -37,7 +37,6 @@ H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: decode and kv of docs/results
 )
 
 SHORT = 16  # tokens of a prompt
-JITTERS = 40  # of a step's time, in equal parts of all steps
 STEPS = 24  # of a measurement
 REPEATS = 7
 ALIKE = 8  # steps that are one point of a curve, at least
@@ -73,16 +72,17 @@ def machine_of(
     steps: Sequence[Step], measured: Ways, info: djinn.ModelInfo, limits: tuple[int, int], *, on_cpu: bool
 ) -> Machine:
     """Whose steps take what these took, as they come in the load that they are of: what reading their KV takes is in
-    it. `limits`: tokens and rows of its steps."""
+    it, and what shakes them comes in the same order, as a host is slow for a while. `limits`: tokens and rows of its
+    steps."""
     rows = _curve_of_rows([step for step in steps if not step.further])
     more = [(step.further, step.seconds - at(rows, step.rows)) for step in steps if step.further]
     chunk = _curve_of_chunks(more)
-    shaking = [step.seconds / (at(rows, step.rows) + at(chunk, step.further)) for step in steps]
+    jitter = [round(step.seconds / (at(rows, step.rows) + at(chunk, step.further)), 3) for step in steps]
     return Machine(
         name="this one",
         rows=rows,
         chunk=chunk,
-        jitter=tuple(statistics.quantiles(shaking, n=JITTERS + 1)),
+        jitter=tuple(jitter),
         call=measured.call,
         page_size=info.page_size,
         page_bytes=info.page_bytes,

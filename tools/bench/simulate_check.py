@@ -28,6 +28,7 @@ BUDGET = "1GiB"
 BETWEEN_TOKENS = 0.1  # seconds
 WITHIN = 0.1
 ROUNDS = 5  # of measuring and serving in turns, as whatever else the machine does changes
+USED_S = 5.0  # of the load, before anything is looked at
 PROMPTS = (32, 64, 128, 256, 512)  # tokens, of those that the simulated engine has served before
 TOKENS = 24  # likewise, of each session that has decoded
 NAMES = {"first_token": "first token", "between_tokens": "between tokens", "wake_up": "wake-up"}
@@ -99,6 +100,8 @@ def check(checkpoint: Path, device: str, seconds: float) -> Checked:
             daemon_of(bare, device, BUDGET, SETTINGS, None, scheduling=scheduling) as address,
             loaded(address, CONTEXT, 0, ["host"]) as model,
         ):
+            _say(f"{USED_S:.0f} s in a daemon, so that it has been used")
+            asyncio.run(serve(address, MODEL, model.info.vocab, msgspec.structs.replace(load, seconds=USED_S)))
             measured: list[Ways] = []
             steps: list[Step] = []
             courses = []
@@ -111,7 +114,8 @@ def check(checkpoint: Path, device: str, seconds: float) -> Checked:
                 steps += traced.steps
             info = model.now()
     machine = machine_of(steps, typical(measured), info, LIMITS[device], on_cpu=device == "cpu")
-    engines = [SimulatedEngine(machine, between_tokens=BETWEEN_TOKENS) for _ in rounds]
+    begins = [number * len(machine.jitter) // ROUNDS for number in range(ROUNDS)]
+    engines = [SimulatedEngine(machine, shaken_from=begin, between_tokens=BETWEEN_TOKENS) for begin in begins]
     for engine in engines:
         engine.accustom(rows, PROMPTS, TOKENS)
     daemon = outcome(pooled(courses), load.weights)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 
 import msgspec
 
@@ -50,7 +49,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chunk: Curve  # seconds more, by how many tokens come beside the first of each row
     kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
     pair: float = 0.0  # seconds more, for each token of a chunk and each of KV that comes before the chunk
-    jitter: tuple[float, ...] = (1.0,)  # equally likely: times as long as all that, a step takes
+    jitter: tuple[float, ...] = (1.0,)  # times as long as all that, one step after another takes, over and over
     call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
     page_size: int
     page_bytes: int
@@ -99,8 +98,9 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, **policy: float) -> None:
-        """`policy`: the scheduler's, as in a daemon's configuration."""
+    def __init__(self, machine: Machine, *, shaken_from: int = 0, **policy: float) -> None:
+        """`shaken_from`: which of the machine's `jitter` is the first step's. `policy`: the scheduler's, as in a
+        daemon's configuration."""
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # of the device, in steps
@@ -123,7 +123,7 @@ class SimulatedEngine:
         self._answers: dict[int, Answer] = {}  # by request
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._draw = random.Random(0)
+        self._jitter = cycle(machine.jitter[shaken_from:] + machine.jitter[:shaken_from])
         self._tend_at = 0.0
         self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
         self._queues = {way: CopyQueue() for way in self._lanes}
@@ -230,7 +230,7 @@ class SimulatedEngine:
         alike, beside, reading = self.machine.seconds(batch)
         if self.machine.beside:
             alike += self._crossing(alike + beside + reading) * self.machine.beside
-        jitter = self._draw.choice(self.machine.jitter)
+        jitter = next(self._jitter)
         is_paced = any(map(is_spared, batch.rows))
         self._copying_rate = self.scheduler.policy.paging * self.machine.up if is_paced else math.inf
         seconds = (alike + beside + reading) * jitter

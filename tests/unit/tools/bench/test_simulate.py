@@ -122,6 +122,14 @@ def test_the_host_s_jitter_makes_steps_longer() -> None:
     assert found.between_tokens.p50 == pytest.approx(0.02)
 
 
+def test_jitter_comes_in_its_order_from_where_one_says() -> None:
+    seen: list[float] = []
+    engine = SimulatedEngine(msgspec.structs.replace(MACHINE, jitter=(1.0, 2.0, 3.0)), shaken_from=1)
+    engine.ran = lambda batch, seconds: seen.append(seconds / sum(MACHINE.seconds(batch)))
+    simulate(engine, Load(seconds=10, groups={"a": ALONE}))
+    assert seen == pytest.approx([2.0, 3.0, 1.0, 2.0, 3.0])
+
+
 def test_who_asks_in_the_middle_of_a_step_waits_for_its_end() -> None:
     groups = {
         "busy": Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400)),
@@ -199,7 +207,7 @@ def test_a_machine_takes_what_the_steps_took_that_it_is_made_of() -> None:
     found = machine_of([*plain, *prompts], Ways(0.002, 1e9, 2e9, 0.001), info, (256, 8), on_cpu=True)
     assert found.rows == ((2, pytest.approx(0.02)), (4, pytest.approx(0.04)))
     assert at(found.chunk, 10) == pytest.approx(0.01) and at(found.chunk, 100) == pytest.approx(0.1)
-    assert (min(found.jitter), max(found.jitter)) == (pytest.approx(0.9, rel=0.02), pytest.approx(1.1, rel=0.02))
+    assert found.jitter[:10] == shaking * 2, "as they came"
     assert (found.call, found.up, found.down, found.moving) == (0.002, 1e9, 2e9, 0.001)
     assert found.synchronous and (found.max_tokens, found.max_rows) == (256, 8)
 
