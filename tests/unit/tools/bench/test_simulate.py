@@ -30,6 +30,17 @@ MACHINE = Machine(
     max_rows=8,
 )
 ALONE = Group(klass="interactive", sessions=1, context=(101, 101), answer=(5, 5), calls=1, pause_s=(1e3, 1e3))
+BUSY = Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400))
+AGENTS = Group(
+    klass="agent",
+    sessions=8,
+    context=(200, 200),
+    prompt=(8, 8),
+    answer=(4, 4),
+    calls=5,
+    pause_s=(1.0, 2.0),
+    tells="signals",
+)
 
 
 def test_a_curve_is_straight_between_its_points_and_goes_on_so() -> None:
@@ -47,16 +58,7 @@ def test_one_session_alone_takes_what_the_machine_says() -> None:
 
 
 def test_sessions_that_leave_the_device_come_back_over_the_bus() -> None:
-    group = Group(
-        klass="agent",
-        sessions=8,
-        context=(200, 200),
-        prompt=(8, 8),
-        answer=(4, 4),
-        calls=5,
-        pause_s=(1.0, 2.0),
-        tells="expected",
-    )
+    group = msgspec.structs.replace(AGENTS, tells="expected")
     found = run(MACHINE, Load(seconds=60, groups={"agents": group}))
     figures = found.outcome.groups["agents"]
     assert not figures.failures
@@ -131,28 +133,15 @@ def test_jitter_comes_in_its_order_from_where_one_says() -> None:
 
 
 def test_who_asks_in_the_middle_of_a_step_waits_for_its_end() -> None:
-    groups = {
-        "busy": Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400)),
-        "late": Group(klass="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1)),
-    }
-    found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=4, groups=groups)), {}).groups["late"]
+    late = Group(klass="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1))
+    load = Load(seconds=4, groups={"busy": BUSY, "late": late})
+    found = outcome(simulate(SimulatedEngine(MACHINE), load), {}).groups["late"]
     assert found.queued.count > 20
     assert 0.001 + 0.003 < found.queued.mean < 0.001 + 0.010, "half a step, on average, and the way"
 
 
 def test_copies_that_begin_when_a_step_is_over_come_later() -> None:
-    agents = Group(
-        klass="agent",
-        sessions=8,
-        context=(200, 200),
-        prompt=(8, 8),
-        answer=(4, 4),
-        calls=5,
-        pause_s=(1.0, 2.0),
-        tells="signals",
-    )
-    busy = Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400))
-    load = Load(seconds=60, groups={"agents": agents, "busy": busy})
+    load = Load(seconds=60, groups={"agents": AGENTS, "busy": BUSY})
     beside, after = (
         outcome(simulate(SimulatedEngine(one), load), {}).groups["agents"].wake_up
         for one in (MACHINE, msgspec.structs.replace(MACHINE, synchronous=True))
