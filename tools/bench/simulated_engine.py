@@ -48,7 +48,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rows: Curve  # seconds of a step, by how many rows it has that bring one token
     chunk: Curve  # seconds more, by how many tokens come beside the first of each row
     kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
-    pair: float = 0.0  # seconds more, for each token of a chunk and each of KV that comes before the chunk
     jitter: tuple[float, ...] = (1.0,)  # times as long as all that, one step after another takes, over and over
     call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
     page_size: int
@@ -59,9 +58,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     down: float = math.inf
     moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
     beside: float = 0.0  # seconds more that a step takes, for each byte that crosses the bus meanwhile
-    synchronous: bool = (
-        False  # copies begin when a step is over, not beside it: so does the CPU, that has to compute it
-    )
+    synchronous: bool = False  # copies begin when a step is over, not beside it: so on the CPU, which computes it
     max_context: int
     max_tokens: int  # of a step
     max_rows: int
@@ -71,9 +68,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         rows = len(batch.rows)
         extra = batch.tokens - rows
         kv = sum([row.end for row in batch.rows if row.count == 1])
-        pairs = sum([row.count * row.start for row in batch.rows if row.count > 1]) if extra else 0
-        chunks = at(self.chunk, extra) + pairs * self.pair if extra else 0.0
-        return at(self.rows, rows), chunks, kv * self.kv_token
+        return at(self.rows, rows), at(self.chunk, extra) if extra else 0.0, kv * self.kv_token
 
 
 def at(curve: Curve, x: float) -> float:
@@ -144,12 +139,13 @@ class SimulatedEngine:
     def accustom(self, rows: int, prompts: Sequence[int], tokens: int) -> None:
         """Has it serve prompts of so many tokens, one after another, and then so many sessions that come by `tokens`
         each: its scheduler knows then what steps take, as a daemon's does that has been used."""
-        for number, length in enumerate([*prompts, *[1] * rows]):
+        alone, together = [(length, 1) for length in prompts], [(1, tokens)] * rows
+        for number, (length, new) in enumerate(alone + together):
             name = f"accustoms-{number}"
             self.open(name, 0, "batch")
             answer = Answer(lambda now, before: None, partial(self.close, name))
-            self.call(name, [TOKEN + 1 + number] * length, 1 if number < len(prompts) else tokens, answer)
-            if number < len(prompts):
+            self.call(name, [TOKEN + 1 + number] * length, new, answer)
+            if number < len(alone):
                 self.run(math.inf)
         self.run(math.inf)
 

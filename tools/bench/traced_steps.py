@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import djinn_client as djinn
 
-AT_ONCE = 100  # steps of a trace; while it is answered there are none, for a few milliseconds
+AT_ONCE = 100  # steps of a trace; while it is answered there are none, for up to 45 ms
 SECONDS = 2.0  # of a trace, at most
 
 
