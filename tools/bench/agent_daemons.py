@@ -7,6 +7,7 @@ import gc
 import resource
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Setting(NamedTuple):
     memory: str
     model: dict[str, str | bool]  # kv, host_kv, disk_kv, keep_host
     folder: Path | None
+    scheduling: dict[str, float]  # paging
 
 
 def without_text(checkpoint: Path, folder: Path) -> Path:
@@ -51,8 +53,12 @@ def without_text(checkpoint: Path, folder: Path) -> Path:
     return bare
 
 
+def own_daemon(checkpoint: Path, of: Setting) -> AbstractContextManager[str]:
+    return daemon_of(checkpoint, of.device, of.memory, of.model, of.folder, scheduling=of.scheduling)
+
+
 def with_tiers(checkpoint: Path, setting: Setting, bus: Rates, works: Sequence[Work], ways: Sequence[Way]) -> Results:
-    with daemon_of(checkpoint, setting.device, setting.memory, setting.model, setting.folder) as address:
+    with own_daemon(checkpoint, setting) as address:
         tiers = [tier for tier in TIERS if setting.model.get(f"{tier}_kv") != "0"]
         kv_bytes = 0 if "kv" in setting.model else room_for_pages(address)
         with loaded(address, max(work.context for work in works), kv_bytes, tiers) as model:
@@ -75,7 +81,7 @@ def with_tiers(checkpoint: Path, setting: Setting, bus: Rates, works: Sequence[W
 
 def with_room(checkpoint: Path, setting: Setting, found: Results) -> None:
     """The crowds again, with as many of their agents as fit. Nobody has to leave, and nobody says anything."""
-    with daemon_of(checkpoint, setting.device, setting.memory, setting.model, setting.folder) as address:
+    with own_daemon(checkpoint, setting) as address:
         room = room_for_pages(address)
         for tried in found.tried:
             if tried.work.rate:

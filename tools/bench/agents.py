@@ -77,7 +77,7 @@ def measure(
         bare = without_text(checkpoint, Path(folder))
         found = with_tiers(bare, setting, bus, works, ways)
         if reference_memory is not None:
-            with_room(bare, Setting(setting.device, reference_memory, {}, setting.folder), found)
+            with_room(bare, setting._replace(memory=reference_memory, model={}), found)
         if peer is not None:
             say("transformers")
             with_peer(bare, bus.device, found, Path(folder), peer)
@@ -149,6 +149,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
 @click.option("--disk-kv", help="Disk for pages, likewise.")
 @click.option("--keep-host/--no-keep-host", default=True, help="The weights stay in host memory, too.  [default: yes]")
+@click.option("--paging", type=float, help="The daemon's scheduling.paging; by default its choice.")
 @click.option("--crowd", "crowds", multiple=True, default=["80x2048", "200x1024"], show_default=True)
 @click.option("--loops", default=4, show_default=True, help="Of each agent of a crowd.")
 @click.option("--tool-s", nargs=2, type=float, default=(10.0, 20.0), show_default=True, help="That a tool takes.")
@@ -175,6 +176,7 @@ def main(
     host_kv: str | None,
     disk_kv: str | None,
     keep_host: bool,
+    paging: float | None,
     crowds: Sequence[str],
     arrivals: int,
     rate: float,
@@ -191,21 +193,23 @@ def main(
     **each: Any,
 ) -> None:
     checkpoint = checkpoint.resolve()
-    model = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
-    setting = Setting(device, memory, {name: value for name, value in model.items() if value is not None}, folder)
+    asked = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
+    model = {name: value for name, value in asked.items() if value is not None}
+    scheduling = {} if paging is None else {"paging": paging}
+    setting = Setting(device, memory, model, folder, scheduling)
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
-    asked = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
+    other = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
     allow_connections()
     try:
-        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, asked)
+        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, other)
     except djinn.DjinnError as error:
         raise click.ClickException(error.message) from error
     console = Console()
     console.width = max(console.width, WIDTH)
     for table in tables(checkpoint.name, found):
         console.print(table)
-    parameters: dict[str, Any] = {"model": checkpoint.name, "memory": memory, **setting.model, "time_scale": time_scale}
-    parameters |= {"reference_memory": reference_memory, "seed": each["seed"]}
+    parameters: dict[str, Any] = {"model": checkpoint.name, "memory": memory, **model, **scheduling}
+    parameters |= {"time_scale": time_scale, "reference_memory": reference_memory, "seed": each["seed"]}
     keep(report("agents", parameters, msgspec.to_builtins(found), summary(found)), path, recorded=recorded)
 
 
