@@ -131,8 +131,8 @@ class Engine:
                 self._models.turn()
                 moving = self._tiers.turn()
                 stepped = self._step()
-                self._tiers.step_over()
-                busy = stepped or (quiet and self._models.prepare())
+                leaving = self._tiers.step_over()
+                busy = stepped or leaving or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()

@@ -227,11 +227,11 @@ class ModelQueue:
             self._leave_device(session)
 
     def _leave_device(self, session: Session) -> None:
-        """An idle session: if it is paused; if it waits, where it is no loss to others."""
+        """An idle session: if it is paused; if it waits, soon, where it is no loss to others."""
         if session.paused:
             self.residence.leave(session)
         elif session.waits:
-            self.residence.leave_freely(session)
+            self.residence.leave_soon(session)
 
     def wake(self, session: Session) -> None:
         """Its client will ask for something in a moment."""
@@ -323,16 +323,18 @@ class ModelQueue:
             session.called = False
             self.residence.expect(session, 0.0)
         has_left = session.id not in self.kv.sessions or self.residence.is_moving(session)
-        session.quiet_since = None if has_left or self.residence.leave_freely(session) else now
+        session.quiet_since = None if has_left else now
+        if not has_left:
+            self.residence.leave_soon(session)
 
     def _make_spare_room(self, waiting: list[Session]) -> None:
         """Before somebody comes back and has to wait for it."""
         missing = SCARCE * self.kv.pool.capacity - self.kv.pool.free
         for session in eviction_order(waiting, (), []):
-            held = self.kv.pages_held(session.id)
-            if missing <= 0 or not self.residence.leave_freely(session):
+            if missing <= 0:
                 return
-            missing -= held
+            missing -= self.kv.pages_held(session.id)
+            self.residence.leave_soon(session)
 
     def why(self, session: Session, now: float) -> Explanation:
         return explain(session, self.residence, self.composer.in_order(now), self.composer.served, now)
@@ -346,6 +348,8 @@ class ModelQueue:
         self.residence.check_integrity()
         strangers = self.kv.sessions - self.sessions.keys()
         assert not strangers, f"{sorted(strangers)} hold pages of {self.name} and are not its sessions"
+        gone = self.residence.to_leave.keys() - self.sessions.keys()
+        assert not gone, f"{sorted(gone)} are to leave the device, and are no sessions of {self.name}"
         busy = {id: session.request for id, session in self.sessions.items() if session.request}
         active = {id for id, request in busy.items() if request.runnable and not self.sessions[id].paused}
         assert self.active.keys() == active, f"{sorted(active ^ self.active.keys())} of {self.name}: active or not?"

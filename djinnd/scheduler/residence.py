@@ -55,6 +55,7 @@ class Residence:
         self.elsewhere = Elsewhere(paging)
         self.now = 0.0  # a moment ago
         self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
+        self.to_leave: dict[str, Session] = {}  # idle ones, see `leave_soon`
         self._leaving: dict[str, _Departure] = {}
         self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
         self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
@@ -256,6 +257,20 @@ class Residence:
         lost = self.paging.losses(keys, session.tenant) if back_at else None
         return lost is not None and lost != [] and self.elsewhere.are_wanted_by(lost, back_at)
 
+    def leave_soon(self, session: Session) -> None:
+        """An idle session is to leave, as nobody needs it here for now: by `depart`, if it has not to `stay` before."""
+        self.to_leave[session.id] = session
+
+    def depart(self) -> bool:
+        """The first of them leaves, freely. Nobody who runs is concerned, so it may be done beside a step: of 140 pages
+        the host takes up to three milliseconds, and between two steps the device would wait. → whether there are
+        more."""
+        if self.to_leave:
+            session = self.to_leave.pop(next(iter(self.to_leave)))
+            if session.request is None and not session.paused and self.leave_freely(session):
+                session.quiet_since = None
+        return bool(self.to_leave)
+
     def leave_freely(self, session: Session) -> bool:
         """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as
         they would without a host."""
@@ -291,6 +306,10 @@ class Residence:
 
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""
+        self.to_leave.pop(session.id, None)
+        self._stop_leaving(session)
+
+    def _stop_leaving(self, session: Session) -> None:
         departure = self._leaving.pop(session.id, None)
         if departure is not None:
             self._promised = 0
@@ -381,7 +400,7 @@ class Residence:
         """From position `first` on, its KV will follow from something else, or there is none any more; that of the
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
         if session.left_stage is not None:
-            self.stay(session)
+            self._stop_leaving(session)
             self._come_no_further(session)
             self._trim(session, min(session.computed, first))
             return
@@ -398,6 +417,7 @@ class Residence:
         keys = [] if left is None else list(left.keys)
         if session.computed:
             keys += self.elsewhere.keys(session)
+        self.stay(session)
         self.forget(session)
         self.kv.drop(session.id)
         leaving = set(
@@ -407,7 +427,7 @@ class Residence:
 
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
-        self.stay(session)
+        self._stop_leaving(session)
         self._come_no_further(session)
         self.elsewhere.forget(session)
 

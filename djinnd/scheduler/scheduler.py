@@ -334,6 +334,12 @@ class Scheduler:
             queue.tend(now)
         self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
 
+    def depart(self) -> bool:
+        """Also while a step runs: of each model's idle sessions that are to leave the device, the first does, where it
+        is no loss to others. → whether there are more."""
+        more = [queue.residence.depart() for queue in self._queues.values()]
+        return any(more)
+
     def moved(self, model: str, transfers: Iterable[Transfer]) -> None:
         """These have ended: also while a step runs, which nobody is in whose pages moved. `over` is to follow."""
         self._queues[model].moved(transfers)

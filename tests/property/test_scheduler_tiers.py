@@ -231,6 +231,13 @@ class TiersMachine(SchedulerMachine):
         self.scheduler.tend(self.now)
         assert self.scheduler.next_wake > self.now, "somebody is expected, and nobody does anything about it"
 
+    @rule(times=st.integers(1, 3))
+    def depart(self, times: int) -> None:
+        """Also beside a step."""
+        for _ in range(times):
+            self.scheduler.depart()
+            self.scheduler.check_integrity()
+
     @rule(seed=SEEDS, things=st.integers(1, 12))
     def copy(self, seed: int, things: int) -> None:
         choice = Random(seed)
@@ -270,6 +277,7 @@ class TiersMachine(SchedulerMachine):
         choice = Random(seed)
         for _ in range(steps):
             self.compose()
+            self.scheduler.depart()
             if self.in_step:
                 self.finish_step([QUIET] * sum(row.samples for row in self.in_step[0].rows))
             for copier in self.copiers.values():

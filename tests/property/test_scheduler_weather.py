@@ -220,9 +220,13 @@ class Day:
             seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: nobody waited for it
             tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
             beside = {model: copier.end(copies // 2, mishaps) for model, copier in self.copiers.items()}
+            if self.happens(0.7):
+                self.scheduler.depart()
             self.scheduler.complete(batch, tokens, seconds)
             for model, over in beside.items():
                 self.scheduler.over(model, over)
+        else:
+            self.scheduler.depart()
         self.now += seconds
         self.scheduler.tick(self.now)
 

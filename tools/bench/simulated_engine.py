@@ -206,6 +206,8 @@ class SimulatedEngine:
         began = time.thread_time()
         batch = self.scheduler.next_batch()
         self.composed_s += time.thread_time() - began
+        while self.scheduler.depart():
+            pass
         if batch is None:
             self._copying_rate = math.inf
             self._queue_copies()  # what deciding has asked for

@@ -295,6 +295,40 @@ def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_t
         assert rate(batch(1)) == expected_rate
 
 
+def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, seen = engine.engine._tiers, list[tuple[str, bool]]()
+    in_step, beside = list[bool](), tiers.beside_step
+    depart = engine.engine._scheduler.depart
+
+    def watched() -> bool:
+        to_leave = engine.engine._scheduler.residence("m").to_leave
+        seen.extend((session, bool(in_step)) for session in to_leave)
+        return depart()
+
+    def beside_step(batch: Batch) -> bool:
+        in_step.append(True)
+        try:
+            return beside(batch)
+        finally:
+            in_step.pop()
+
+    monkeypatch.setattr(engine.engine._scheduler, "depart", watched)
+    monkeypatch.setattr(tiers, "beside_step", beside_step)
+    engine.open("t")
+    engine.ran("s")
+    engine.ran("t")
+    wait = messages.Signal("s", waits=True)
+    run = engine.run_message("t", [5], NEW)
+    engine.send(run, wait)  # heard together
+    engine.outcome(run.request)
+    engine.use_when("s", "waiting", on_device=False)
+    engine.send(messages.Signal("t", waits=True))
+    engine.use_when("t", "waiting", on_device=False)
+    assert seen == [("s", True), ("t", False)]
+
+
 # --- tenants ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from djinnd.scheduler.policy import BUSY_STEPS, LATELY_S, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import QUOTA, ROOM
 from tests.support.copies import copies
+from tests.support.departures import all_leave
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
@@ -135,6 +136,7 @@ def test_nor_does_who_has_left_the_device_and_comes_back_from_the_host() -> None
     while run(scheduler):
         pass
     scheduler.wait("back")
+    all_leave(scheduler)
     copy_all(scheduler, "m")
     scheduler.residence("m").kv._prefixes.forget(range(1, 513))
     for number in (2, 3):
@@ -221,6 +223,7 @@ def test_whoever_waits_for_a_host_slot_that_another_model_s_pages_pass_through_w
         pass
     for name, session in (("m", mine), ("n", other)):
         scheduler.wait(session.id)
+        all_leave(scheduler)
         copy_all(scheduler, name)
     paging = scheduler.residence("m").paging
     keys = scheduler.residence("m").elsewhere.keys(mine)
@@ -246,6 +249,7 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
     gone = ask(scheduler, "gone", "m", 8, 1)
     run(scheduler)
     scheduler.wait("gone")
+    all_leave(scheduler)
     copy_all(scheduler, "m")
     kv = scheduler.residence("m").kv
     kv.resize(17)

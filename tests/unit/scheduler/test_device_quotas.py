@@ -14,6 +14,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.copies import copies
+from tests.support.departures import all_leave
 
 PAGE = 4  # tokens
 PAGE_BYTES = 1 << 20
@@ -232,6 +233,7 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
     for name in "abcd":
         daemon.run(daemon.submit(name, 6))
         daemon.scheduler.wait(name)
+        all_leave(daemon.scheduler)
         daemon.copy_all()
     daemon.kv["m"].resize(65)  # the device remembers nothing
     daemon.kv["m"]._prefixes.forget(range(1, 65))
@@ -242,6 +244,7 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
         assert daemon.held(MINE) <= 5
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
     daemon.scheduler.wait("a")
+    all_leave(daemon.scheduler)
     daemon.scheduler.wake("b")  # a's pages are on the host still: they go at once
     daemon.copy_all()
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
@@ -271,6 +274,7 @@ def test_nor_does_one_that_finds_another_page_in_the_place_of_its_last_while_tha
     assert daemon.step() == ["s"]
     daemon.limit(MINE, 4)
     daemon.scheduler.wait("s")
+    all_leave(daemon.scheduler)
     daemon.scheduler.wake("s")  # what it needs after all is still being copied
     daemon.scheduler.submit("s", Request(101, 6, 13, 0), prompt[6:])
     assert daemon.step() == [] and daemon.held(MINE) <= 4

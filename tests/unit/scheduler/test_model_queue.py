@@ -14,6 +14,7 @@ from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 from djinnd.scheduler.policy import CROWDED_QUIET_S, QUIET_S
 from tests.support.copies import copies
+from tests.support.departures import all_leave
 
 PAGE = 4  # tokens
 
@@ -315,6 +316,7 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
     queue.wait(session)
+    all_leave(queue.residence)
     moves = []
     while (move := paging.moves.take()) is not None:
         moves.append(move)
@@ -349,6 +351,7 @@ def test_whose_pages_were_on_their_way_for_somebody_who_has_gone_gets_them_all_t
     queue.pause(first)
     assert not paging.is_busy and not queue.residence.is_arriving(second)
     queue.tend(1.0)
+    all_leave(queue.residence)
     assert queue.residence.is_arriving(second) and not queue.awaited
     queue.check_integrity()
 
@@ -360,12 +363,63 @@ def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_requ
     queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE)
     queue.wait(session)
+    all_leave(queue.residence)
     assert not paging.is_busy
+    session.request = None
     queue.leave(session)
+    all_leave(queue.residence)
     assert paging.is_busy and queue.residence.is_leaving(session)
 
 
 # --- who waits leaves as the host finds room --------------------------------------------------------------------------
+
+
+def test_who_waits_leaves_one_after_another_when_there_is_time_for_it() -> None:
+    queue = with_host(pages=10, host=10)
+    sessions = [idle(queue, name, 2) for name in ("first", "second")]
+    for session in sessions:
+        queue.wait(session)
+    assert not queue.residence.paging.is_busy
+    for more, session in zip((True, False), sessions, strict=True):
+        assert not queue.residence.is_leaving(session)
+        assert queue.residence.depart() is more
+        assert queue.residence.is_leaving(session)
+    assert not queue.residence.depart(), "there is nobody"
+    copy_all(queue)
+    assert not any(queue.kv.pages_held(session.id) for session in sessions)
+
+
+@pytest.mark.parametrize("how", ["wakes", "asks", "is gone", "goes on after a pause"])
+def test_who_is_needed_again_before_it_has_left_does_not(how: str) -> None:
+    queue = with_host(pages=10, host=10)
+    session = idle(queue, "s", 2)
+    queue.wait(session)
+    if how == "wakes":
+        queue.wake(session)
+    elif how == "asks":
+        session.request = Request(1, 8, 9, 1)
+        session.tokens.append(1)
+        queue.join(session)
+    elif how == "is gone":
+        queue.residence.close(session)
+        del queue.sessions["s"]
+    else:
+        queue.pause(session)
+        queue.resume(session)
+        copy_all(queue)
+    pages = queue.kv.pages_held("s")
+    assert not queue.residence.depart()
+    assert not queue.residence.is_leaving(session) and queue.kv.pages_held("s") == pages
+    copy_all(queue)
+
+
+def test_the_audit_finds_somebody_who_is_to_leave_and_is_gone() -> None:
+    queue = with_host(pages=10, host=10)
+    queue.wait(idle(queue, "s", 2))
+    del queue.sessions["s"]
+    queue.kv.drop("s")
+    with pytest.raises(AssertionError, match="to leave the device, and are no sessions"):
+        queue.check_integrity()
 
 
 def with_host(pages: int, host: int) -> ModelQueue:
@@ -375,11 +429,18 @@ def with_host(pages: int, host: int) -> ModelQueue:
     return ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
 
 
-def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
+def idle(queue: ModelQueue, name: str, pages: int) -> Session:
     """Of tokens that nobody else has."""
     session = add(queue, name, pages * PAGE, computed=pages * PAGE, active=False)
     session.tokens[:] = [len(queue.sessions)] * len(session.tokens)
+    queue.kv.publish(name, session.tenant, session.names, session.computed)
+    return session
+
+
+def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
+    session = idle(queue, name, pages)
     queue.wait(session)
+    all_leave(queue.residence)
     return session
 
 
@@ -396,12 +457,14 @@ def test_who_waits_stays_where_the_host_has_no_room_for_it_and_leaves_when_it_ha
     assert (first.computed, second.computed) == (0, 16)
     add(queue, "third", 6 * PAGE + 1, computed=6 * PAGE)
     queue.tend(1.0)
+    all_leave(queue.residence)
     assert not queue.residence.paging.is_busy, "no page is free, and there is no room either"
     host = queue.residence.paging.host
     assert host is not None
     for slot in range(4):
         host.spare([slot])
     queue.tend(2.0)
+    all_leave(queue.residence)
     copy_all(queue)
     assert second.computed == 0 and queue.kv.pool.free == 4
 
@@ -414,6 +477,7 @@ def test_while_pages_are_free_it_stays() -> None:
     for slot in range(4):
         queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(1.0)
+    all_leave(queue.residence)
     assert second.computed == 16 and not queue.residence.paging.is_busy
 
 
@@ -426,6 +490,7 @@ def test_no_more_leave_than_are_in_the_way() -> None:
     copy_all(queue)
     assert (queue.kv.pool.free, first.computed, second.computed) == (0, 16, 16)
     queue.tend(1.0)
+    all_leave(queue.residence)
     assert (first.computed, second.computed) == (0, 16)
 
 
@@ -436,12 +501,15 @@ def test_who_is_quiet_and_finds_no_room_on_the_host_is_asked_again_later() -> No
     quiet = add(queue, "quiet", 4, computed=4, active=False)
     for now in (0.0, QUIET_S):
         queue.tend(now)
+        all_leave(queue.residence)
         assert quiet.computed == 4 and quiet.quiet_since == now
     for slot in range(4):
         queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(QUIET_S + 1.0)
+    all_leave(queue.residence)
     assert not queue.residence.is_moving(quiet)
     queue.tend(2 * QUIET_S)
+    all_leave(queue.residence)
     copy_all(queue)
     assert quiet.computed == 0
 
@@ -517,9 +585,11 @@ def test_who_was_expected_and_does_not_ask_is_not_expected_any_more() -> None:
     queue.residence.expect(away, 5.0)
     for now in (5.0, 5.25, 5.25 + CROWDED_QUIET_S):
         queue.tend(now)
+        all_leave(queue.residence)
         assert (away.waits, away.called, away.computed) == (False, True, 0)
         assert queue.residence.elsewhere.left.wanted_at(key) == 5.0
     queue.tend(5.25 + QUIET_S)
+    all_leave(queue.residence)
     assert not away.called and queue.residence.elsewhere.left.wanted_at(key) == math.inf
 
 
@@ -529,9 +599,12 @@ def test_who_will_ask_in_a_moment_stays_longer_than_others_where_pages_are_scarc
     session = add(queue, "s", 4 * PAGE, computed=4 * PAGE, active=False)
     session.called = is_called
     queue.tend(0.0)
+    all_leave(queue.residence)
     queue.tend(CROWDED_QUIET_S)
+    all_leave(queue.residence)
     copy_all(queue)
     assert (session.computed == 4 * PAGE) == is_called
     queue.tend(QUIET_S)
+    all_leave(queue.residence)
     copy_all(queue)
     assert session.computed == 0 and not session.called

@@ -20,6 +20,7 @@ from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
+from tests.support.departures import all_leave
 from tests.support.virtual import measured, rising
 
 PAGE = 4  # tokens
@@ -75,7 +76,8 @@ class Bench:
         ]
 
     def copy(self) -> None:
-        """All that moves comes to where it goes."""
+        """Who is to leave does, and all that moves comes to where it goes."""
+        all_leave(self.scheduler)
         moves = self.scheduler.residence("m").paging.moves
         while (move := moves.take()) is not None:
             over = moves.landed(move)
@@ -334,6 +336,7 @@ def test_who_is_woken_on_the_way_out_has_its_stage_all_the_while() -> None:
     bench = Bench(paging=True)
     session = bench.parked(stops_from=6)
     bench.scheduler.wait("a")
+    all_leave(bench.scheduler)
     bench.ask(session, resume_block=2)
     assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
 
@@ -429,6 +432,7 @@ def test_who_turns_back_on_its_way_keeps_its_stage(leave: str) -> None:
     bench.scheduler.wake("a")
     assert bench.scheduler.residence("m").is_arriving(session)
     getattr(bench.scheduler, leave)("a")
+    all_leave(bench.scheduler)
     bench.scheduler.check_integrity()
     assert session.left_stage == (stage, 6, 10) and bench.kv.pages_held("a") == 0 and session.left_at == 6
     bench.copy()
@@ -448,6 +452,7 @@ def test_who_could_not_come_back_whole_keeps_its_stage() -> None:
     assert bench.step()
     bench.scheduler.wake("a")
     bench.scheduler.wait("a")
+    all_leave(bench.scheduler)
     bench.scheduler.check_integrity()
     assert session.left_stage == (stage, 6, 10) and bench.kv.pages_held("a") == 0
 
@@ -510,6 +515,7 @@ def test_pages_of_a_stage_that_is_lost_can_be_spared(lost: str) -> None:
     if lost == "on its way out":
         session = bench.parked(stops_from=6)
         bench.scheduler.wait("a")
+        all_leave(bench.scheduler)
         moves = bench.scheduler.residence("m").paging.moves
         for move in [taken for taken in (moves.take() for _ in range(3)) if taken is not None]:
             moves.landed(move)

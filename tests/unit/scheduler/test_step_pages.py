@@ -9,6 +9,7 @@ from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.copies import copies
+from tests.support.departures import all_leave
 
 PAGE = 4  # tokens, as many as a step takes
 PROMPT = list(range(3 * PAGE))
@@ -60,6 +61,7 @@ def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
     while twin.request is not None:
         crowd.step()
     crowd.scheduler.wait("twin")
+    all_leave(crowd.scheduler)
     crowd.copy_all(failing=1)
     crowd.kv._prefixes.forget(range(1, 6))  # so the host has the second page, and nobody but the victim the first
     first = crowd.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
@@ -83,6 +85,7 @@ def away(crowd: Crowd, *names: str, pages: int = 2) -> list[Session]:
         while session.request is not None:
             crowd.step()
         crowd.scheduler.wait(name)
+        all_leave(crowd.scheduler)
         crowd.copy_all()
         sessions.append(session)
     crowd.kv._prefixes.forget(range(1, 6))

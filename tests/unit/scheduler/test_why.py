@@ -7,6 +7,7 @@ from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.why import MOST_AHEAD
 from tests.support.copies import copies
+from tests.support.departures import all_leave
 from tests.support.virtual import PAGE, VirtualDevice, rising
 
 
@@ -36,8 +37,10 @@ def test_one_whose_client_waits_says_until_when() -> None:
     device.open("s", max_tokens=1)
     device.step()
     device.scheduler.wait("s")
+    all_leave(device.scheduler)
     assert (device.scheduler.why("s").state, device.scheduler.why("s").figures) == ("waiting", {"pages": 1})
     device.scheduler.wait("s", device.now + 12.0)
+    all_leave(device.scheduler)
     why = device.scheduler.why("s")
     assert why.figures == {"pages": 1, "back_in_s": 12.0} and "come back in 12.0 s" in why.reason
 
@@ -97,6 +100,7 @@ def test_one_whose_pages_come_says_so() -> None:
     session = device.open("s", prompt=2 * PAGE, max_tokens=1)
     device.step()
     device.scheduler.wait("s")
+    all_leave(device.scheduler)
     for over in copies(paging.moves):
         device.scheduler.over("m", over)
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
