@@ -20,7 +20,6 @@ from torch import Tensor
 
 from djinnd.model.kernels.decode import (
     COMBINED_AT_ONCE,
-    MOST_WAVES,
     attend_split,
     combine_splits,
     decode_tiles,
@@ -32,7 +31,7 @@ from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blo
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED, PagedRows, Tiles, pool_strides, score_factors
 
-SINGLES, COMBINING = 4, 16  # programs a processor
+SINGLES, COMBINING = tl.constexpr(6), 16  # programs a processor; of SINGLES no fewer than it can run at once
 NO_LIMIT = 1 << 30
 
 
@@ -122,7 +121,7 @@ def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
     """→ where among the visits those begin that bring one token, how many there are, and splits of each."""
     chunks = tl.load(extent)
     singles = tl.load(extent + 2) - chunks
-    waves = tl.minimum(singles, MOST_WAVES)
+    waves = tl.minimum(singles, SINGLES)
     return chunks, singles, splits_to_fill(tl.maximum(singles, 1), KV_HEADS, waves * processors, useful, needed)
 
 
@@ -168,8 +167,8 @@ def mixed(
     else:
         most, useful, needed, filling = splits, splits, splits, NO_LIMIT
     chunk_programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
-    waves = min(rows, MOST_WAVES.value)
-    programs = min(SINGLES * processors, rows * kv_heads * useful) or 1
+    waves = min(rows, SINGLES.value)
+    programs = min(SINGLES.value * processors, rows * kv_heads * useful) or 1
     chunk_pieces = tokens * heads * most if most > 1 else 0
     pieces = heads * max(waves * processors // kv_heads + rows, rows * needed) if useful > 1 else 0
     sizes = (chunk_pieces * head_dim, chunk_pieces * 2, pieces * head_dim, pieces * 2)
