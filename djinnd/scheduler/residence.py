@@ -5,9 +5,10 @@
                 └─ found in a lower tier ──► arriving ──► arrived ┘          ▲                     │
                                                                              └─────── stay ────────┘
 
-A session that leaves keeps its pages until they have been copied; one that arrives has no row until all have come.
-Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the session's tokens. One
-that is parked inside the model leaves with its stage (stage_pages.py), if the host takes all of its pages.
+A session that leaves keeps its pages until they have been copied; one that arrives has no row until all have come
+(arrivals.py). Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the
+session's tokens. One that is parked inside the model leaves with its stage (stage_pages.py), if the host takes all of
+its pages.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 from djinnd.core.session import Session
-from djinnd.core.stops import LeftStage
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
+from djinnd.scheduler.arrivals import Arrivals
 from djinnd.scheduler.elsewhere import Elsewhere
 from djinnd.scheduler.stage_pages import keys_with, staged_keys
 from djinnd.scheduler.useful_kv import is_an_earlier_engine_s, of_use
@@ -38,14 +39,6 @@ class _Departure:
     staged: list[Key]  # of the pages behind those that are full of KV, where it leaves with its stage
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    session: Session
-    transfer: Transfer
-    keys: tuple[Key, ...]
-    staged: LeftStage | None  # what comes with them
-
-
 class Residence:
     """Of one model's sessions."""
 
@@ -59,7 +52,8 @@ class Residence:
         self._leaving: dict[str, _Departure] = {}
         self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
         self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
-        self._arriving: dict[str, _Arrival] = {}
+        self._arrivals = Arrivals(paging, self.elsewhere)
+        self._arriving = self._arrivals.under_way  # looked up for every session in every step
 
     def is_leaving(self, session: Session) -> bool:
         return session.id in self._leaving
@@ -92,7 +86,7 @@ class Residence:
         self._adopt(session)
         for _ in range(2):
             try:
-                if self._brought(session):
+                if self._arrivals.bring(session):
                     self._is_back(session, computed)
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
@@ -136,7 +130,7 @@ class Residence:
         self._is_back(session, computed)
         for _ in range(2):
             try:
-                return not self._brought(session) or self.is_arriving(session)
+                return not self._arrivals.bring(session) or self.is_arriving(session)
             except OutOfPages as shortage:
                 if not self._make_room(shortage, candidates):
                     return True
@@ -174,29 +168,6 @@ class Residence:
         if session.computed > computed:
             self.paging.is_back(self.elsewhere.keys(session)[computed // self.kv.page_size :])
 
-    # --- coming back ------------------------------------------------------------------------------------------------
-
-    def _brought(self, session: Session) -> bool:
-        """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
-        is to be asked again, as making it may have taken what was found. (What could only come through a host that is
-        not ready is computed anew, if it can be.)"""
-        found = self.elsewhere.found(session)
-        if found is None:
-            return False
-        if not found.on_the_way:
-            must = session.computed < session.foreign_tokens
-            kept = self.kv.trim(session.id, found.start)
-            assert kept == found.start, (kept, found)
-            session.computed = found.start
-            transfer = self.paging.load(session.id, session.tenant, found, can_wait=must)
-            if session.request is not None or session.called:
-                self.paging.moves.hurry(transfer)
-            if transfer.is_over:  # all that it could come through is busy, or not ready yet
-                return not self.paging.has_room_later(session.tenant)
-            staged = session.left_stage if found.is_staged else None
-            self._arriving[session.id] = _Arrival(session, transfer, found.keys[: transfer.missing], staged)
-        return True
-
     # --- giving way -------------------------------------------------------------------------------------------------
 
     def leave(self, session: Session, *, sealed: bool = False, forced: bool = False) -> Transfer | None:
@@ -216,7 +187,7 @@ class Residence:
             if session.left_stage is not None and not (session.foreign_tokens and self.kv.pages_held(session.id)):
                 self._turn_back(session)
                 return None
-            reach = self._reach(session)
+            reach = self._arrivals.reach(session)
             staged = staged_keys(session, self.kv) if self.paging.host is not None else []
             if staged:
                 self.forget(session)
@@ -239,7 +210,7 @@ class Residence:
 
     def _turn_back(self, session: Session) -> None:
         """It has left with its stage, and all that it has on the device by now has come from where it still is."""
-        self._come_no_further(session)
+        self._arrivals.call_off(session)
         self.kv.drop(session.id)
         session.computed, session.woken = 0, True
 
@@ -288,21 +259,13 @@ class Residence:
         """What it has brought through the blocks, or KV that the host does not take freely."""
         return session.stage is not None or not self.leaves_freely(session)
 
-    def _reach(self, session: Session) -> int:
-        arrival = self._arriving.get(session.id)
-        if arrival is None:
-            return session.computed
-        return arrival.transfer.tokens if arrival.staged is None else arrival.staged.computed
-
     def expect(self, session: Session, back_at: float) -> None:
         """That has come to be known only now, of one that may have left; 0: not any more."""
         self.elsewhere.left.expect(session.id, back_at)
 
     def hurry(self, session: Session) -> None:
         """A call waits for what arrives, or will in a moment."""
-        arrival = self._arriving.get(session.id)
-        if arrival is not None:
-            self.paging.moves.hurry(arrival.transfer)
+        self._arrivals.hurry(session)
 
     def stay(self, session: Session) -> None:
         """It is needed on the device after all."""
@@ -339,42 +302,7 @@ class Residence:
         departure = self._leaving.get(transfer.session)
         if departure is not None and departure.transfer is transfer:
             self._departed(departure)
-        arrival = self._arriving.get(transfer.session)
-        if arrival is not None and arrival.transfer is transfer:
-            del self._arriving[transfer.session]
-            self._arrived(arrival)
-
-    def _arrived(self, arrival: _Arrival) -> None:
-        session, transfer = arrival.session, arrival.transfer
-        if transfer.failed:
-            self.rewind(session, session.computed)
-            return
-        self.paging.is_back(arrival.keys)
-        staged = arrival.staged
-        if staged is not None:
-            self._arrived_staged(arrival, staged)
-            return
-        self.elsewhere.lose_stage(session)
-        self.kv.arrived(session.id, arrival.keys, transfer.tokens)
-        session.computed = transfer.tokens
-        most = of_use(session)
-        if session.computed > most:
-            self.rewind(session, most)
-            session.foreign_tokens = min(session.foreign_tokens, most)
-
-    def _arrived_staged(self, arrival: _Arrival, staged: LeftStage) -> None:
-        """All of its pages are back, and so is what waits inside the model, if that is still wanted; else it has the
-        pages that are full of KV."""
-        session, tokens, size = arrival.session, arrival.transfer.tokens, self.kv.page_size
-        full = min(tokens, staged.computed) // size * size
-        self.kv.arrived(session.id, arrival.keys, full)
-        if tokens == staged.length and session.left_stage is staged:
-            session.computed, session.stage = staged.computed, staged.stage
-            self.elsewhere.lose_stage(session)
-        else:
-            session.computed, most = full, min(full, of_use(session))
-            self.rewind(session, most)
-            session.foreign_tokens = min(session.foreign_tokens, most)
+        self._arrivals.over(transfer)
 
     # --- along with the session -------------------------------------------------------------------------------------
 
@@ -401,7 +329,7 @@ class Residence:
         positions before stays where it is. With a stage: nothing is changed that this has been through."""
         if session.left_stage is not None:
             self._stop_leaving(session)
-            self._come_no_further(session)
+            self._arrivals.call_off(session)
             self._trim(session, min(session.computed, first))
             return
         left = self.elsewhere.left.get(session.id)
@@ -428,18 +356,14 @@ class Residence:
     def forget(self, session: Session) -> None:
         """No transfer changes anything about this session any more."""
         self._stop_leaving(session)
-        self._come_no_further(session)
+        self._arrivals.call_off(session)
         self.elsewhere.forget(session)
-
-    def _come_no_further(self, session: Session) -> None:
-        arrival = self._arriving.pop(session.id, None)
-        if arrival is not None:
-            self.paging.moves.drop(arrival.transfer)
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()
         self.paging.check_integrity()
         self.elsewhere.check_integrity()
+        self._arrivals.check_integrity()
         assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
         for departure in self._leaving.values():
             assert not departure.transfer.is_over, f"session {departure.session.id} has left"
@@ -448,6 +372,3 @@ class Residence:
             given = Counter(chain.from_iterable(self.kv.pages_of(session.id) for session in gone))
             freed = sum(given[page] == self.kv.holders(page) for page in given)
             assert freed >= self._promised, f"{self._promised} pages are promised, those who leave free {freed}"
-        for arrival in self._arriving.values():
-            held = self.kv.pages_held(arrival.session.id)
-            assert held == self.kv.pages_for(arrival.transfer.tokens), f"{arrival.session.id} arrives with {held} pages"
