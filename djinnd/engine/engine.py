@@ -80,6 +80,7 @@ class Engine:
         self._unwaited_s = 0.0  # of steps that nobody has waited for
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
+        self._inquiries: list[messages.Inquire] = []
         self._alive_at = 0.0
         self._stopping = False
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -111,7 +112,7 @@ class Engine:
             messages.SetPolicy: self._set_policy,
             messages.Explain: self._explain,
             messages.PublicPrefix: self._models.mark_public,
-            messages.Inquire: lambda m: channel.send(self._figures.report(m)),
+            messages.Inquire: self._inquire,
             messages.Shutdown: self._shutdown,
         }
 
@@ -132,6 +133,7 @@ class Engine:
                 moving = self._tiers.turn()
                 stepped = self._step()
                 leaving = self._tiers.step_over()
+                self._answer_inquiries()
                 busy = stepped or leaving or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy and not self._tiers.follow():
@@ -184,6 +186,7 @@ class Engine:
     def _beside_step(self, batch: Batch) -> bool:
         """While the device has the step to do. → whether it is worth while to be called again."""
         moving = self._tiers.beside_step(batch)
+        self._answer_inquiries()
         return self._requests.deliveries.beside_step() or moving
 
     def _waited_for(self, batch: Batch) -> float:
@@ -287,6 +290,18 @@ class Engine:
             self._channel.refuse(message.request, error)
             return
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
+
+    def _inquire(self, message: messages.Inquire) -> None:
+        """Audits are made between steps. Who merely looks is answered beside one, or when there is none: that goes
+        through all pages of all sessions."""
+        self._inquiries.append(message)
+        if message.check:
+            self._answer_inquiries()
+
+    def _answer_inquiries(self) -> None:
+        for message in self._inquiries:
+            self._channel.send(self._figures.report(message))
+        self._inquiries.clear()
 
     def _spare_idle(self) -> None:
         self._models.spare_idle()

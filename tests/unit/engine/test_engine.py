@@ -13,6 +13,7 @@ import torch
 
 from djinn_client.protocol import Sampling
 from djinnd import messages
+from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.model.check import CHUNKS, SINGLES
@@ -521,6 +522,35 @@ def test_a_report_has_the_figures(serving: EngineThread) -> None:
         ("s", "idle", 300, 2),
         ("t", "idle", 0, 0),
     ]
+
+
+def test_who_looks_is_answered_beside_a_step_if_there_is_one_and_an_audit_between_two(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, in_step, seen = serving.engine, list[bool](), list[tuple[int, bool]]()
+    beside, report = engine._beside_step, engine._figures.report
+
+    def beside_step(batch: Batch) -> bool:
+        in_step.append(True)
+        try:
+            return beside(batch)
+        finally:
+            in_step.pop()
+
+    def reported(message: messages.Inquire) -> messages.Report:
+        seen.append((message.request, bool(in_step)))
+        return report(message)
+
+    monkeypatch.setattr(engine, "_beside_step", beside_step)
+    monkeypatch.setattr(engine._figures, "report", reported)
+    run = serving.run_message("s", prompt(10), 2)
+    looks = [messages.Inquire(1), messages.Inquire(2, check=True), messages.Inquire(3)]
+    serving.send(run, *looks)  # heard together
+    assert [serving.until(messages.Report).request for _ in looks] == [1, 2, 3]
+    serving.outcome(run.request)
+    serving.send(messages.Inquire(4))
+    serving.until(messages.Report)
+    assert seen == [(1, False), (2, False), (3, True), (4, False)]
 
 
 def test_the_check_finds_what_is_wrong(serving: EngineThread) -> None:
