@@ -125,12 +125,15 @@ class Engine:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
                 received = self._channel.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
+                self._tracer.turn()
                 self._scheduler.tick(time.monotonic())
                 quiet = not received and (quiet or not busy)
                 for message in received:
                     self._handlers[type(message)](message)
                 self._models.turn()
+                self._tracer.did("messages")
                 moving = self._tiers.turn()
+                self._tracer.did("pages")
                 stepped = self._step()
                 leaving = self._tiers.step_over()
                 self._answer_inquiries()
@@ -162,6 +165,7 @@ class Engine:
         if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
         started, began = self._requests.note_started(batch), time.monotonic()
+        self._tracer.did("compose")
         try:
             with self._tracer.step(batch):
                 sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch))
@@ -181,6 +185,7 @@ class Engine:
         for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
             self._requests.finish(request)
         self._runners[batch.model].settle()
+        self._tracer.did("complete")
         return True
 
     def _beside_step(self, batch: Batch) -> bool:

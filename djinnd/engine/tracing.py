@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from djinn_client.errors import Retry
 from djinnd import messages
 from djinnd.core.batch import Batch
-from djinnd.device import Device, Trace
+from djinnd.device import Device, Stamp, Trace
 
 
 @dataclass(slots=True)
@@ -27,7 +27,10 @@ class _UnderWay:
 
 class Tracer:
     """Used by the engine's thread. The device has the trace from its start until its last step has been run: pages move
-    between steps, too. Copies that were queued meanwhile are recorded whenever they happen."""
+    between steps, too. Copies that were queued meanwhile are recorded whenever they happen.
+
+    What the engine's thread does before a step is on the track `host`, as the device's compute stream sees it: for as
+    long as that has nothing to do meanwhile, and for no time at all where it has."""
 
     def __init__(
         self,
@@ -39,6 +42,9 @@ class Tracer:
         self._send = send
         self._clock = clock
         self._under_way: _UnderWay | None = None
+        self._since: Stamp | None = None  # when the engine's thread was last done with something
+        self._before: list[tuple[str, Stamp, Stamp]] = []  # what it has done before a step that may follow
+        self._has_stepped = False  # in this turn
 
     def start(self, message: messages.Trace) -> None:
         now = self._clock()
@@ -50,6 +56,20 @@ class Tracer:
         trace = self._device.trace = Trace(self._device.stamp)
         self._under_way = _UnderWay(message.request, trace, message.steps, now + message.seconds)
 
+    def turn(self) -> None:
+        """A turn of the engine's loop begins. What the last one has done without a step is not told."""
+        if not self._has_stepped:
+            self._before.clear()
+        self._has_stepped = False
+        self._since = None if self._device.trace is None else self._device.stamp()
+
+    def did(self, what: str) -> None:
+        """The engine's thread, since the turn began, a step was over, or it did something else."""
+        since = self._since
+        if since is not None and self._device.trace is not None:
+            self._since = self._device.stamp()
+            self._before.append((what, since, self._since))
+
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
         """The batch is run meanwhile."""
@@ -57,11 +77,16 @@ class Tracer:
         if under_way is None or not under_way.steps:
             yield
             return
+        for what, began, ended in self._before:
+            under_way.trace.add("host", what, began, ended)
+        self._before.clear()
+        self._has_stepped = True
         try:
             with self._device.span("step", "step", model=batch.model, rows=len(batch.rows), tokens=batch.tokens):
                 yield
         finally:
             under_way.steps -= 1
+            self._since = self._device.stamp()
             if not under_way.steps:
                 self._device.trace = None
 

@@ -78,5 +78,5 @@ def test_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: 
 
 def test_a_resident_model_copies_nothing(daemon: Daemon, tmp_path: Path) -> None:
     events = traced(daemon, tmp_path / "trace.json")
-    assert {event["track"] for event in events} - {"compute gaps"} == {"step", "compute"}
+    assert {event["track"] for event in events} - {"compute gaps"} == {"step", "compute", "host"}
     assert {event["args"].get("place") for event in events if event["name"].startswith("block")} <= {"plain", "packed"}

@@ -27,8 +27,9 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
     residency = engine.engine._runners["m"].model.residency
     plan = residency.plan
     assert plan is not None and plan.streamed
-    step, compute, copy = ([span for span in spans if span.track == track] for track in ("step", "compute", "copy"))
-    assert len(spans) == len(step) + len(compute) + len(copy)
+    tracks = ("step", "compute", "copy", "host")
+    step, compute, copy, host = ([span for span in spans if span.track == track] for track in tracks)
+    assert len(spans) == len(step) + len(compute) + len(copy) + len(host)
 
     counts = [PROMPT] + [1] * (steps - 1)
     assert [span.args for span in step] == [{"model": "m", "rows": 1, "tokens": count} for count in counts]
@@ -40,7 +41,9 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
         copied[span.name] += span.args["bytes"]
     assert copied == {f"block {index}": steps * residency._store.travelling(index).nbytes for index in plan.streamed}
 
-    for track in (step, compute, copy):
+    composed = [span.name for span in host].count("compose")
+    assert steps - 1 <= composed <= steps, "the trace may begin in the turn of the first step"
+    for track in (step, compute, copy, sorted([*step, *host], key=lambda span: span.start_us)):
         assert all(ended(before) <= after.start_us + rounding_us for before, after in pairwise(track))
     for span in compute:
         assert any(whole.start_us <= span.start_us + rounding_us for whole in step)

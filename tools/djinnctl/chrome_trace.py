@@ -1,9 +1,11 @@
 """A trace in Chrome's format, which Perfetto and chrome://tracing open: a process a device, a thread a track.
 
-Beside the device's own tracks there are those of its gaps, in which spans named `gap` say when it might have done more:
+Beside the device's own tracks there are the host's, and those of its gaps, in which spans named `gap` say when it might
+have done more:
 
     compute         │ prologue │ block 0 │ epilogue │            │ prologue │ …
     compute gaps                                    │    gap     │                 between two steps
+    host                                            │ │ pages │  │                 what it did then
     copy            │ block 1 │ block 2 │             │ block 1 │ block 2 │         over the ring
     copy gaps                           │     gap     │
 
@@ -22,7 +24,7 @@ from typing import Any
 from djinn_client import Span, TraceReply
 from djinnctl.units import interval
 
-TRACKS = ("step", "compute", "compute gaps", "copy", "copy gaps", "pages up", "pages down")  # from the top
+TRACKS = ("step", "compute", "compute gaps", "host", "copy", "copy gaps", "pages up", "pages down")  # from the top
 GAP_US = 10.0  # shorter ones are what a device needs between two copies or kernels
 
 

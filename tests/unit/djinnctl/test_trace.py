@@ -73,6 +73,7 @@ GAPS = [
     Span("compute", "prologue", 5.0, 5.0),
     Span("compute", "epilogue", 140.0, 10.0),  # what a step waits for is no gap between steps
     Span("pages up", "promote 3", 150.0, 600.0),
+    Span("host", "messages", 160.0, 30.0),
     Span("step", "step", 200.0, 100.0),
     Span("compute", "prologue", 201.0, 9.0),
     Span("compute", "epilogue", 210.0, 90.0),
@@ -109,7 +110,7 @@ def test_gaps_and_pages_have_tracks_of_their_own() -> None:
         both = sorted(tracks[one] + tracks[other])
         assert all(before[1] <= after[0] for before, after in pairwise(both))
     assert summary(reply, Path("f"))["gaps"] == pytest.approx({"compute": 51e-6, "copy": 150e-6})
-    assert "14 spans, gaps: 0.051 ms of compute, 0.15 ms of copy; https" in told(summary(reply, Path("f")))
+    assert "15 spans, gaps: 0.051 ms of compute, 0.15 ms of copy; https" in told(summary(reply, Path("f")))
 
 
 def test_the_file_is_what_the_plot_of_a_timeline_reads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -138,6 +139,47 @@ def test_copies_between_steps_are_recorded(scene: Scene) -> None:
     scene.device.synchronize()
     scene.tracer.answer()
     assert [span.name for span in scene.spans() if span.track == "copy"] == ["block 0", "block 1"]
+
+
+def names(scene: Scene) -> list[str]:
+    return [span.name for span in scene.spans() if span.track in ("host", "step")]
+
+
+def test_what_the_host_does_before_a_step_is_recorded_and_after_it_until_the_next(scene: Scene) -> None:
+    scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
+    for _ in range(2):
+        scene.tracer.turn()
+        for what in ("messages", "compose"):
+            scene.tracer.did(what)
+        scene.step(1)
+        scene.tracer.did("complete")
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert names(scene) == ["messages", "compose", "step", "complete", "messages", "compose", "step"]
+    spans = [span for span in scene.spans() if span.track in ("host", "step")]
+    for before, after in pairwise(spans):
+        assert before.start_us + before.duration_us <= after.start_us + 1e-3
+
+
+def test_turns_without_a_step_leave_nothing(scene: Scene) -> None:
+    scene.tracer.turn()
+    scene.tracer.did("nothing, as there is no trace")
+    scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
+    scene.tracer.did("what began before the trace")
+    scene.tracer.turn()
+    scene.tracer.did("something, and no step")
+    for _ in range(2):
+        scene.tracer.turn()
+        scene.tracer.did("messages")
+    scene.step(1)
+    scene.tracer.did("complete")
+    for _ in range(3):
+        scene.tracer.turn()
+        scene.tracer.did("idle")
+    scene.step(1)
+    scene.device.synchronize()
+    scene.tracer.answer()
+    assert names(scene) == ["messages", "step", "idle", "step"]
 
 
 # --- in a real engine -----------------------------------------------------------------------------------------------
