@@ -322,9 +322,10 @@ class ModelQueue:
         if session.called:
             session.called = False
             self.residence.expect(session, 0.0)
-        has_left = session.id not in self.kv.sessions or self.residence.is_moving(session)
-        session.quiet_since = None if has_left else now
-        if not has_left:
+        if session.id not in self.kv.sessions or self.residence.is_moving(session):
+            session.quiet_since = None
+        else:
+            session.quiet_since = now
             self.residence.leave_soon(session)
 
     def _make_spare_room(self, waiting: list[Session]) -> None:

@@ -233,9 +233,8 @@ class Residence:
         self.to_leave[session.id] = session
 
     def depart(self) -> bool:
-        """The first of them leaves, freely. Nobody who runs is concerned, so it may be done beside a step: of 140 pages
-        the host takes up to three milliseconds, and between two steps the device would wait. → whether there are
-        more."""
+        """The first of them leaves, freely. Nobody who runs is concerned, so it may be done beside a step: between two,
+        the device would wait for it, up to three milliseconds with 140 pages. → whether there are more."""
         if self.to_leave:
             session = self.to_leave.pop(next(iter(self.to_leave)))
             if session.request is None and not session.paused and self.leave_freely(session):

@@ -13,13 +13,13 @@ import torch
 
 from djinn_client.protocol import Sampling
 from djinnd import messages
-from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
+from tests.support.besides import watched
 from tests.support.checkpoints import Tensors, altered
 from tests.support.engine_thread import FOREVER, EngineThread
 from tests.support.loaded import random_prompt
@@ -527,21 +527,13 @@ def test_a_report_has_the_figures(serving: EngineThread) -> None:
 def test_who_looks_is_answered_beside_a_step_if_there_is_one_and_an_audit_between_two(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, in_step, seen = serving.engine, list[bool](), list[tuple[int, bool]]()
-    beside, report = engine._beside_step, engine._figures.report
-
-    def beside_step(batch: Batch) -> bool:
-        in_step.append(True)
-        try:
-            return beside(batch)
-        finally:
-            in_step.pop()
+    engine, seen = serving.engine, list[tuple[int, bool]]()
+    is_beside, report = watched(monkeypatch, engine, "_beside_step"), engine._figures.report
 
     def reported(message: messages.Inquire) -> messages.Report:
-        seen.append((message.request, bool(in_step)))
+        seen.append((message.request, is_beside()))
         return report(message)
 
-    monkeypatch.setattr(engine, "_beside_step", beside_step)
     monkeypatch.setattr(engine._figures, "report", reported)
     run = serving.run_message("s", prompt(10), 2)
     looks = [messages.Inquire(1), messages.Inquire(2, check=True), messages.Inquire(3)]

@@ -21,6 +21,7 @@ from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
 from djinnd.scheduler.policy import Policy
+from tests.support.besides import watched
 from tests.support.engine_thread import FOREVER
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
@@ -298,24 +299,14 @@ def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_t
 def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers, seen = engine.engine._tiers, list[tuple[str, bool]]()
-    in_step, beside = list[bool](), tiers.beside_step
-    depart = engine.engine._scheduler.depart
+    scheduler, seen = engine.engine._scheduler, list[tuple[str, bool]]()
+    is_beside, depart = watched(monkeypatch, engine.engine._tiers, "beside_step"), scheduler.depart
 
-    def watched() -> bool:
-        to_leave = engine.engine._scheduler.residence("m").to_leave
-        seen.extend((session, bool(in_step)) for session in to_leave)
+    def departed() -> bool:
+        seen.extend((session, is_beside()) for session in scheduler.residence("m").to_leave)
         return depart()
 
-    def beside_step(batch: Batch) -> bool:
-        in_step.append(True)
-        try:
-            return beside(batch)
-        finally:
-            in_step.pop()
-
-    monkeypatch.setattr(engine.engine._scheduler, "depart", watched)
-    monkeypatch.setattr(tiers, "beside_step", beside_step)
+    monkeypatch.setattr(scheduler, "depart", departed)
     engine.open("t")
     engine.ran("s")
     engine.ran("t")
