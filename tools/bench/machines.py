@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -55,12 +54,11 @@ class Ways(NamedTuple):
 async def ways(model: PagedModel) -> Ways:
     """Of a daemon that has nothing else to do, as clients see it."""
     session = await _opened(model)
-    times = await _times(session, REPEATS * STEPS)
+    call = statistics.median([await _round_trip(session) for _ in range(REPEATS * STEPS)])
     await session.close()
-    step = statistics.median(b - a for a, b in pairwise(times))
     alone = statistics.median([await _first_token(model, 1) for _ in range(REPEATS)])
     up, down = await _moving(model, alone)
-    return Ways(max(alone - step, 0.0), up.rate, down.rate, (up.seconds + down.seconds) / 2)
+    return Ways(call, up.rate, down.rate, (up.seconds + down.seconds) / 2)
 
 
 def typical(measured: Sequence[Ways]) -> Ways:
@@ -132,6 +130,15 @@ async def _times(session: djinn.AsyncSession, new: int, prompt: Sequence[int] = 
     async for piece in session.stream(list(prompt) or None, max_tokens=new, ignore_eos=True):
         times += [time.perf_counter()] * len(piece.token_ids)
     return times
+
+
+async def _round_trip(session: djinn.AsyncSession) -> float:
+    """To the engine and back, as a call and its first token go; less the step. (What a first token takes more than a
+    step is lost in how much steps differ; and whether a call comes a moment before a step begins, or after, is a
+    step's time.)"""
+    began = time.perf_counter()
+    await session.why()
+    return time.perf_counter() - began
 
 
 async def _first_token(model: PagedModel, tokens: int) -> float:

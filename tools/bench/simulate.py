@@ -125,6 +125,7 @@ def machine_of(path: Path | None) -> Machine:
 @click.option("--seconds", type=float, help="Instead of the load's.")
 @click.option("--check", "checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--device", default="cpu", show_default=True, help="Of --check.")
+@click.option("--kv", default="32MiB", show_default=True, help="Of --check: pages on the device; 64MiB: for all.")
 @click.option("--smoke", is_flag=True, help="A minute of the load.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
 @click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
@@ -134,15 +135,16 @@ def main(
     seconds: float | None,
     checkpoint: Path | None,
     device: str,
+    kv: str,
     smoke: bool,
     path: Path | None,
     recorded: bool,
 ) -> None:
     console = Console(width=150)
     if checkpoint is not None:
-        checked = check(checkpoint.resolve(), device, seconds or (10.0 if smoke else 30.0))
+        checked = check(checkpoint.resolve(), device, seconds or (10.0 if smoke else 30.0), kv)
         _show(console, checked)
-        parameters = {"model": checkpoint.name, "load": msgspec.to_builtins(checked.load)}
+        parameters = {"model": checkpoint.name, "kv": kv, "load": msgspec.to_builtins(checked.load)}
         keep(
             report("simulate-check", parameters, msgspec.to_builtins(checked), checked.summary), path, recorded=recorded
         )

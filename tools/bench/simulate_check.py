@@ -22,15 +22,13 @@ from tools.bench.traced_steps import Step, TracedSteps
 
 LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}  # tokens and rows of a step, as in djinnd/engine/__main__.py
 CONTEXT = 300  # tokens, for what is loaded
-SETTINGS = {"kv": "32MiB", "host_kv": "128MiB", "disk_kv": "0"}
+SETTINGS = {"host_kv": "128MiB", "disk_kv": "0"}
 BUDGET = "1GiB"
 # Who joins a step must not hang on a tenth of a millisecond: on two cores that is chance, in the daemon and beside it.
 BETWEEN_TOKENS = 0.1  # seconds
 WITHIN = 0.1
 ROUNDS = 5  # of measuring and serving in turns, as whatever else the machine does changes
-USED_S = 5.0  # of the load, before anything is looked at
-PROMPTS = (32, 64, 128, 256, 512)  # tokens, of those that the simulated engine has served before
-TOKENS = 24  # likewise, of each session that has decoded
+USED_S = 5.0  # of the load, before anything is looked at, in both
 NAMES = {"first_token": "first token", "between_tokens": "between tokens", "wake_up": "wake-up"}
 
 
@@ -89,19 +87,20 @@ def load_for(seconds: float) -> Load:
     )
 
 
-def check(checkpoint: Path, device: str, seconds: float) -> Checked:
+def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
+    """`kv`: device memory for pages. With djinn-tiny, sessions come to 56 MiB of them together, at most."""
     load = load_for(seconds)
+    before = msgspec.structs.replace(load, seconds=USED_S)
     rounds = [msgspec.structs.replace(load, seed=seed) for seed in range(ROUNDS)]
-    rows = sum(group.sessions for group in load.groups.values())
     scheduling = {"between_tokens": BETWEEN_TOKENS}
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
         bare = without_text(checkpoint, Path(folder))
         with (
-            daemon_of(bare, device, BUDGET, SETTINGS, None, scheduling=scheduling) as address,
+            daemon_of(bare, device, BUDGET, {"kv": kv, **SETTINGS}, None, scheduling=scheduling) as address,
             loaded(address, CONTEXT, 0, ["host"]) as model,
         ):
             _say(f"{USED_S:.0f} s in a daemon, so that it has been used")
-            asyncio.run(serve(address, MODEL, model.info.vocab, msgspec.structs.replace(load, seconds=USED_S)))
+            asyncio.run(serve(address, MODEL, model.info.vocab, before))
             measured: list[Ways] = []
             steps: list[Step] = []
             courses = []
@@ -114,12 +113,10 @@ def check(checkpoint: Path, device: str, seconds: float) -> Checked:
                 steps += traced.steps
             info = model.now()
     machine = machine_of(steps, typical(measured), info, LIMITS[device], on_cpu=device == "cpu")
-    begins = [number * len(machine.jitter) // ROUNDS for number in range(ROUNDS)]
-    engines = [SimulatedEngine(machine, shaken_from=begin, between_tokens=BETWEEN_TOKENS) for begin in begins]
-    for engine in engines:
-        engine.accustom(rows, PROMPTS, TOKENS)
+    engine = SimulatedEngine(machine, between_tokens=BETWEEN_TOKENS)
+    simulate(engine, before)
     daemon = outcome(pooled(courses), load.weights)
-    simulator = outcome(pooled(list(map(simulate, engines, rounds))), load.weights)
+    simulator = outcome(pooled([simulate(engine, one) for one in rounds]), load.weights)
     return Checked(
         machine=machine, load=load, daemon=daemon, simulator=simulator, compared=list(compared(daemon, simulator))
     )

@@ -13,9 +13,8 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, cycle
 
 import msgspec
@@ -93,9 +92,8 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, *, shaken_from: int = 0, **policy: float) -> None:
-        """`shaken_from`: which of the machine's `jitter` is the first step's. `policy`: the scheduler's, as in a
-        daemon's configuration."""
+    def __init__(self, machine: Machine, **policy: float) -> None:
+        """`policy`: the scheduler's, as in a daemon's configuration."""
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # of the device, in steps
@@ -115,10 +113,11 @@ class SimulatedEngine:
         self._residence.elsewhere.costs.bus = machine.up if machine.up < math.inf else 0.0
         self._waits = Waits()
         self._requests = count(1)
+        self.unseen = count(TOKEN + 1)  # tokens that nobody has asked with, so that no prompt begins as another
         self._answers: dict[int, Answer] = {}  # by request
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._jitter = cycle(machine.jitter[shaken_from:] + machine.jitter[:shaken_from])
+        self._jitter = cycle(machine.jitter)
         self._tend_at = 0.0
         self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
         self._queues = {way: CopyQueue() for way in self._lanes}
@@ -136,18 +135,13 @@ class SimulatedEngine:
         self._end_wait(name)
         self.scheduler.close(name)
 
-    def accustom(self, rows: int, prompts: Sequence[int], tokens: int) -> None:
-        """Has it serve prompts of so many tokens, one after another, and then so many sessions that come by `tokens`
-        each: its scheduler knows then what steps take, as a daemon's does that has been used."""
-        alone, together = [(length, 1) for length in prompts], [(1, tokens)] * rows
-        for number, (length, new) in enumerate(alone + together):
-            name = f"accustoms-{number}"
-            self.open(name, 0, "batch")
-            answer = Answer(lambda now, before: None, partial(self.close, name))
-            self.call(name, [TOKEN + 1 + number] * length, new, answer)
-            if number < len(alone):
-                self.run(math.inf)
-        self.run(math.inf)
+    def clear(self) -> None:
+        """All sessions are closed, whatever runs on them, and what was to happen does not."""
+        self._events.clear()
+        for session in list(self.scheduler.sessions()):
+            self._end_wait(session.id)
+            if (request := self.scheduler.close(session.id)) is not None:
+                del self._answers[request.id]
 
     def call(self, name: str, prompt: list[int], max_tokens: int, answer: Answer) -> None:
         """Raises PromptTooLong, OutOfMemory."""

@@ -12,7 +12,7 @@ from tools.bench.simulated_engine import Answer, SimulatedEngine
 
 def simulate(engine: SimulatedEngine, load: Load) -> Course:
     """An engine that has no sessions serves the load from its beginning to its end; what is under way then counts as
-    far as it came."""
+    far as it came, and is broken off."""
     began = engine.now
     course = Course(began)
     for tenant, weight in load.weights.items():
@@ -22,6 +22,7 @@ def simulate(engine: SimulatedEngine, load: Load) -> Course:
         _Client(engine, load, course, following).begin()
     engine.run(began + load.seconds)
     course.ended = began + load.seconds
+    engine.clear()
     return course
 
 
@@ -48,6 +49,7 @@ class _Client:
         self._group = self._load.groups[visit.group]
         self._name = f"s{visit.number}"
         self._calls = iter(visit.calls)
+        self._own_token = next(self._engine.unseen)
         self._asked, self._wakes = now, False
         self._engine.at(now + self._way, self._open)
 
@@ -56,7 +58,7 @@ class _Client:
         self._call(next(self._calls))
 
     def _call(self, call: Call) -> None:
-        prompt = [1000 + self._visit.number] * call.tokens  # that nobody else has
+        prompt = [self._own_token] * call.tokens
         answer = Answer(self._token, self._answered)
         self._answer, self._prompt = answer, call.tokens
         try:
