@@ -61,8 +61,13 @@ class Newborn(NamedTuple):
     nursery: int  # pid
 
     def grow_up(self) -> None:
-        """Becomes the engine. Ends with status 0, or with whatever is raised."""
-        tie_to(self.nursery)
+        """Becomes the engine. Ends with status 0, or with whatever is raised; at once where the nursery was killed while
+        it was born: whoever stopped the daemon then waits for nobody of whom it has not heard."""
+        try:
+            tie_to(self.nursery)
+        except SystemExit as gone:
+            print(gone, file=sys.stderr, flush=True)
+            os._exit(1)
         gc.enable()
         os.environ.clear()
         os.environ.update(self.request.environ)

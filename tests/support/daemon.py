@@ -23,6 +23,7 @@ from tests.support.hatchery import ROOT, Hatchery
 
 SHM = Path("/dev/shm")
 PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
+A_MOMENT = 1.0  # seconds, in which an engine that nobody has heard of ends by itself
 THREADS = "1"  # of torch, in daemon and tests: more of them wait for each other where cores are few and shared
 
 # The daemon ends when the test process does, however that ends. The first argument names the descriptors of a nursery,
@@ -113,6 +114,7 @@ class Daemon:
             sys.stderr.write(self.log)
             return
         assert status is None or status == 0, f"djinnd ended with status {status}\n{self.log}"
+        self._let_orphans_end()
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
@@ -187,6 +189,12 @@ class Daemon:
         except subprocess.TimeoutExpired:
             self.kill()
             return -signal.SIGKILL
+
+    def _let_orphans_end(self) -> None:
+        """An engine that was being born when its daemon stopped finds that out itself, a moment later."""
+        until = time.monotonic() + A_MOMENT
+        while any(map(is_alive, self._descendants)) and time.monotonic() < until:
+            time.sleep(0.01)
 
     # --- what is there ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,21 @@ def test_the_libraries_may_be_forked_and_are_all_that_an_engine_needs_beside_its
     assert not set(one) & set(other), "forks draw numbers of their own"
 
 
+ORPHAN = """
+import atexit, os
+from djinnd.births import Bear
+from djinnd.engine.nursery import Newborn
+atexit.register(print, "an interpreter's way out", flush=True)
+Newborn(Bear(["no.such.module"], {}, {}), 0, nursery=os.getpid()).grow_up()
+"""
+
+
+def test_one_whose_nursery_is_gone_ends_at_once() -> None:
+    """Without freeing what it shares, which takes a moment in which it would be found."""
+    ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "the server is gone already\n")
+
+
 def test_threads_and_devices_make_it_unfit() -> None:
     code = (
         "import threading, time; from djinnd.engine.nursery import unfit; print(unfit())\n"
