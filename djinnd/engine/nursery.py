@@ -61,8 +61,8 @@ class Newborn(NamedTuple):
     nursery: int  # pid
 
     def grow_up(self) -> None:
-        """Becomes the engine. Ends with status 0, or with whatever is raised; at once where the nursery was killed while
-        it was born: whoever stopped the daemon then waits for nobody of whom it has not heard."""
+        """Becomes the engine. Ends with status 0, or with whatever is raised. Where the nursery was killed as it was
+        born it ends at once: no server waits for one of whom it has not heard."""
         try:
             tie_to(self.nursery)
         except SystemExit as gone:
