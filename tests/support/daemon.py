@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -191,9 +192,11 @@ class Daemon:
             return -signal.SIGKILL
 
     def _let_orphans_end(self) -> None:
-        """An engine that was being born when its daemon stopped finds that out itself, a moment later."""
+        """An engine that was being born when its daemon stopped, and of which that has never heard, finds it out
+        itself, a moment later. Nobody else may."""
+        heard_of = {*self._nurseries, *map(int, re.findall(r"engine_started pid=(\d+)", self.log))}
         until = time.monotonic() + A_MOMENT
-        while any(map(is_alive, self._descendants)) and time.monotonic() < until:
+        while any(map(is_alive, self._descendants - heard_of)) and time.monotonic() < until:
             time.sleep(0.01)
 
     # --- what is there ----------------------------------------------------------------------------------------------

@@ -193,15 +193,15 @@ def main(
     **each: Any,
 ) -> None:
     checkpoint = checkpoint.resolve()
-    asked = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
-    model = {name: value for name, value in asked.items() if value is not None}
+    given = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
+    model = {name: value for name, value in given.items() if value is not None}
     scheduling = {} if paging is None else {"paging": paging}
     setting = Setting(device, memory, model, folder, scheduling)
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
-    other = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
+    asked = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
     allow_connections()
     try:
-        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, other)
+        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, asked)
     except djinn.DjinnError as error:
         raise click.ClickException(error.message) from error
     console = Console()
