@@ -31,7 +31,7 @@ from djinnctl.restart import restart
 from djinnd.server import keep_alive
 from djinnd.server.keep_alive import idle_seconds
 from tests.support.engine import Script
-from tests.support.served import Wire, wait_for
+from tests.support.served import Wire, is_listening, wait_for
 from tests.support.serving import TINY
 
 SOON = 0.15  # seconds of keep_alive
@@ -314,6 +314,6 @@ def test_a_cold_start_knows_nothing_of_it(serve):
         wait_for(lambda: "model_asleep" in daemon.log)
     assert daemon.stop() == 0 and not daemon.left_behind()
     daemon.start()
-    wait_for(lambda: os.path.exists(daemon.address))
+    wait_for(lambda: is_listening(daemon.address))
     with daemon.client() as client:
         assert model(client).state == "available"
