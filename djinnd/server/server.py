@@ -236,8 +236,6 @@ class Server:
         await self._models.close(keep_blocks=self._stopping.restart == "warm")
         await self._sharing.close()
         await self._journal.close()
-        if self._stopping.restart is None:  # which may have been given up only now
-            await self._supervisor.gone()
         self._sessions.leave()
         log.info("djinnd_stopped")
 
@@ -274,6 +272,7 @@ class Server:
         over = self._supervisor.exited() if restart is None else self._supervisor.finished()
         await _first(over, self._stopping.now.wait(), timeout=grace)
         self._supervisor.kill()
+        self._stopping.decide()
         if self._stopping.restart is None or not self._supervisor.can_be_left:
             await self._supervisor.gone()
         log.info("engine_stopped seconds=%.3f", time.monotonic() - began)

@@ -2,6 +2,7 @@
 
 running ──signal──► draining ──signal──► ending at once
    └────restart───► draining for a successor ──signal──► draining
+                       └─decided─► leaving for it ──signal──► which is asked to stop
 
 SIGHUP asks it for something else, which it comes to while it is running: to read its configuration again.
 """
@@ -36,9 +37,12 @@ class Stopping:
         self.now = asyncio.Event()
         self.reload = asyncio.Event()  # who does it clears it first
         self.restart: Restart | None = None  # what follows when the daemon has drained; None: nothing
+        self._is_leaving = False
 
     def ask(self) -> None:
-        if self.restart is not None:
+        if self._is_leaving:  # it was heard a moment before
+            signal.raise_signal(signal.SIGTERM)
+        elif self.restart is not None:
             self.restart = None
             log.info("restart_given_up reason=the daemon is to stop")
         else:
@@ -49,10 +53,16 @@ class Stopping:
         self.restart = restart
         self.asked.set()
 
+    def decide(self) -> None:
+        """Whether there is a successor does not change any more, as things are left for it from now on, or are not.
+        Signals are blocked where there is one: they wait for its turn, which a process keeps when it executes another
+        program."""
+        if self.restart is not None:
+            self._is_leaving = True
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """On leaving for a successor, signals are blocked: one that comes in between waits for the successor's turn,
-        which a process keeps when it executes another program."""
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_the_loop))
         handlers = dict.fromkeys(SIGNALS, self.ask) | {signal.SIGHUP: self.reload.set}
@@ -62,7 +72,5 @@ class Stopping:
         try:
             yield
         finally:
-            if self.restart is not None:
-                signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
             for number in handlers:
                 loop.remove_signal_handler(number)

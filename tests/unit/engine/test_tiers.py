@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -318,6 +319,43 @@ def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
     engine.send(messages.Signal("t", waits=True))
     engine.use_when("t", "waiting", on_device=False)
     assert seen == [("s", True), ("t", False)]
+
+
+def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.open("t")
+    for session in "st":
+        engine.ran(session)
+    waits = [messages.Signal(session, waits=True) for session in "st"]
+    engine.send(*waits)
+    for session in "st":
+        engine.use_when(session, "waiting", on_device=False)
+    for session in "st":
+        engine.send(messages.Signal(session, waits=False))
+        engine.use_when(session, "idle", on_device=True)
+    scheduler, channel = engine.engine._scheduler, engine.engine._channel
+    depart, receive, seen = scheduler.depart, channel.receive, list[tuple[int, float]]()
+    to_leave = scheduler.residence("m").to_leave
+    left = 0
+
+    def departed() -> bool:
+        nonlocal left
+        before = len(to_leave)
+        answer = depart()
+        left += before - len(to_leave)
+        return answer
+
+    def received(timeout: float) -> list[Any]:
+        seen.append((left, timeout))
+        return receive(timeout)
+
+    monkeypatch.setattr(scheduler, "depart", departed)
+    monkeypatch.setattr(channel, "receive", received)
+    engine.send(*waits)  # whose pages the host still has
+    for session in "st":
+        engine.use_when(session, "waiting", on_device=False)
+    assert [timeout for gone, timeout in seen if gone == 1] == [0.0]
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------

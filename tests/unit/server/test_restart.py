@@ -152,6 +152,28 @@ def test_a_daemon_that_is_stopped_meanwhile_leaves_nothing_of_the_last_engine(se
     assert daemon.left_behind() == []
 
 
+def test_who_is_stopped_when_all_is_left_for_a_successor_is_stopped_as_that(folder):
+    daemon = Served(folder)
+    code = (
+        "import os, pathlib, signal, sys; from djinnd.server.models import Models; close = Models.close\n"
+        "from tests.support.served import main\n"
+        "async def closed(self, **how): await close(self, **how); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "Models.close = closed; main(*map(pathlib.Path, sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *map(str, daemon.write_files())]
+    with daemon.log_path.open("ab") as log, subprocess.Popen(command, cwd=ROOT, stderr=log) as daemon.process:
+        try:
+            wait_for(lambda: is_listening(daemon.address))
+            with daemon.client() as client:
+                client.load("djinn-tiny")
+                client.restart(warm=True)
+            assert daemon.process.wait(60) == 0
+        finally:
+            daemon.process.kill()
+    assert daemon.log.count("djinnd_starting") == daemon.log.count("djinnd_stopped") == 2, daemon.log
+    assert "arena_adopted" in daemon.log and daemon.left_behind() == []
+
+
 def test_a_cold_restart_keeps_no_blocks(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)

@@ -43,3 +43,48 @@ def test_sighup_asks_for_a_reload_as_often_as_it_comes(factory):
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(play())
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_until_it_is_decided_a_signal_gives_the_successor_up(factory):
+    async def play():
+        stopping = Stopping()
+        with stopping.by_signals():
+            stopping.ask_restart("warm")
+            os.kill(os.getpid(), signal.SIGTERM)
+            while stopping.restart is not None:
+                await asyncio.sleep(0.001)
+            stopping.decide()
+            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stopping.now.wait()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(play())
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("moment", ["just before", "after"])
+def test_then_it_waits_for_that_one_s_turn(factory, moment):
+    """`moment`: of the signal. One that has been heard, and not been handled, is passed on."""
+
+    async def play():
+        stopping = Stopping()
+        with stopping.by_signals():
+            stopping.ask_restart("warm")
+            if moment == "just before":
+                os.kill(os.getpid(), signal.SIGTERM)
+            stopping.decide()
+            if moment == "after":
+                os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            assert (stopping.restart, stopping.now.is_set()) == ("warm", False)
+        assert signal.SIGTERM in signal.sigpending()
+
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(play())
+    finally:
+        signal.sigtimedwait([signal.SIGTERM], 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGHUP])
