@@ -131,7 +131,7 @@ class Engine:
                 for message in received:
                     self._handlers[type(message)](message)
                 self._models.turn()
-                self._tracer.did("messages")
+                self._tracer.did("messages", calls=sum([type(message) is messages.Run for message in received]))
                 moving = self._tiers.turn()
                 self._tracer.did("pages")
                 stepped = self._step()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from djinn_client.errors import Retry
 from djinnd import messages
@@ -43,7 +44,7 @@ class Tracer:
         self._clock = clock
         self._under_way: _UnderWay | None = None
         self._since: Stamp | None = None  # when the engine's thread was last done with something
-        self._before: list[tuple[str, Stamp, Stamp]] = []  # what it has done before a step that may follow
+        self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []  # it did that, and a step may follow
         self._has_stepped = False  # in this turn
 
     def start(self, message: messages.Trace) -> None:
@@ -63,12 +64,12 @@ class Tracer:
         self._has_stepped = False
         self._since = None if self._device.trace is None else self._device.stamp()
 
-    def did(self, what: str) -> None:
+    def did(self, what: str, **args: Any) -> None:
         """The engine's thread, since the turn began, a step was over, or it did something else."""
         since = self._since
         if since is not None and self._device.trace is not None:
             self._since = self._device.stamp()
-            self._before.append((what, since, self._since))
+            self._before.append((what, since, self._since, args))
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -77,12 +78,14 @@ class Tracer:
         if under_way is None or not under_way.steps:
             yield
             return
-        for what, began, ended in self._before:
-            under_way.trace.add("host", what, began, ended)
+        for what, began, ended, args in self._before:
+            under_way.trace.add("host", what, began, ended, **args)
         self._before.clear()
         self._has_stepped = True
         try:
-            with self._device.span("step", "step", model=batch.model, rows=len(batch.rows), tokens=batch.tokens):
+            chunks = sum([row.count > 1 for row in batch.rows])
+            rows, tokens = len(batch.rows), batch.tokens
+            with self._device.span("step", "step", model=batch.model, rows=rows, tokens=tokens, chunks=chunks):
                 yield
         finally:
             under_way.steps -= 1

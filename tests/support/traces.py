@@ -32,7 +32,9 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
     assert len(spans) == len(step) + len(compute) + len(copy) + len(host)
 
     counts = [PROMPT] + [1] * (steps - 1)
-    assert [span.args for span in step] == [{"model": "m", "rows": 1, "tokens": count} for count in counts]
+    assert [span.args for span in step] == [
+        {"model": "m", "rows": 1, "tokens": count, "chunks": int(count > 1)} for count in counts
+    ]
     blocks = [f"block {index}" for index in range(info.blocks)]
     assert [span.name for span in compute] == ["prologue", *blocks, "epilogue"] * steps
     assert [span.args["place"] for span in compute if span.args] == [place.value for place in plan.places] * steps

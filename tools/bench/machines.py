@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+
 import djinn_client as djinn
 from tools.bench.paged_model import MODEL, PagedModel
 from tools.bench.simulated_engine import Curve, Machine, at
@@ -38,6 +40,7 @@ H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: decode and kv of docs/results
 SHORT = 16  # tokens of a prompt
 STEPS = 24  # of a measurement
 REPEATS = 7
+PIECE = 1 << 20  # bytes: that numbers are alike
 ALIKE = 8  # steps that are one point of a curve, at least
 POINTS = 16  # of what prompts add
 
@@ -70,12 +73,16 @@ def machine_of(
     steps: Sequence[Step], measured: Ways, info: djinn.ModelInfo, limits: tuple[int, int], *, on_cpu: bool
 ) -> Machine:
     """Whose steps take what these took, as they come in the load that they are of: what reading their KV takes is in
-    it, and what shakes them comes in the same order, as a host is slow for a while. `limits`: tokens and rows of its
-    steps."""
-    rows = _curve_of_rows([step for step in steps if not step.further])
-    more = [(step.further, step.seconds - at(rows, step.rows)) for step in steps if step.further]
-    chunk = _curve_of_chunks(more)
-    jitter = [round(step.seconds / (at(rows, step.rows) + at(chunk, step.further)), 3) for step in steps]
+    it, and what shakes them comes in the same order, as a host is slow for a while. What makes just those steps longer
+    that somebody waits for, as calls are heard, pages copied and several prompts read, is no jitter. `limits`: tokens
+    and rows of its steps."""
+    alone = [step for step in steps if not step.calls and not step.copied and step.chunks <= 1]
+    rows = _curve_of_rows([step for step in alone if not step.further])
+    chunk = _curve_of_chunks([(step.further, step.seconds - at(rows, step.rows)) for step in alone if step.further])
+    by_itself = [at(rows, step.rows) + at(chunk, step.further) for step in steps]
+    more = _more(steps, by_itself)
+    taken = [seconds + more.of(step) for step, seconds in zip(steps, by_itself, strict=True)]
+    jitter = [round(step.seconds / seconds, 3) for step, seconds in zip(steps, taken, strict=True)]
     return Machine(
         name="this one",
         rows=rows,
@@ -89,6 +96,9 @@ def machine_of(
         up=measured.up,
         down=measured.down,
         moving=measured.moving,
+        beside=more.beside,
+        hearing=more.hearing,
+        another=more.another,
         synchronous=on_cpu,
         max_context=info.max_context,
         max_tokens=limits[0],
@@ -109,6 +119,29 @@ def _curve_of_chunks(more: Sequence[tuple[int, float]]) -> Curve:
     parts = [ordered[first : first + size] for first in range(0, len(ordered) - size + 1, size)]
     points = [(statistics.fmean(x for x, _ in part), statistics.median(y for _, y in part)) for part in parts]
     return rising([(0, 0.0), *points])
+
+
+class _More(NamedTuple):
+    """Seconds that a step takes more. See Machine."""
+
+    hearing: float
+    beside: float
+    another: float
+
+    def of(self, step: Step) -> float:
+        return step.calls * self.hearing + step.copied * self.beside + _others(step) * self.another
+
+
+def _others(step: Step) -> int:
+    return max(step.chunks - 1, 0)
+
+
+def _more(steps: Sequence[Step], by_itself: Sequence[float]) -> _More:
+    """What steps take more than `by_itself`: by least squares, beside what all of them do."""
+    causes = np.array([(1.0, step.calls, step.copied / PIECE, _others(step)) for step in steps])
+    seconds = np.array([step.seconds for step in steps]) - np.array(by_itself)
+    _, call, piece, another = np.linalg.lstsq(causes, seconds, rcond=None)[0].clip(0.0).tolist()
+    return _More(call, piece / PIECE, another)
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:

@@ -46,6 +46,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str
     rows: Curve  # seconds of a step, by how many rows it has that bring one token
     chunk: Curve  # seconds more, by how many tokens come beside the first of each row
+    another: float = 0.0  # seconds more, for each row beside the first that brings several
     kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
     jitter: tuple[float, ...] = (1.0,)  # times as long as all that, one step after another takes, over and over
     call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
@@ -57,6 +58,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     down: float = math.inf
     moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
     beside: float = 0.0  # seconds more that a step takes, for each byte that crosses the bus meanwhile
+    hearing: float = 0.0  # seconds more that a step takes, for each call that is heard before it
     synchronous: bool = False  # copies begin when a step is over, not beside it: so on the CPU, which computes it
     max_context: int
     max_tokens: int  # of a step
@@ -65,9 +67,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def seconds(self, batch: Batch) -> tuple[float, float, float]:
         """Of rows, of what they bring beside the first token, and of reading KV."""
         rows = len(batch.rows)
-        extra = batch.tokens - rows
-        kv = sum([row.end for row in batch.rows if row.count == 1])
-        return at(self.rows, rows), at(self.chunk, extra) if extra else 0.0, kv * self.kv_token
+        extra, singles = batch.tokens - rows, [row.end for row in batch.rows if row.count == 1]
+        further = at(self.chunk, extra) + (rows - len(singles) - 1) * self.another if extra else 0.0
+        return at(self.rows, rows), further, sum(singles) * self.kv_token
 
 
 def at(curve: Curve, x: float) -> float:
@@ -118,6 +120,7 @@ class SimulatedEngine:
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._jitter = cycle(machine.jitter)
+        self._heard = 0  # calls, since the last step
         self._tend_at = 0.0
         self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
         self._queues = {way: CopyQueue() for way in self._lanes}
@@ -150,6 +153,7 @@ class SimulatedEngine:
         request = Request(next(self._requests), first, first + len(prompt), max_tokens)
         self.scheduler.submit(name, request, prompt)
         self._answers[request.id] = answer
+        self._heard += 1
 
     def truncate(self, name: str, length: int) -> None:
         self.scheduler.truncate(name, length)
@@ -222,6 +226,8 @@ class SimulatedEngine:
         alike, beside, reading = self.machine.seconds(batch)
         if self.machine.beside:
             alike += self._crossing(alike + beside + reading) * self.machine.beside
+        alike += self._heard * self.machine.hearing
+        self._heard = 0
         jitter = next(self._jitter)
         is_paced = any(map(is_spared, batch.rows))
         self._copying_rate = self.scheduler.policy.paging * self.machine.up if is_paced else math.inf
@@ -287,12 +293,19 @@ class SimulatedEngine:
             while (queued := queue.next) and len(lane) * self.machine.page_bytes < IN_FLIGHT:
                 move = queued.popleft()
                 queue.began(queued, [move], self.machine.page_bytes)
-                free = lane[-1][0] if lane else self.now + self.machine.moving
-                lane.append((free + seconds, move))
+                may_begin = self.now + self.machine.moving
+                lane.append((max(lane[-1][0], may_begin) + seconds if lane else may_begin + seconds, move))
 
     def _rate(self, way: Way) -> float:
         return self.machine.up if way is Way.PROMOTE else self.machine.down
 
     def _crossing(self, seconds: float) -> float:
         """Bytes that are on the bus in so many seconds from now on, both ways together."""
-        return sum(min(lane[-1][0] - self.now, seconds) * self._rate(way) for way, lane in self._lanes.items() if lane)
+        return sum(self._crossing_by(way, self.now + seconds) for way in self._lanes)
+
+    def _crossing_by(self, way: Way, until: float) -> float:
+        rate, now = self._rate(way), self.now
+        took = self.machine.page_bytes / rate
+        moves = [min(end, until) - max(end - took, now) for end, _ in self._lanes[way]]
+        seconds = [one for one in moves if one > 0]
+        return sum(seconds) * rate if seconds else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -11,12 +12,16 @@ import djinn_client as djinn
 
 AT_ONCE = 100  # steps of a trace; while it is answered there are none, for up to 45 ms
 SECONDS = 2.0  # of a trace, at most
+PAGES = ("pages up", "pages down")  # tracks of their copies
 
 
 class Step(NamedTuple):
     rows: int
     further: int  # tokens beside the first of each row
     seconds: float  # until the next one begins, of a daemon that is always busy
+    calls: int = 0  # that are heard meanwhile
+    copied: int = 0  # bytes of pages whose copies begin meanwhile
+    chunks: int = 0  # rows of more than one token
 
 
 class TracedSteps:
@@ -44,9 +49,20 @@ class TracedSteps:
 
 def steps_of(spans: Sequence[djinn.Span]) -> list[Step]:
     """All but the last, of which it is not known when another one would have begun."""
-    steps = sorted((span for span in spans if span.track == "step"), key=lambda span: span.start_us)
+    steps = sorted((span for span in spans if span.track == "step"), key=_start)
+    meanwhile: list[list[djinn.Span]] = [[] for _ in steps]
+    for span in spans:
+        if index := bisect_right(steps, span.start_us, key=_start):
+            meanwhile[index - 1].append(span)
     found = []
-    for step, following in pairwise(steps):
+    for (step, following), others in zip(pairwise(steps), meanwhile, strict=False):
         rows, tokens = int(step.args["rows"]), int(step.args["tokens"])
-        found.append(Step(rows, tokens - rows, (following.start_us - step.start_us) / 1e6))
+        calls = sum(int(span.args.get("calls", 0)) for span in others)
+        copied = sum(int(span.args["bytes"]) for span in others if span.track in PAGES)
+        seconds = (following.start_us - step.start_us) / 1e6
+        found.append(Step(rows, tokens - rows, seconds, calls, copied, int(step.args["chunks"])))
     return found
+
+
+def _start(span: djinn.Span) -> float:
+    return span.start_us

@@ -66,7 +66,10 @@ def test_so_many_steps_are_recorded_and_no_more(scene: Scene) -> None:
     scene.device.synchronize()
     scene.tracer.answer()
     steps = [span.args for span in scene.spans() if span.track == "step"]
-    assert steps == [{"model": "m", "rows": 3, "tokens": 32}, {"model": "m", "rows": 1, "tokens": 1}]
+    assert steps == [
+        {"model": "m", "rows": 3, "tokens": 32, "chunks": 1},
+        {"model": "m", "rows": 1, "tokens": 1, "chunks": 0},
+    ]
     assert sorted(span.track for span in scene.spans()) == ["compute", "compute", "copy", "copy", "step", "step"]
     scene.tracer.answer()
     assert len(scene.sent) == 1
@@ -150,13 +153,14 @@ def test_what_the_host_does_before_a_step_is_recorded_and_after_it_until_the_nex
     for _ in range(2):
         scene.tracer.turn()
         for what in ("messages", "compose"):
-            scene.tracer.did(what)
+            scene.tracer.did(what, calls=3)
         scene.step(1)
         scene.tracer.did("complete")
     scene.device.synchronize()
     scene.tracer.answer()
     assert names(scene) == ["messages", "compose", "step", "complete", "messages", "compose", "step"]
     spans = [span for span in scene.spans() if span.track in ("host", "step")]
+    assert [span.args for span in spans if span.name == "messages"] == [{"calls": 3}] * 2
     for before, after in pairwise(spans):
         assert before.start_us + before.duration_us <= after.start_us + 1e-3
 

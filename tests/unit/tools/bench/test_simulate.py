@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from djinn_client import ModelInfo, Span
+from djinnd.core.batch import Batch
 from tools.bench.fairness import farthest_from_weights, quotas
 from tools.bench.load import Group, Load
 from tools.bench.load_course import outcome
@@ -124,6 +125,33 @@ def test_the_host_s_jitter_makes_steps_longer() -> None:
     assert found.between_tokens.p50 == pytest.approx(0.02)
 
 
+def test_a_step_is_longer_by_the_calls_that_are_heard_before_it() -> None:
+    seen: list[float] = []
+    engine = SimulatedEngine(msgspec.structs.replace(MACHINE, hearing=0.5))
+    engine.ran = lambda batch, seconds: seen.append(seconds - sum(MACHINE.seconds(batch)))
+    load = Load(seconds=10, groups={"a": msgspec.structs.replace(ALONE, sessions=2, answer=(3, 3))})
+    simulate(engine, load)
+    assert seen == pytest.approx([1.0, 0.0, 0.0])
+
+
+def test_a_step_is_longer_by_the_bytes_that_are_copied_in_it() -> None:
+    """And not by those that wait for it to end."""
+    load = Load(seconds=60, groups={"agents": AGENTS, "busy": BUSY})
+    for synchronous in (False, True):
+        machine = msgspec.structs.replace(MACHINE, beside=1e-5 / MACHINE.page_bytes, synchronous=synchronous)
+        longer = 0.0
+        engine = SimulatedEngine(machine)
+
+        def ran(batch: Batch, seconds: float) -> None:
+            nonlocal longer
+            longer += seconds - sum(MACHINE.seconds(batch))
+
+        engine.ran = ran
+        simulate(engine, load)
+        pages = sum(engine.moved.values())
+        assert pages > 20 and 0.9 < longer / (pages * 1e-5) <= 1.0 + 1e-9
+
+
 def test_jitter_comes_in_its_order() -> None:
     seen: list[float] = []
     engine = SimulatedEngine(msgspec.structs.replace(MACHINE, jitter=(1.0, 2.0, 3.0)))
@@ -184,6 +212,9 @@ def test_a_machine_takes_what_the_steps_took_that_it_is_made_of() -> None:
     shaking = (0.9, 1.0, 1.0, 1.0, 1.1)
     plain = [Step(rows, 0, 0.01 * rows * times) for rows in (2, 4) for times in shaking * 20]
     prompts = [Step(2, further, (0.02 + further * 1e-3) * times) for further in (10, 100) for times in shaking * 8]
+    others = [(calls, pages) for calls in (0, 1, 2) for pages in (0, 1, 5) if calls or pages]
+    beside = [Step(2, 0, 0.02 + calls * 1e-3 + pages * 5e-4, calls, pages << 20) for calls, pages in others * 10]
+    beside += [Step(2, 100, 0.12 + (chunks - 1) * 2e-3, chunks=chunks) for chunks in (1, 2, 3) for _ in range(10)]
     info = ModelInfo(
         name="m",
         path="",
@@ -195,25 +226,45 @@ def test_a_machine_takes_what_the_steps_took_that_it_is_made_of() -> None:
         host_pages=256,
         max_context=512,
     )
-    found = machine_of([*plain, *prompts], Ways(0.002, 1e9, 2e9, 0.001), info, (256, 8), on_cpu=True)
+    found = machine_of([*plain, *prompts, *beside], Ways(0.002, 1e9, 2e9, 0.001), info, (256, 8), on_cpu=True)
     assert found.rows == ((2, pytest.approx(0.02)), (4, pytest.approx(0.04)))
     assert at(found.chunk, 10) == pytest.approx(0.01) and at(found.chunk, 100) == pytest.approx(0.1)
     assert found.jitter[:10] == shaking * 2, "as they came"
+    assert found.hearing == pytest.approx(1e-3) and found.another == pytest.approx(2e-3)
+    assert found.beside == pytest.approx(5e-4 / (1 << 20))
+    assert set(found.jitter[-len(beside) :]) == {1.0}, "what calls, pages and others that read take is none"
     assert (found.call, found.up, found.down, found.moving) == (0.002, 1e9, 2e9, 0.001)
     assert found.synchronous and (found.max_tokens, found.max_rows) == (256, 8)
 
 
 def test_a_step_lasts_until_the_next_one_begins() -> None:
     spans = [
-        Span(track=track, name="", start_us=start, duration_us=1.0, args={"rows": rows, "tokens": tokens})
+        Span(track=track, name="", start_us=start, duration_us=1.0, args={"rows": rows, "tokens": tokens, "chunks": 1})
         for track, start, rows, tokens in (
             ("step", 30.0, 3, 3),
-            ("up", 5.0, 9, 9),
+            ("copy", 5.0, 9, 9),
             ("step", 10.0, 2, 70),
             ("step", 45.0, 1, 1),
         )
     ]
-    assert steps_of(spans) == [Step(2, 68, pytest.approx(20e-6)), Step(3, 0, pytest.approx(15e-6))]
+    assert steps_of(spans) == [
+        Step(2, 68, pytest.approx(20e-6), chunks=1),
+        Step(3, 0, pytest.approx(15e-6), chunks=1),
+    ]
+    beside = [
+        Span(track=track, name="", start_us=start, duration_us=50.0, args=args)
+        for track, start, args in (
+            ("host", 5.0, {"calls": 9}),
+            ("host", 28.0, {"calls": 1}),
+            ("host", 29.0, {"calls": 2}),
+            ("host", 31.0, {}),
+            ("copy", 31.0, {"bytes": 1000}),
+            ("pages up", 32.0, {"bytes": 100}),
+            ("pages down", 33.0, {"bytes": 10}),
+            ("pages down", 46.0, {"bytes": 1}),
+        )
+    ]
+    assert [(step.calls, step.copied) for step in steps_of([*beside, *spans])] == [(3, 0), (0, 110)]
 
 
 def test_what_is_compared() -> None:
