@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from djinn_client.errors import Cancelled, DjinnError, OutOfMemory
+from djinn_client.errors import Cancelled, DjinnError, OutOfMemory, SessionNotFound
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.core.edits import FOREVER, now
@@ -62,6 +62,16 @@ class Requests:
             self._submit(message)
         except DjinnError as error:
             self._channel.refuse(message.request, error)
+
+    def is_plain(self, message: messages.Run) -> bool:
+        """Tokens come and tokens go: nothing has to be made room for, on the device or elsewhere."""
+        if message.logits or message.capture or message.stops or message.resume_block is not None:
+            return False
+        try:
+            session = self._scheduler.session(message.session)
+        except SessionNotFound:
+            return False
+        return self._runners[session.model].edits.of(session.id) == session.edits
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)

@@ -4,8 +4,8 @@ Launching a block's kernels one by one takes the host longer than the device nee
 chunk of 512 alike. A graph a block and not one for the model, because streaming, breakpoints and steering live on block
 boundaries; all replays of a step together cost the host little more than one (2.8 µs each).
 
-    decode    1 token a row                   1, 2, 4 … 256 rows
-    chunk     any rows, with history or not   32 … 2,048 tokens, up to 16, 64 or all rows
+    decode    1 token a row                   1, 2, 3, 4, 8 … 256 rows
+    chunk     any rows, with history or not   16 … 2,048 tokens, up to 16, 64 or all rows
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays the graphs of
@@ -35,8 +35,8 @@ from djinnd.model.paged_model import PagedModel
 from djinnd.model.probe import Probe, look, looks_behind, looks_inside
 from djinnd.model.unowned import unowned
 
-DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-CHUNK_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 CHUNK_ROWS = (16, 64)
 ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when they are needed
 KINDS = 6  # blocks, among which a family has all of its kinds: Gemma 3 has five with a window before one without

@@ -250,8 +250,9 @@ class ModelQueue:
             self.residence.paging.moves.hurry_all()
 
     def _is_fetched(self, session: Session) -> bool:
-        """Or will be, or cannot be. False: it is to be asked again when something has been copied."""
-        waiting = (other for other in self._evictable() if other.waits)  # lazily: most find room
+        """Or will be, or cannot be. False: it is to be asked again when something has been copied. It may be asked
+        beside a step, of whose rows nobody gives way: they have requests."""
+        waiting = (other for other in self._evictable() if other.waits and other.request is None)  # lazily
         pages = self.kv.pages_for(len(session.tokens))  # others of its tenant may have computed more than it had
         excess = self._quotas.excess(session, self.kv, pages)
         if excess > 0:

@@ -31,6 +31,7 @@ from djinnd.model.kernels.tile import (
 
 MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
 MOST_WAVES = tl.constexpr(8)  # programs a processor
+AT_ONCE, NEARLY_ALL = 3, 0.8  # programs a processor that run at once, and the share of these that is worth it
 SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
 MAX_SPLITS, FEW_SPLITS = 128, 8
 COMBINED_AT_ONCE = 16
@@ -38,8 +39,13 @@ COMBINED_AT_ONCE = 16
 
 def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
     """Into how many pieces to divide each row's keys. A row alone fills the device once, which measured best; rows are
-    of unequal length, so many of them want several waves to keep it filled to the end."""
-    return int(splits_to_fill.fn(rows, kv_heads, processors * min(rows, MOST_WAVES.value), *split_bounds(max_kv)))
+    of unequal length, so many of them want several waves to keep it filled to the end. Where all programs run at once,
+    a few too many are worse than a few too few: some processors have one more than others, which all wait for."""
+    useful, needed = split_bounds(max_kv)
+    programs, of_each = processors * min(rows, MOST_WAVES.value), rows * kv_heads
+    if rows <= AT_ONCE and programs // of_each * of_each >= NEARLY_ALL * programs:
+        useful = min(useful, programs // of_each)
+    return int(splits_to_fill.fn(rows, kv_heads, programs, useful, needed))
 
 
 def split_bounds(max_kv: int) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from djinnd.model.kernels.decode import (
     combine_splits,
     decode_tiles,
     split_bounds,
-    split_count,
     splits_to_fill,
 )
 from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
@@ -162,7 +161,8 @@ def mixed(
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
     if splits is None:  # single tokens have as many as one of them alone: of several, each has no more
         most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
-        useful, needed = split_count(1, kv_heads, batch.max_kv, processors), split_bounds(batch.max_kv)[1]
+        useful, needed = split_bounds(batch.max_kv)
+        useful = int(splits_to_fill.fn(1, kv_heads, processors, useful, needed))
         filling = processors
     else:
         most, useful, needed, filling = splits, splits, splits, NO_LIMIT

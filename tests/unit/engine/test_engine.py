@@ -13,6 +13,7 @@ import torch
 
 from djinn_client.protocol import Sampling
 from djinnd import messages
+from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.model.check import CHUNKS, SINGLES
@@ -475,6 +476,102 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(
     assert kept == {"sick": 0, "sound": len(sound_prompt) + max_tokens - 1}
     tokens, _ = engine.outcome(engine.run("sick", sound_prompt, 2))
     assert tokens == reference.greedy(FOLDER, sound_prompt, 2)
+
+
+# --- what is said beside a step -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What is heard from now on, and whether beside a step."""
+    engine, seen = serving.engine, list[tuple[str, bool]]()
+    is_beside, hear = watched(monkeypatch, engine, "_beside_step"), engine._hear
+
+    def recorded(message: Any) -> None:
+        seen.append((type(message).__name__, is_beside()))
+        hear(message)
+
+    monkeypatch.setattr(engine, "_hear", recorded)
+    return seen
+
+
+def say_beside(serving: EngineThread, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
+    """As soon as a step is under way."""
+    engine, waiting = serving.engine, [*said]
+    beside_step = engine._tiers.beside_step
+
+    def speaking(batch: Batch) -> bool:
+        sent, waiting[:] = waiting[:], []
+        serving.send(*sent)
+        return beside_step(batch)
+
+    monkeypatch.setattr(engine._tiers, "beside_step", speaking)
+
+
+def test_calls_and_signals_are_heard_beside_a_step(
+    serving: EngineThread, heard: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in "tu":
+        serving.open(session)
+    one = serving.run_message("s", prompt(10), 4)
+    other = serving.run_message("t", prompt(20, seed=1), 4)
+    nobody = serving.run_message("nobody", prompt(5), 1)
+    serving.report()
+    heard.clear()
+    say_beside(serving, monkeypatch, messages.Signal("u", waits=True), other, messages.Inquire(77), nobody)
+    serving.send(one)
+    report, outcomes, refused = None, dict[int, list[int]](), None
+    while report is None or refused is None or len(outcomes) < 2:
+        match message := serving.receive():
+            case messages.Report():
+                report = message
+            case messages.Failed():
+                refused = message
+            case messages.Finished():
+                outcomes[message.request] = []
+    assert heard == [("Run", False), ("Signal", True), ("Run", True), ("Inquire", True), ("Run", False)]
+    assert (report.request, refused.request, refused.code) == (77, nobody.request, "session_not_found")
+    states = {use.session: use.state for use in report.sessions}
+    assert states == {"s": "running", "t": "queued", "u": "waiting"}, "it has no row in the step that runs"
+    for session, seed, length in (("s", 0, 10), ("t", 1, 20)):  # what they have now is what they would have alone
+        expected = reference.greedy(FOLDER, prompt(length, seed), 6)
+        assert serving.outcome(serving.run(session, [], 2))[0] == expected[4:]
+
+
+def test_what_has_to_wait_for_the_step_holds_up_what_comes_after(
+    serving: EngineThread, heard: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving.open("t")
+    forward = serving.run_message("t", prompt(7), 0, logits=True)
+    serving.report()
+    heard.clear()
+    say_beside(
+        serving, monkeypatch, messages.Signal("t", waits=True), messages.Truncate("t", 0), messages.Signal("t", False)
+    )
+    serving.outcome(serving.run("s", prompt(10), 1))
+    serving.report()
+    assert heard == [("Run", False), ("Signal", True), ("Truncate", False), ("Signal", False), ("Inquire", False)]
+    heard.clear()
+    say_beside(serving, monkeypatch, forward)
+    one = serving.run("s", [5], 1)
+    assert set(serving.outcomes([one, forward.request])) == {one, forward.request}
+    assert heard == [("Run", False), ("Run", False)], "a window is to be made for its logits"
+
+
+def test_a_server_that_goes_beside_a_step_ends_the_engine_quietly(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside_step = serving.engine._tiers.beside_step
+
+    def closing(batch: Batch) -> bool:
+        serving.socket.close()
+        return beside_step(batch)
+
+    monkeypatch.setattr(serving.engine._tiers, "beside_step", closing)
+    serving.run("s", prompt(10), 1000)
+    serving.join()
+    assert serving.error is None
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == ["server_gone"]
 
 
 # --- the end --------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_compiling_runs_blocks_in_each_shape_and_touches_nobody_s_pages(
 
     monkeypatch.setattr(model, "run_block", counted)
     graphs.compile(lambda: beats.append(len(ran)))
-    decodes, chunks = {1, 2, 4, 8, 12, 16, 24, 32, 48, 64}, {32, 64, 96, 128, 192, 200}
+    decodes, chunks = {1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64}, {16, 32, 64, 96, 128, 192, 200}
     assert {size for _, size in ran} == decodes | chunks and {index for index, _ in ran} == set(range(BLOCKS))
     assert len(beats) == len(ran) // BLOCKS and ran[-1][1] == 200, "the largest is captured first, and compiled last"
     assert torch.equal(model.pool[1:], before[1:])

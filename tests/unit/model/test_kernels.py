@@ -24,9 +24,20 @@ def test_under_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("kv_heads", [8, 32, 40])
+def test_few_rows_run_at_once_and_leave_no_processor_one_program_more(rows: int, kv_heads: int) -> None:
+    splits = split_count(rows, kv_heads, max_kv=8192, processors=132)
+    assert 0.9 * 132 * rows <= rows * kv_heads * splits <= 132 * rows
+
+
+def test_but_rather_that_than_too_few() -> None:
+    assert split_count(1, 70, max_kv=8192, processors=132) == 2  # 70 of 132 would be idle
+
+
 def test_a_row_alone_fills_the_device_once() -> None:
     splits = split_count(1, 8, max_kv=8192, processors=132)
-    assert 132 <= 8 * splits < 132 + 8
+    assert 132 - 8 < 8 * splits < 132 + 8
     assert split_count(1, 8, max_kv=100, processors=132) == 2  # but no split is left with less than a tile
     assert split_count(1, 1, max_kv=1 << 20, processors=132) == MAX_SPLITS
 
