@@ -15,8 +15,9 @@ QUIET_S = 10.0  # after which a session whose client says nothing leaves the dev
 CROWDED_QUIET_S = 1.0  # the same while pages are scarce
 SCARCE = 0.1  # of the pool: fewer are free
 BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
-# Tokens of prefill of which fewer take a step hardly less long: 13B on an H200 1.3 ms for 9, 1.8 for 60. So many, of
-# one prompt or of several, join those that decode in the same class in any case.
+# Tokens of prefill that join those that decode in the same class in any case, of one prompt or of several. Beside seven
+# rows of 13B an H200 takes 0.2 ms more for 9 and 1.2 for 57: several small parts would make who reads wait for more
+# steps, and gain those who decode nothing at p99 (docs/log.md).
 LEAST_CHUNK = 64
 # The next call of a class may come at any time for so many seconds after one, and a step cannot be interrupted: until
 # then lower classes take the device for as long as so many steps of one row, at most.
