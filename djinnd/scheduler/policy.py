@@ -17,7 +17,7 @@ SCARCE = 0.1  # of the pool: fewer are free
 BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
 # Tokens of prefill that join those that decode in the same class in any case, of one prompt or of several. Beside seven
 # rows of 13B an H200 takes 0.2 ms more for 9 and 1.2 for 57: several small parts would make who reads wait for more
-# steps, and gain those who decode nothing at p99 (docs/log.md).
+# steps, and those who decode gain hardly anything at p99 (docs/log.md).
 LEAST_CHUNK = 64
 # The next call of a class may come at any time for so many seconds after one, and a step cannot be interrupted: until
 # then lower classes take the device for as long as so many steps of one row, at most.

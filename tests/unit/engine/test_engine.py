@@ -520,16 +520,17 @@ def test_calls_and_signals_are_heard_beside_a_step(
     heard.clear()
     say_beside(serving, monkeypatch, messages.Signal("u", waits=True), other, messages.Inquire(77), nobody)
     serving.send(one)
-    report, outcomes, refused = None, dict[int, list[int]](), None
-    while report is None or refused is None or len(outcomes) < 2:
+    report, refused, ended = None, None, set[int]()
+    while report is None or refused is None or len(ended) < 2:
         match message := serving.receive():
             case messages.Report():
                 report = message
             case messages.Failed():
                 refused = message
             case messages.Finished():
-                outcomes[message.request] = []
+                ended.add(message.request)
     assert heard == [("Run", False), ("Signal", True), ("Run", True), ("Inquire", True), ("Run", False)]
+    assert ended == {one.request, other.request}
     assert (report.request, refused.request, refused.code) == (77, nobody.request, "session_not_found")
     states = {use.session: use.state for use in report.sessions}
     assert states == {"s": "running", "t": "queued", "u": "waiting"}, "it has no row in the step that runs"
