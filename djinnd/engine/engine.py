@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -24,6 +24,7 @@ from djinnd.engine.collector import Collector
 from djinnd.engine.courses import Courses
 from djinnd.engine.figures import Figures
 from djinnd.engine.loading import LoadQueue
+from djinnd.engine.mailbox import Mailbox
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.models import Models
 from djinnd.engine.pauses import Pauses
@@ -81,11 +82,9 @@ class Engine:
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
-        self._unheard: deque[messages.ToEngine] = deque()  # that have come beside a step, and wait until it is over
-        self._calls = 0  # that have been heard since the last turn began
         self._alive_at = 0.0
         self._stopping = False
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        handlers: dict[type, Callable[[Any], None]] = {
             messages.Load: self._models.load,
             messages.Plan: self._loads.submit,
             messages.DescribeImage: self._loads.submit,
@@ -117,6 +116,7 @@ class Engine:
             messages.Inquire: self._inquire,
             messages.Shutdown: self._shutdown,
         }
+        self._mailbox = Mailbox(channel, self._scheduler, self._requests, handlers)
 
     def serve(self) -> None:
         """Until the server says so, or is gone."""
@@ -126,18 +126,12 @@ class Engine:
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
-                waiting = [*self._unheard]
-                self._unheard.clear()
-                patience = 0.0 if busy or waiting else min(ALIVE_EVERY, self._tiers.patience)
-                received = waiting + self._channel.receive(patience)
+                received = self._mailbox.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 self._tracer.turn()
-                self._scheduler.tick(time.monotonic())
                 quiet = not received and (quiet or not busy)
-                for message in received:
-                    self._hear(message)
+                self._mailbox.hear()
                 self._models.turn()
-                self._tracer.did("messages", calls=self._calls)
-                self._calls = 0
+                self._tracer.did("messages", calls=self._mailbox.take_calls())
                 moving = self._tiers.turn()
                 self._tracer.did("pages")
                 stepped = self._step()
@@ -159,10 +153,6 @@ class Engine:
             self._loads.close()
             self._courses.close()
             self._tiers.stop()
-
-    def _hear(self, message: messages.ToEngine) -> None:
-        self._calls += type(message) is messages.Run
-        self._handlers[type(message)](message)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -203,27 +193,9 @@ class Engine:
     def _beside_step(self, batch: Batch) -> bool:
         """While the device has the step to do. → whether it is worth while to be called again."""
         moving = self._tiers.beside_step(batch)
-        hearing = self._hear_beside()
+        hearing = self._mailbox.hear_beside()
         self._answer_inquiries()
         return self._requests.deliveries.beside_step() or moving or hearing
-
-    def _hear_beside(self) -> bool:
-        """Messages, in their order, up to the first that has to wait until the step is over. Between two steps the
-        device would wait for each of them, up to a millisecond where caches have forgotten the code. → whether more may
-        be heard."""
-        if not self._unheard:
-            self._unheard.extend(self._channel.receive(0.0))
-            self._scheduler.tick(time.monotonic())
-        while self._unheard and self._may_be_heard_beside(self._unheard[0]):
-            self._hear(self._unheard.popleft())
-        return not self._unheard
-
-    def _may_be_heard_beside(self, message: messages.ToEngine) -> bool:
-        """It changes nothing that the step needs: neither what its rows are, nor what is on the device. That a session
-        makes room for who comes back it may lead to: copies into its pages begin after the step."""
-        if isinstance(message, messages.Run):
-            return self._requests.is_plain(message)
-        return isinstance(message, messages.Signal) or (isinstance(message, messages.Inquire) and not message.check)
 
     def _waited_for(self, batch: Batch) -> float:
         """The seconds of this step, and of those before it that nobody has waited for. What prefill takes is not learnt

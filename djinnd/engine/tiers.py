@@ -56,7 +56,6 @@ class Tiers:
         self._models: dict[str, _Model] = {}
         self._on_host, self._on_disk = Tenancy(), Tenancy()
         self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
-        self._moved_beside: set[str] = set()  # a step: models of which transfers have ended
         self._was_beside = False  # a step, since the last one was over
         self._tended_at = 0.0
         self._spared_at = -math.inf  # when there last was a step with somebody in it who is spared
@@ -154,18 +153,18 @@ class Tiers:
 
     def beside_step(self, batch: Batch) -> bool:
         """While the device runs a step, beginning the copies that had been asked for before costs nothing, nor do the
-        books of those that end, and of whose they are: a wake-up's take half a millisecond, for which the device would
-        wait between two steps. Nor does it cost anything to have somebody leave, which takes up to three. Nobody whose
-        pages move is in the step. What follows from it has to wait for `step_over`, as it may make others give way. →
-        whether there is more to do, or may be."""
+        books of those that end, of whose they are, and of who comes next: a wake-up's take half a millisecond, for
+        which the device would wait between two steps. Nor does it cost anything to have somebody leave, which takes up
+        to three. Nobody whose pages move is in the step, nor is anybody who makes room for others; and the copies that
+        this leads to begin in a later turn, behind the step. → whether there is more to do, or may be."""
         self._was_beside = True
         if self.is_busy:
             rate = self._rate_beside(batch)
             for name, model in self._models.items():
                 model.transfers.begin_copies(rate)
                 if over := model.transfers.end():
-                    self._scheduler.moved(name, over)
-                    self._moved_beside.add(name)
+                    self._scheduler.over(name, over)
+            self._pauses.turn()
         return self._scheduler.depart() or self.is_busy
 
     def _rate_beside(self, batch: Batch) -> float:
@@ -178,13 +177,10 @@ class Tiers:
         return share * self._device.rates().bus
 
     def step_over(self) -> bool:
-        """Copies begin that had been asked for, and somebody leaves, where there was no step to do it beside; and what
-        has ended beside one has its consequences. → whether others are to leave."""
+        """Copies begin that had been asked for, and somebody leaves, where there was no step to do it beside. → whether
+        others are to leave."""
         for model in self._models.values():
             model.transfers.begin_copies()
-        for name in self._moved_beside:
-            self._scheduler.over(name, [])
-        self._moved_beside.clear()
         was_beside, self._was_beside = self._was_beside, False
         return not was_beside and self._scheduler.depart()
 

@@ -49,8 +49,10 @@ class _Lead(NamedTuple):
     session: Session
     request: Request | None
 
-    def lasts(self, holder: Holder) -> bool:
-        """It still waits for them, and its model still comes first."""
+    def lasts(self, holder: Holder, other: Claim | None) -> bool:
+        """It still waits for them, and its model still comes before the one that has the `other` claim."""
+        if other is not None and other < self.claim:  # ageing has put another first since
+            return False
         session, request = self.session, self.session.request
         waits = request is not None and request is self.request and request.runnable and not session.paused
         return waits and session.passed_over == QUOTA and holder.claim(session.tenant) == self.claim
@@ -128,7 +130,7 @@ class DeviceQuotas:
         if lead is None or lead.kv is kv:
             return False
         holder = self._holders.get(lead.kv)
-        if holder is None or not lead.lasts(holder):
+        if holder is None or not lead.lasts(holder, self._holders[kv].claim(tenant)):
             del self._leads[tenant]
             return False
         return True

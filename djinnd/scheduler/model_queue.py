@@ -262,14 +262,10 @@ class ModelQueue:
                 return False
         return self.residence.prefetch(session, waiting)
 
-    def moved(self, transfers: Iterable[Transfer]) -> None:
-        """See Scheduler.moved."""
+    def over(self, transfers: Iterable[Transfer]) -> None:
+        """See Scheduler.over."""
         for transfer in transfers:
             self.residence.over(transfer)
-
-    def over(self, transfers: Iterable[Transfer]) -> None:
-        """These have ended, and others have gone on."""
-        self.moved(transfers)
         awaited, self.awaited = self.awaited, {}
         for session in awaited.values():
             is_idle = self.sessions.get(session.id) is session and session.request is None

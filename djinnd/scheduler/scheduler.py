@@ -317,8 +317,8 @@ class Scheduler:
             self._queues[session.model].wake(session)
 
     def pause(self, session_id: str) -> Transfer | None:
-        """Between steps: no row for the session until `resume`, and no pages on the device. → what is to be waited for
-        until they are found on the host. Raises SessionNotFound."""
+        """No row for the session until `resume`, and no pages on the device. While a step runs, only of one without a
+        request. → what is to be waited for until they are found on the host. Raises SessionNotFound."""
         session = self.session(session_id)
         return self._queues[session.model].pause(session)
 
@@ -340,12 +340,9 @@ class Scheduler:
         more = [queue.residence.depart() for queue in self._queues.values()]
         return any(more)
 
-    def moved(self, model: str, transfers: Iterable[Transfer]) -> None:
-        """These have ended: also while a step runs, which nobody is in whose pages moved. `over` is to follow."""
-        self._queues[model].moved(transfers)
-
     def over(self, model: str, transfers: Iterable[Transfer]) -> None:
-        """These have ended, and others have gone on."""
+        """These have ended, and others have gone on. Also while a step runs: nobody is in it whose pages moved, or who
+        makes room for those that are fetched now."""
         self._queues[model].over(transfers)
 
     def residence(self, model: str) -> Residence:

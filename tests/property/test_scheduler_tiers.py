@@ -160,10 +160,10 @@ class TiersMachine(SchedulerMachine):
         if shadow:
             self.scheduler.wake(shadow.session.id)
 
-    @precondition(lambda self: self.in_step is None)
     @rule(data=st.data())
     def pause(self, data: st.DataObject) -> None:
-        shadow = self.draw_shadow(data)
+        """Beside a step, only who has no request."""
+        shadow = self.draw_shadow(data, lambda shadow: self.in_step is None or shadow.call is None)
         if shadow:
             self.pause_one(shadow)
 

@@ -26,7 +26,7 @@ from tests.support.virtual import measured, rising
 # 30450 has shown what the test of the crowded days is named for, as have the last ones of these; 20292 that a page
 # which is being copied counts for a quota.
 DAYS = [*range(160), 30450, 20292]
-CROWDED_DAYS = [*range(40), 40, 69, 87, 173, 205, 255, 277, 1296, 5763]
+CROWDED_DAYS = [*range(40), 40, 69, 87, 173, 205, 255, 277, 1060, 1296, 5763]
 STEPS = 150  # of one
 NUM_BLOCKS = 4
 PAGE_BYTES = 1 << 20
@@ -177,6 +177,25 @@ class Day:
             case 15 if request is None and len(sessions) < self.most_sessions:
                 scheduler.fork(name, f"s{self.next_id()}", pick(CLASSES))
 
+    def happen_beside(self) -> None:
+        """A step, what is heard there."""
+        sessions = list(self.scheduler.sessions())
+        if not sessions:
+            return
+        session = self.random.choice(sessions)
+        is_idle = session.request is None
+        match self.random.randrange(5):
+            case 0 if is_idle and not session.paused:
+                self.call(session)
+            case 1:
+                self.scheduler.wait(session.id, self.random.choice([0.0, self.now + 1.0]))
+            case 2:
+                self.scheduler.wake(session.id)
+            case 3:
+                self.scheduler.resume(session.id)
+            case 4 if is_idle:
+                self.scheduler.pause(session.id)
+
     def relent(self, probability: float) -> None:
         """Who is held or paused is so no more."""
         for session in self.scheduler.sessions():
@@ -192,7 +211,7 @@ class Day:
             for _ in range(self.random.choice([0, 0, 1, 1, 3])):
                 self.happen()
             self.relent(0.1)
-            self.step(self.random.choice([0, 1, 2, 10, 200]), MISHAPS)
+            self.step(self.random.choice([0, 1, 2, 10, 200]), MISHAPS, heard=self.random.choice([0, 0, 1, 3]))
             if step % EVERY == 0:
                 self.scheduler.check_integrity()
 
@@ -208,7 +227,8 @@ class Day:
             steps += 1
         return steps
 
-    def step(self, copies: int, mishaps: float) -> None:
+    def step(self, copies: int, mishaps: float, heard: int = 0) -> None:
+        """`heard`: so many things beside it."""
         for model, copier in self.copiers.items():
             self.scheduler.over(model, copier.copy(copies, mishaps))
         if self.happens(0.1):
@@ -219,12 +239,14 @@ class Day:
         if batch is not None:
             seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: nobody waited for it
             tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
-            beside = {model: copier.end(copies // 2, mishaps) for model, copier in self.copiers.items()}
+            for model, copier in self.copiers.items():
+                self.scheduler.over(model, copier.end(copies // 2, mishaps))
             if self.happens(0.7):
                 self.scheduler.depart()
+            for _ in range(heard):
+                self.happen_beside()
+            self.check(batch)  # what has happened beside the step has changed nothing for its rows
             self.scheduler.complete(batch, tokens, seconds)
-            for model, over in beside.items():
-                self.scheduler.over(model, over)
         else:
             self.scheduler.depart()
         self.now += seconds

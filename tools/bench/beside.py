@@ -40,6 +40,8 @@ class Noticed(NamedTuple):
 
     median: float  # seconds from step to step
     p99: float
+    step_median: float  # of the steps alone, as the device takes them; what is more lies between two
+    step_p99: float
     gaps: int
     seconds: float  # all gaps together; the bytes are of copies that began in them
     bytes_up: int
@@ -49,18 +51,33 @@ class Noticed(NamedTuple):
 def noticed(traces: Iterable[Sequence[Span]]) -> Noticed:
     """What lies between two traces belongs to no gap. ClickException where there are fewer than two."""
     gaps: list[float] = []
+    steps: list[float] = []
     moved = {"promote": 0, "demote": 0}
     for spans in traces:
-        starts = sorted(s.start_us for s in spans if s.track == "step" and s.args["rows"] == DECODERS)
+        ours = [span for span in spans if span.track == "step" and span.args["rows"] == DECODERS]
+        starts = sorted(span.start_us for span in ours)
         gaps += [(after - before) / 1e6 for before, after in pairwise(starts)]
+        steps += [span.duration_us / 1e6 for span in ours]
         for span in spans:
             way = span.name.split(" ")[0]
             if way in moved and starts and starts[0] <= span.start_us < starts[-1]:
                 moved[way] += span.args["bytes"]
     if len(gaps) < 2:
         raise click.ClickException(f"hardly a step had rows of all {DECODERS} decoders: more --steps are needed")
-    p99 = statistics.quantiles(gaps, n=100, method="inclusive")[98]
-    return Noticed(statistics.median(gaps), p99, len(gaps), sum(gaps), moved["promote"], moved["demote"])
+    return Noticed(
+        statistics.median(gaps),
+        _p99(gaps),
+        statistics.median(steps),
+        _p99(steps),
+        len(gaps),
+        sum(gaps),
+        moved["promote"],
+        moved["demote"],
+    )
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 class Pagers:

@@ -176,7 +176,9 @@ def _others(phases: dict[str, dict[str, Any]], bus: float) -> list[Line]:
         noticed = phases[phase]
         for kind, bar in (("median", "1.05 x "), ("p99", "1.15 x ")):
             one, other = noticed[kind], phases["undisturbed"][kind]
-            drawn.append(Line(f"others' step, {label}, {kind}", _ms(one), bar + _ms(other), f"{one / other:.2f}"))
+            drawn.append(Line(f"others' step, {label}, {kind}", _ms(one), bar + _ms(other), f"{one / other:.3f}"))
+        one, other = noticed["step_median"], phases["undisturbed"]["step_median"]
+        drawn.append(Line(f"of that the device's, {label}, median", _ms(one), _ms(other), f"{one / other:.3f}"))
         for way in ("up", "down"):
             rate = noticed[f"bytes_{way}"] / noticed["seconds"]
             drawn.append(Line(f"{way} meanwhile, {label}", _rate(rate), _rate(bus), f"{rate / bus:.2f}"))

@@ -485,13 +485,13 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What is heard from now on, and whether beside a step."""
     engine, seen = serving.engine, list[tuple[str, bool]]()
-    is_beside, hear = watched(monkeypatch, engine, "_beside_step"), engine._hear
+    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._mailbox._hand_over
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))
-        hear(message)
+        hand_over(message)
 
-    monkeypatch.setattr(engine, "_hear", recorded)
+    monkeypatch.setattr(engine._mailbox, "_hand_over", recorded)
     return seen
 
 

@@ -321,6 +321,58 @@ def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
     assert seen == [("s", True), ("t", False)]
 
 
+def test_idle_sessions_are_paused_and_resumed_beside_a_step_and_who_runs_after_it(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.open("t")
+    engine.open("u")
+    before = [*PROMPT, *engine.ran("s")]
+    assert before == [*PROMPT, *engine.ran("t")] == [*PROMPT, *engine.ran("u")]
+    engine.paused("u")
+    mailbox, tiers, heard = engine.engine._mailbox, engine.engine._tiers, list[tuple[str, str, bool]]()
+    is_beside, hand_over = watched(monkeypatch, engine.engine, "_beside_step"), mailbox._hand_over
+    beside_step = tiers.beside_step
+    idle, running = engine.pause("t"), engine.pause("s")
+    said = [messages.Resume("u"), idle, messages.Open("v", "m", 0, "agent", []), running, messages.Resume("t")]
+
+    def recorded(message: Any) -> None:
+        heard.append((type(message).__name__, getattr(message, "session", ""), is_beside()))
+        hand_over(message)
+
+    def speaking(batch: Batch) -> bool:
+        sent, said[:] = said[:], []
+        engine.send(*sent)
+        return beside_step(batch)
+
+    monkeypatch.setattr(mailbox, "_hand_over", recorded)
+    monkeypatch.setattr(tiers, "beside_step", speaking)
+    run = engine.run_message("s", [5], NEW)
+    engine.send(run)
+    tokens, told = list[int](), set[int]()
+    while len(told) < 2:
+        match message := engine.receive():
+            case messages.Stepped():
+                tokens += [token.token for token in message.tokens]
+            case messages.Paused():
+                told.add(message.request)
+            case messages.Failed():
+                assert (message.request, message.code) == (idle.request, "retry"), "it was resumed before it had paused"
+                told.add(message.request)
+    assert heard[:6] == [
+        ("Run", "s", False),
+        ("Resume", "u", True),
+        ("Pause", "t", True),
+        ("Open", "v", True),
+        ("Pause", "s", False),
+        ("Resume", "t", False),
+    ]
+    engine.send(messages.Resume("s"))
+    tokens += engine.outcome(run.request)[0]
+    assert tokens == expected([*before, 5])
+    for session in "tu":
+        assert engine.ran(session, [7]) == expected([*before, 7])
+
+
 def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:

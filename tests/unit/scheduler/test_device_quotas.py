@@ -11,8 +11,12 @@ from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
+from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.why import QUOTA
 from tests.support.copies import copies
 from tests.support.departures import all_leave
 
@@ -315,3 +319,42 @@ def test_what_leaves_another_model_for_the_first_is_not_taken_by_others_there() 
         daemon.copy_all("n")
     assert held == sorted(held, reverse=True), "they have left, and come back before the first has ended"
     assert held[-1] == 0
+
+
+class Holder:
+    """Of a model whose foremost session has this claim. Pages of those that are to leave are never gone."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.kv = KvManager(17, PAGE, PAGE_BYTES, max_context=64)
+        self.foremost = claim
+        self.pages_move = False  # they leave
+
+    def claim(self, tenant: int) -> Claim | None:
+        return self.foremost
+
+    def leaves(self, tenant: int) -> bool:
+        return self.pages_move
+
+    def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
+        self.pages_move = active
+        return active
+
+
+def test_a_model_that_leads_does_so_no_more_when_ageing_puts_another_first() -> None:
+    """Else that one waits for the first, and the first for its pages."""
+    quotas, m, n = DeviceQuotas(), Holder((0, 1)), Holder((0, 2))
+    for holder in (m, n):
+        quotas.add(holder)
+    quotas.set(MINE, 6 * PAGE_BYTES)
+    first, other = (Session(name, name, MINE, "agent", tokens=[1] * 20) for name in "mn")
+    first.request = Request(1, 0, 20, 4)
+    n.kv.reserve("n", MINE, 16)
+
+    def has_way(session: Session, holder: Holder) -> bool:
+        return quotas.make_way(session, Residence(Paging(holder.kv)), lambda: [])
+
+    assert not has_way(first, m)
+    first.passed_over = QUOTA
+    assert not has_way(other, n), "what becomes free there is the first one's"
+    n.foremost = (-1, 2)
+    assert has_way(other, n)

@@ -324,10 +324,8 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     assert session.computed == 0
     queue.wake(session)
     assert queue.awaited and not queue.residence.is_arriving(session)
-    for move in moves:  # while a step runs
-        queue.moved(paging.moves.sealed(move, 0))
-    assert queue.awaited and not queue.residence.is_arriving(session), "others may have to give way for it"
-    queue.over([])
+    for move in moves:
+        queue.over(paging.moves.sealed(move, 0))
     assert not queue.awaited and queue.residence.is_arriving(session)
     while (move := paging.moves.take()) is not None:
         queue.over(paging.moves.landed(move))

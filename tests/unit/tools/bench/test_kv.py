@@ -17,6 +17,10 @@ def woken(seconds: float, computed: int = 1) -> dict[str, Any]:
     return {"seconds": seconds, "nbytes": 1_000_000_000, "computed": computed}
 
 
+def moved(seconds: float, up: float, down: float) -> dict[str, float]:
+    return {"seconds": seconds, "bytes_up": up, "bytes_down": down}
+
+
 def found() -> dict[str, Any]:
     return {
         "tokens": 2048,
@@ -34,9 +38,9 @@ def found() -> dict[str, Any]:
         "from_disk": [woken(0.080, 2048), woken(0.200)],
         "recomputed": [woken(0.090, 2049)],
         "beside": {
-            "undisturbed": {"median": 0.010, "p99": 0.011},
-            "each_second": {"median": 0.0102, "p99": 0.022, "seconds": 2.0, "bytes_up": 2e9, "bytes_down": 3e9},
-            "disturbed": {"median": 0.011, "p99": 0.011, "seconds": 1.0, "bytes_up": 20e9, "bytes_down": 20e9},
+            "undisturbed": {"median": 0.010, "p99": 0.011, "step_median": 0.009},
+            "each_second": {"median": 0.0102, "p99": 0.022, "step_median": 0.009} | moved(2.0, 2e9, 3e9),
+            "disturbed": {"median": 0.011, "p99": 0.011, "step_median": 0.0093} | moved(1.0, 20e9, 20e9),
         },
         "forks": {"seconds": [0.0005], "many": 1000, "pages_of_many": 1000},
     }
@@ -50,11 +54,12 @@ def test_each_figure_stands_beside_what_it_is_held_against() -> None:
     assert told["promote as another leaves"] == ("50.0 GB/s", "25.0 GB/s", "2.00")
     assert told["token of one on the host (copied)"] == ("31.00 ms", "32.00 ms", "0.97")  # 20 by the bus, a step, 2
     assert told["the same, expected (copied)"] == ("11.00 ms", "12.00 ms", "0.92")
-    assert told["others' step, a session a second, median"] == ("10.20 ms", "1.05 x 10.00 ms", "1.02")
-    assert told["others' step, a session a second, p99"] == ("22.00 ms", "1.15 x 11.00 ms", "2.00")
+    assert told["others' step, a session a second, median"] == ("10.20 ms", "1.05 x 10.00 ms", "1.020")
+    assert told["others' step, a session a second, p99"] == ("22.00 ms", "1.15 x 11.00 ms", "2.000")
     assert told["up meanwhile, a session a second"] == ("1.0 GB/s", "25.0 GB/s", "0.04")
     assert told["down meanwhile, a session a second"] == ("1.5 GB/s", "25.0 GB/s", "0.06")
-    assert told["others' step, as many as the bus takes, median"] == ("11.00 ms", "1.05 x 10.00 ms", "1.10")
+    assert told["others' step, as many as the bus takes, median"] == ("11.00 ms", "1.05 x 10.00 ms", "1.100")
+    assert told["of that the device's, as many as the bus takes, median"] == ("9.30 ms", "9.00 ms", "1.033")
     assert told["up meanwhile, as many as the bus takes"] == ("20.0 GB/s", "25.0 GB/s", "0.80")
     assert told["pages of 1,000 forks"] == ("1,000", "1,000", "")
 
@@ -89,8 +94,8 @@ def test_copies_in_a_trace_count_from_the_first_ones_start_to_the_last_ones_end(
     assert copied(600, 5.0, spans[:1], "promote").traced_rate is None
 
 
-def step(start_s: float, rows: int = DECODERS) -> Span:
-    return Span("step", "step", start_s * 1e6, 1.0, {"model": "m", "rows": rows, "tokens": rows})
+def step(start_s: float, rows: int = DECODERS, seconds: float = 1e-6) -> Span:
+    return Span("step", "step", start_s * 1e6, seconds * 1e6, {"model": "m", "rows": rows, "tokens": rows})
 
 
 def test_steps_of_all_decoders_count_from_start_to_start_with_all_that_is_between() -> None:
@@ -98,6 +103,11 @@ def test_steps_of_all_decoders_count_from_start_to_start_with_all_that_is_betwee
     told = noticed([[*began, Span("compute", "block 0", 1.5e6, 1.0)], [step(0), step(1)], []])
     assert (told.median, told.gaps, told.seconds) == (1.0, 3, 4.0)  # 1, 2, and 1 of another trace
     assert told.p99 == pytest.approx(1.98)
+
+
+def test_what_the_device_takes_for_these_steps_is_told_apart() -> None:
+    told = noticed([[step(0, 3, 9.0), step(1, seconds=0.5), step(2, seconds=0.6), step(3, seconds=0.7)]])
+    assert told.step_median == pytest.approx(0.6) and told.step_p99 == pytest.approx(0.698)
 
 
 def test_bytes_count_that_begin_to_move_between_two_steps_of_a_trace() -> None:
