@@ -82,6 +82,7 @@ class Engine:
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
+        self._was_beside = False  # the last step had something done beside it; some wait for no token
         self._alive_at = 0.0
         self._stopping = False
         handlers: dict[type, Callable[[Any], None]] = {
@@ -129,10 +130,11 @@ class Engine:
                 received = self._mailbox.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 self._tracer.turn()
                 quiet = not received and (quiet or not busy)
-                self._mailbox.hear()
+                has_beside, self._was_beside = self._was_beside, False  # the next step, as the last one
+                self._mailbox.hear(before_step=has_beside)
                 self._models.turn()
                 self._tracer.did("messages", calls=self._mailbox.take_calls())
-                moving = self._tiers.turn()
+                moving = self._tiers.turn(before_step=has_beside)
                 self._tracer.did("pages")
                 stepped = self._step()
                 leaving = self._tiers.step_over()
@@ -192,6 +194,7 @@ class Engine:
 
     def _beside_step(self, batch: Batch) -> bool:
         """While the device has the step to do. → whether it is worth while to be called again."""
+        self._was_beside = True
         moving = self._tiers.beside_step(batch)
         hearing = self._mailbox.hear_beside()
         self._answer_inquiries()

@@ -1,6 +1,6 @@
 """What the server says to the engine: each message, in its order, to its handler.
 
-    channel ──► unheard ─┬─ between two steps: all of them
+    channel ──► unheard ─┬─ between two steps: all of them, but for what may as well be heard beside the next one
                          └─ beside a step: up to the first that has to wait until it is over
 
 Between two steps the device would wait for each of them, up to a millisecond or two where caches have forgotten the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any
 
 from djinn_client.errors import SessionNotFound
@@ -46,10 +47,12 @@ class Mailbox:
         self._unheard.extend(self._channel.receive(0.0 if self._unheard else patience))
         return bool(self._unheard)
 
-    def hear(self) -> None:
-        """Between two steps: all that has been received."""
+    def hear(self, *, before_step: bool = False) -> None:
+        """Between two steps: what has been received, but for the last of it that nobody who runs waits for, and that
+        the next step may as well be beside."""
         self._scheduler.tick(time.monotonic())
-        while self._unheard:
+        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._unheard))) if before_step else 0
+        while len(self._unheard) > waits:
             self._hand_over(self._unheard.popleft())
 
     def hear_beside(self) -> bool:
@@ -69,6 +72,10 @@ class Mailbox:
     def _hand_over(self, message: messages.ToEngine) -> None:
         self._calls += type(message) is messages.Run
         self._handlers[type(message)](message)
+
+    def _can_wait(self, message: messages.ToEngine) -> bool:
+        """Pages are to leave or to come back that no call waits for, a millisecond's books of them."""
+        return isinstance(message, messages.Pause | messages.Resume) and self._is_idle(message.session)
 
     def _may_be_heard_beside(self, message: messages.ToEngine) -> bool:
         match message:

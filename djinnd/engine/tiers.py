@@ -132,24 +132,34 @@ class Tiers:
 
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
-    def turn(self) -> bool:
-        """→ whether something is under way."""
+    def turn(self, *, before_step: bool = False) -> bool:
+        """`before_step`: what nobody waits for may as well be done beside that, for which the device waits now. →
+        whether something is under way."""
         while (result := self._loads.take_pages()) is not None:
             self._adopt_pages(result)
-        now = time.monotonic()
-        if now - self._tended_at >= TEND_EVERY or now >= self._scheduler.next_wake:
-            self._tended_at = now
-            self._scheduler.tend(now)
+        self._tend(expected_only=before_step)
+        can_wait = before_step and self._scheduler.nobody_waits
         for name, model in self._models.items():
             model.transfers.note_ready()
             if model.paging.is_busy:
                 model.transfers.beside_ring = model.runner.model.residency.streams
-                self._scheduler.over(name, model.transfers.turn())
+                if can_wait:
+                    model.transfers.note_asked()
+                else:
+                    self._scheduler.over(name, model.transfers.turn())
                 self._scheduler.residence(name).elsewhere.costs.disk = model.transfers.disk_rate
-        self._pauses.turn()
+        if not can_wait:
+            self._pauses.turn()
         for name in [name for name in self._retiring if not self._models[name].paging.is_busy]:
             self._retiring.pop(name)()
         return self.is_busy
+
+    def _tend(self, *, expected_only: bool = False) -> None:
+        now = time.monotonic()
+        is_due = now - self._tended_at >= TEND_EVERY and not expected_only
+        if is_due or now >= self._scheduler.next_wake:
+            self._tended_at = now
+            self._scheduler.tend(now)
 
     def beside_step(self, batch: Batch) -> bool:
         """While the device runs a step, beginning the copies that had been asked for before costs nothing, nor do the
@@ -164,7 +174,8 @@ class Tiers:
                 model.transfers.begin_copies(rate)
                 if over := model.transfers.end():
                     self._scheduler.over(name, over)
-            self._pauses.turn()
+        self._pauses.turn()
+        self._tend()
         return self._scheduler.depart() or self.is_busy
 
     def _rate_beside(self, batch: Batch) -> float:

@@ -99,10 +99,14 @@ class Transfers:
     def turn(self) -> list[Transfer]:
         """Ends what can be, and notes what may begin; waits for nothing. → the transfers that are over."""
         over = self.end()
+        self.note_asked()
+        return over
+
+    def note_asked(self) -> None:
+        """What has been asked for by now may begin."""
         self._asked = self._paging.moves.waiting
         if self._asked or any(self._queued.values()):
             self._mark = self._device.mark()
-        return over
 
     def end(self) -> list[Transfer]:
         """Does the books of what has happened, also while a step runs; waits for nothing. → the transfers that are

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from djinn_client.errors import SessionNotFound
 from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class, FinishReason
-from djinnd.core.batch import Batch
+from djinnd.core.batch import Batch, Row
 from djinnd.core.edits import FOREVER, Edit, ended
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
@@ -60,6 +60,7 @@ class Scheduler:
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
         self._step = 0
         self._completed = 0  # the last step that did
+        self._ran: tuple[Row, ...] = ()  # its rows
         self.next_wake = math.inf  # when the next session is expected that waits
 
     def tick(self, now: float) -> None:
@@ -329,7 +330,7 @@ class Scheduler:
             self._queues[session.model].resume(session, self._now)
 
     def tend(self, now: float) -> None:
-        """A few times a second; `now` in seconds."""
+        """A few times a second, also while a step runs; `now` in seconds."""
         for queue in self._queues.values():
             queue.tend(now)
         self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
@@ -344,6 +345,12 @@ class Scheduler:
         """These have ended, and others have gone on. Also while a step runs: nobody is in it whose pages moved, or who
         makes room for those that are fetched now."""
         self._queues[model].over(transfers)
+
+    @property
+    def nobody_waits(self) -> bool:
+        """For a row, but those that had one in the last step; nor for room to come back into."""
+        ran = {row.session.id for row in self._ran}
+        return all(queue.active.keys() <= ran and not queue.awaited for queue in self._queues.values())
 
     def residence(self, model: str) -> Residence:
         return self._queues[model].residence
@@ -386,7 +393,7 @@ class Scheduler:
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
         assert batch.step > self._completed, f"step {batch.step} completes twice"
-        self._completed = batch.step
+        self._completed, self._ran = batch.step, batch.rows
         queue = self._queues.get(batch.model)
         if queue is None:  # unloaded while the step ran, so all that was in it has ended
             return []

@@ -184,7 +184,7 @@ class Day:
             return
         session = self.random.choice(sessions)
         is_idle = session.request is None
-        match self.random.randrange(5):
+        match self.random.randrange(6):
             case 0 if is_idle and not session.paused:
                 self.call(session)
             case 1:
@@ -195,6 +195,8 @@ class Day:
                 self.scheduler.resume(session.id)
             case 4 if is_idle:
                 self.scheduler.pause(session.id)
+            case 5:
+                self.scheduler.tend(self.now)
 
     def relent(self, probability: float) -> None:
         """Who is held or paused is so no more."""

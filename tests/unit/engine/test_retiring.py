@@ -85,12 +85,12 @@ def test_others_run_on_while_its_pages_leave(engine: Tiered, monkeypatch: pytest
     engine.loaded(FOLDER, "other")
     engine.open("o", "other")
     transfers, may_land = engine.engine._tiers._models["m"].transfers, threading.Event()
-    turn = transfers.turn
+    end = transfers.end
 
-    def slow_turn() -> list[Transfer]:
-        return turn() if may_land.is_set() else []
+    def ended_late() -> list[Transfer]:
+        return end() if may_land.is_set() else []
 
-    monkeypatch.setattr(transfers, "turn", slow_turn)
+    monkeypatch.setattr(transfers, "end", ended_late)
     retire(engine)
     assert engine.ran("o") == expected()
     assert [info.name for info in engine.report().models] == ["m", "other"]

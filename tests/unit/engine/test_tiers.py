@@ -373,6 +373,48 @@ def test_idle_sessions_are_paused_and_resumed_beside_a_step_and_who_runs_after_i
         assert engine.ran(session, [7]) == expected([*before, 7])
 
 
+def test_what_no_call_waits_for_is_left_to_the_next_step_where_there_is_one(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.open("t")
+    engine.ran("t")
+    mailbox, seen = engine.engine._mailbox, list[tuple[str, bool]]()
+    scheduler, tend, hand_over = engine.engine._scheduler, engine.engine._scheduler.tend, mailbox._hand_over
+    is_beside = watched(monkeypatch, engine.engine, "_beside_step")
+
+    def recorded(message: Any) -> None:
+        seen.append((type(message).__name__, is_beside()))
+        hand_over(message)
+
+    def tended(now: float) -> None:
+        seen.append(("tend", is_beside()))
+        tend(now)
+
+    monkeypatch.setattr(mailbox, "_hand_over", recorded)
+    monkeypatch.setattr(scheduler, "tend", tended)
+    run = engine.run_message("s", PROMPT, 1000)
+    engine.send(run)
+    engine.until(messages.Stepped)
+    seen.clear()
+    for _ in range(3):
+        pause = engine.pause("t")
+        engine.send(pause)
+        assert engine.until(messages.Paused, messages.Stepped).request == pause.request
+        engine.send(messages.Resume("t"), messages.Inquire(7))
+        engine.until(messages.Report, messages.Stepped)
+    while ("tend", True) not in seen:
+        engine.until(messages.Stepped)
+    engine.send(messages.CancelRun(run.request))
+    engine.outcome(run.request)
+    heard = [name for name, beside in seen if beside]
+    assert heard.count("Pause") == heard.count("Resume") == 3
+    assert {name for name, beside in seen if not beside} <= {"CancelRun"}
+    pause = engine.pause("t")  # and at once where there is none
+    engine.send(pause)
+    assert engine.until(messages.Paused).request == pause.request
+    assert ("Pause", False) in seen
+
+
 def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
