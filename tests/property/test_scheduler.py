@@ -532,7 +532,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
             return
-        is_lost = self.scheduler.residence(batch.model).paging.host is None
+        residence = self.scheduler.residence(batch.model)
+        is_lost = residence.paging.host is None or any(map(residence.loses_by_leaving, served))  # or the host is full
         waits = is_lost and places.read and all(session.passed_over == PAGES for session in places.firsts)
         assert waits or served & (places.firsts | places.apart), "the first of the order does not go on"
         if not self.has_pages_for_all(batch.model):
