@@ -877,3 +877,33 @@ def test_a_step_that_failed_publishes_nothing() -> None:
     daemon.submit("b", prompt=12)
     batch, _ = daemon.step()
     assert [(row.session.id, row.start) for row in batch.rows] == [("b", 0)]
+
+
+# --- who waits ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_but_those_who_had_a_row_in_the_last_step() -> None:
+    daemon = Daemon("m", "n")
+    daemon.open("a")
+    daemon.open("b", "n")
+    assert daemon.scheduler.nobody_waits
+    first = daemon.submit("a", 4)
+    assert not daemon.scheduler.nobody_waits, "it has had none yet"
+    daemon.step()
+    assert daemon.scheduler.nobody_waits
+    daemon.submit("b", 4)
+    assert not daemon.scheduler.nobody_waits, "another model's sessions count"
+    daemon.step()
+    assert not daemon.scheduler.nobody_waits, "the models take turns: one of them waits"
+    daemon.scheduler.hold(first.id)
+    daemon.step()
+    assert daemon.scheduler.nobody_waits, "who is held waits for its client"
+
+
+def test_who_waits_for_room_to_come_back_into_waits() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    assert daemon.scheduler.nobody_waits
+    queue = daemon.scheduler._queues["m"]
+    queue.awaited["a"] = daemon.scheduler.session("a")
+    assert not daemon.scheduler.nobody_waits
