@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
 from djinnd.kvcache.prefixes import Key, Prefixes, PublicPrefixes, root
 
@@ -108,10 +109,10 @@ class KvManager:
         self._prefixes.forget(pages)
         self._append(session_id, pages)
 
-    def extend(self, session_id: str, tenant: int, count: int) -> list[int]:
-        """Gives the session so many pages more, whole ones that are filled from elsewhere before anybody reads them.
-        Raises OutOfPages, and then has changed nothing."""
-        pages = self.pool.allocate(count, tenant, overwritten=True)
+    def extend(self, session_id: str, tenant: int, places: Sequence[int]) -> list[int]:
+        """Gives the session a page more for each of these places, from which they are filled whole before anybody reads
+        them; they rise as those do. Raises OutOfPages, and then has changed nothing."""
+        pages = rising_with(places, self.pool.allocate(len(places), tenant, overwritten=True))
         self._prefixes.forget(pages)
         self._append(session_id, pages)
         return pages

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
+from operator import attrgetter, itemgetter
 
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.prefixes import Key
@@ -96,24 +97,27 @@ class Moves:
 
     # --- they are asked for -----------------------------------------------------------------------------------------
 
-    def demote(self, key: Key, page: int, tokens: int, *, can_wait: bool = False) -> Move | None:
-        """None where the host has no room. The page holds the KV of `tokens` tokens. `can_wait`: see Tier.prepare."""
+    def demote(self, pages: Sequence[tuple[Key, int, int]], *, can_wait: bool = False) -> list[Move]:
+        """Key, page, and tokens whose KV it holds, of each. → the moves of the first ones, for which the host has room,
+        in that order. `can_wait`: see Tier.prepare."""
         assert self.host is not None
-        slot = self.host.prepare(key, self.kv.pool.tenant(page), can_wait=can_wait)
-        if slot is None:
-            return None
-        self.kv.protect([page], tokens)
-        move = self.filling[key] = Move(Way.DEMOTE, key, page, slot)
-        self._waiting.append(move)
-        return move
+        owned = [(key, self.kv.pool.tenant(page)) for key, page, _ in pages]
+        slots = self.host.prepare_all(owned, [page for _, page, _ in pages], can_wait=can_wait)
+        moves = [Move(Way.DEMOTE, key, page, slot) for (key, page, _), slot in zip(pages, slots, strict=False)]
+        for move, (_, page, tokens) in zip(moves, pages, strict=False):
+            self.kv.protect([page], tokens)
+            self.filling[move.key] = move
+        self._waiting.extend(sorted(moves, key=attrgetter("source")))
+        return moves
 
-    def promote(self, keys: Sequence[Key], pages: Sequence[int], transfer: Transfer) -> None:
-        """The host has them all."""
+    def promote(self, keys: Sequence[Key], slots: Sequence[int], pages: Sequence[int], transfer: Transfer) -> None:
+        """From these slots of the host, which are complete."""
         assert self.host is not None
-        slots = [self.host.pin(slot) for key in keys if (slot := self.host.peek(key)) is not None]
+        for slot in slots:
+            self.host.pin(slot)
         self.kv.protect(pages, self.kv.page_size)
         transfer.missing += len(pages)
-        self._begin_promoting(zip(keys, slots, pages, strict=True), transfer)
+        self._begin_promoting(sorted(zip(keys, slots, pages, strict=True), key=itemgetter(1)), transfer)
 
     def _begin_promoting(self, found: Iterable[tuple[Key, int, int]], transfer: Transfer) -> None:
         """Key, slot and page of each; both ends are protected."""

@@ -87,15 +87,17 @@ class Paging:
             return transfer
         for slot in kept:  # does not give way to what follows
             self.host.pin(slot)
-        for start, key, page in zip(range(0, tokens, size), keys, pages, strict=True):
-            if self.host.peek(key) is not None:
-                continue
-            move = self.moves.filling.get(key)
-            if move is None:
-                move = self.moves.demote(key, page, min(tokens - start, size), can_wait=can_wait)
-            if move is None:
+        held = zip(range(0, tokens, size), keys, pages, strict=True)
+        lacking = [(key, page, min(tokens - start, size)) for start, key, page in held if self.host.peek(key) is None]
+        filling = self.moves.filling
+        new = [one for one in lacking if one[0] not in filling]
+        begun = self.moves.demote(new, can_wait=can_wait)
+        no_room = new[len(begun)][0] if len(begun) < len(new) else None
+        for key, _, _ in lacking:
+            if key == no_room:
                 transfer.failed = True
                 break
+            move = filling[key]
             if sealed:
                 move.on_sealing.append(transfer)
             elif self.moves.has_landed(move):
@@ -231,18 +233,20 @@ class Paging:
             raise OutOfPages(len(found.keys), self.kv.pool.free)
         transfer = Transfer(session, found.tokens)
         if not found.on_disk:
-            self.moves.promote(found.keys, self.kv.extend(session, tenant, len(found.keys)), transfer)
+            slots = [slot for key in found.keys if (slot := self.host.peek(key)) is not None]
+            self.moves.promote(found.keys, slots, self.kv.extend(session, tenant, slots), transfer)
             return transfer
         self._end_first_gives_way(found.keys)  # none of them, if there is another
         for key in found.keys:
-            if self.host.peek(key) is None and not self._can_fetch(key, can_wait=can_wait):
+            slot = self.host.peek(key)
+            if slot is not None:
+                self.moves.promote([key], [slot], self.kv.extend(session, tenant, [slot]), transfer)
+            elif self._can_fetch(key, can_wait=can_wait):
+                pages = self.kv.extend(session, tenant, [0])  # wherever its slot will be
+                self.moves.fetch(key, pages, transfer, can_wait=can_wait)
+            else:
                 transfer.tokens = found.start + transfer.missing * size
                 break
-            pages = self.kv.extend(session, tenant, 1)
-            if key in self.host:
-                self.moves.promote([key], pages, transfer)
-            else:
-                self.moves.fetch(key, pages, transfer, can_wait=can_wait)
         self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
         return transfer
 

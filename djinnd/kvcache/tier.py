@@ -37,6 +37,7 @@ from itertools import chain, filterfalse, islice, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.prefixes import KEY_BYTES, Key
 from djinnd.kvcache.tenancy import ANYBODY, Place, Tenancy
 
@@ -171,6 +172,29 @@ class Tier:
         of all, if no slot is free. None if there is no such. `can_wait`: until the slot is ready."""
         assert key not in self._slot, "the page is in the tier or on its way there"
         assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
+        slot = self._take(tenant, can_wait=can_wait)
+        if slot is not None:
+            self._fill(slot, key, tenant)
+        return slot
+
+    def prepare_all(
+        self, pages: Sequence[tuple[Key, int]], places: Sequence[int], *, can_wait: bool = False
+    ) -> list[int]:
+        """As `prepare`, for the first of these pages, each a key and its tenant: as many as slots are to be had for.
+        They rise as the `places` do that the pages come from, so that neighbours can travel together."""
+        assert not any(key in self._slot for key, _ in pages), "a page is in the tier or on its way there"
+        taken: list[int] = []
+        for _, tenant in pages:
+            slot = self._take(tenant, can_wait=can_wait)
+            if slot is None:
+                break
+            taken.append(slot)
+        slots = rising_with(places[: len(taken)], taken)
+        for slot, (key, tenant) in zip(slots, pages, strict=False):
+            self._fill(slot, key, tenant)
+        return slots
+
+    def _take(self, tenant: int, *, can_wait: bool) -> int | None:
         going = self.making_room(tenant, can_wait=can_wait)
         if going is None:
             return None
@@ -178,13 +202,15 @@ class Tier:
             tier.abandon(gone)
         slot = self._free.pop() if self._free else self._free_later.popitem()[0]
         self._state[slot] = FILLING
+        self.tenancy.taken(tenant, self.page_bytes)
+        return slot
+
+    def _fill(self, slot: int, key: Key, tenant: int) -> None:
         self._key_of[slot] = key
         self._owner[slot] = tenant + 1
         self._slot[key] = slot
         self._filling.add(slot)
         self._tenant[slot] = tenant
-        self.tenancy.taken(tenant, self.page_bytes)
-        return slot
 
     def making_room(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[Place] | None:
         """The pages that give way when the tenant is given so many slots more; None: they are not to be had."""

@@ -133,6 +133,30 @@ class TierMachine(RuleBasedStateMachine):
             self.tenant[slot] = tenant
             self.bytes_of.pop(slot, None)  # from now on its bytes change
 
+    @rule(keys=st.lists(KEYS, unique=True, max_size=6), places=st.permutations(range(6)), can_wait=st.booleans())
+    def prepare_all(self, keys: list[bytes], places: list[int], can_wait: bool) -> None:
+        """As one after another, but for which of the slots each is given."""
+        pages = [(key, tenant_of(key)) for key in keys if key not in self.tier]
+        places = places[: len(pages)]
+        slots = self.tier.prepare_all(pages, places, can_wait=can_wait)
+        left = set(slots)
+        assert len(left) == len(slots)
+        for key, tenant in pages:
+            free, going = self.free, self.going(tenant, can_wait=can_wait)
+            assert (going is None) == (not left)
+            if going is None:
+                break
+            slot = min(left & (free | set(going)), key=lambda slot: slot in self.unready)
+            left.remove(slot)
+            self.give_way(going)
+            self.filling[slot], self.tenant[slot] = key, tenant
+            self.bytes_of.pop(slot, None)
+        assert not left
+        for slot, (key, tenant) in zip(slots, pages, strict=False):
+            self.filling[slot], self.tenant[slot] = key, tenant
+        rising = [slot for _, slot in sorted(zip(places, slots, strict=False))]
+        assert rising == sorted(rising)
+
     @precondition(lambda self: self.unready)
     @rule(data=st.data())
     def make_ready(self, data: st.DataObject) -> None:

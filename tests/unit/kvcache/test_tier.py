@@ -65,6 +65,16 @@ def test_slots_are_given_in_the_order_in_which_they_lie() -> None:
     assert fill(tier, 1, 2, 3) == [0, 1, 2]
 
 
+def test_slots_rise_as_what_comes_there_does() -> None:
+    tier = new_tier(5)
+    pages = [(key(n), 1000) for n in range(3)]
+    assert tier.prepare_all(pages, [9, 3, 7]) == [2, 0, 1]
+    assert [tier.key(slot) for slot in (0, 1, 2)] == [key(1), key(2), key(0)]
+    assert tier.prepare_all([(key(n), 1000) for n in range(3, 9)], [5, 4, 3, 2, 1, 0]) == [4, 3], "as many as there are"
+    assert key(5) not in tier and tier.used == 5
+    tier.check_integrity()
+
+
 def test_who_cannot_wait_is_given_slots_that_are_ready() -> None:
     tier = Tier(new_table(4), 4, are_ready=False)
     assert not tier.has_room() and tier.used == 0
