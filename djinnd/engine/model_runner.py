@@ -182,6 +182,7 @@ class ModelRunner:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
             sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile)
+            self._inputs = None  # they have been taken long since
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
@@ -237,7 +238,6 @@ class ModelRunner:
         inputs.host["picks"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
         probe = self._probe(inputs, rows, part)
-        inputs.send()
         blocks = blocks_of(rows)
         if len(blocks) == self.model.num_blocks:
             self._ran = shape
@@ -293,8 +293,8 @@ class ModelRunner:
             first += count
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
-        """Where nobody has read what the last step gave, as of a long prompt's chunks, the host is no more than this
-        step ahead of the device: the last one's inputs have been taken, which may be the same ones."""
+        """Where nobody has read what the last pass gave, as of a long prompt's chunks, the host is no more than this
+        one ahead of the device: the last one's inputs have been taken, which may be the same ones."""
         if self._inputs is not None:
             self._inputs.wait()
         self._inputs = inputs

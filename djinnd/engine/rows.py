@@ -16,6 +16,27 @@ Rows = Sequence[Row]
 
 def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
     """Fills the host side of `inputs`, which may have room for more. `table` [rows, pages]: of the rows' sessions."""
+    if all(row.count == 1 for row in rows):
+        _compose_tokens(inputs, rows, table, page_size)
+    else:
+        _compose_chunks(inputs, rows, table, page_size)
+    inputs.host["table"][: len(rows), : table.shape[1]] = table
+
+
+def _compose_tokens(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
+    """What the other one does, where each row brings one token, in half as many calls of numpy: the device waits for
+    them in every step that decodes."""
+    host, count = inputs.host, len(rows)
+    order, positions = np.arange(count + 1), np.array([row.start for row in rows])
+    pages, offsets = np.divmod(positions, page_size)
+    host["ids"][:count] = [row.session.tokens[row.start] for row in rows]
+    host["positions"][:count] = positions
+    host["slots"][:count] = table[order[:count], pages].astype(np.int64) * page_size + offsets
+    host["starts"][: count + 1] = order
+    host["lengths"][:count] = positions + 1
+
+
+def _compose_chunks(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
     host = inputs.host
     counts = np.array([row.count for row in rows])
     starts = np.array([row.start for row in rows])
@@ -32,7 +53,6 @@ def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_s
     host["starts"][0] = 0
     host["starts"][1 : len(rows) + 1] = ends
     host["lengths"][: len(rows)] = starts + counts
-    host["table"][: len(rows), : table.shape[1]] = table
 
 
 def count_told(row: Row) -> int:

@@ -1,4 +1,4 @@
-"""CUDA graphs of a step: one for the prologue, one a block, one for the epilogue, for each shape of batch.
+"""CUDA graphs of a step: one for inputs and prologue, one a block, one for the epilogue, for each shape of batch.
 
 Launching a block's kernels one by one takes the host longer than the device needs to run them, for one token and for a
 chunk of 512 alike. A graph a block and not one for the model, because streaming, breakpoints and steering live on block
@@ -106,18 +106,25 @@ class StepGraphs:
         return self._inputs[shape]
 
     def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
-        """Runs the step through all blocks, or through these (as PagedModel.forward has it), by graphs if the shape has
-        been captured. → logits [picks, vocab], valid until the next step; None where none are wanted."""
+        """Sends the shape's inputs, which have been filled, and runs the step through all blocks, or through these (as
+        PagedModel.forward has it), by graphs if the shape has been captured. → logits [picks, vocab], valid until the
+        next step; None where none are wanted. The inputs are not to be filled again before somebody has read what
+        follows from the logits or, where there are none, has waited for the inputs."""
         blocks = range(self._model.num_blocks) if blocks is None else blocks
         assert not picks or blocks.stop == self._model.num_blocks, (
             "what has not been through the last block has no logits"
         )
         captured, residency = self._captured.get(shape), self._model.residency
+        inputs = self.inputs(shape)
         if captured is None:
+            inputs.send()
             return self._run_eagerly(shape, picks, probe, blocks)
         prologue, *graphs, epilogue = captured.graphs
+        inputs.seal()
         with self._device.span("compute", "prologue"):
             prologue.replay()
+        if not picks:
+            inputs.sent()
         if blocks.start:
             captured.resid[blocks.start].copy_(captured.resid[0])
         residency.pass_over(range(blocks.start))
@@ -142,7 +149,7 @@ class StepGraphs:
         if not picks:
             return None
         if probe is not None and looks_behind(probe):
-            return self._model.logits(captured.resid[-1], self.inputs(shape).picks(shape.rows), probe)[:picks]
+            return self._model.logits(captured.resid[-1], inputs.picks(shape.rows), probe)[:picks]
         with self._device.span("compute", "epilogue"):
             epilogue.replay()
         return captured.logits[:picks]
@@ -205,6 +212,7 @@ class StepGraphs:
         self._attend(shape)
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
+            inputs.cross()
             prologue = adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
         resid = [hidden]

@@ -2,11 +2,12 @@
 
     staging (host, pinned) and device, the same layout, each array aligned to 16 bytes, as kernels are compiled for:
 
-    │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ lengths i32 [R] │ …
-    … │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
+    │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ …
+    … │ lengths i32 [R] │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
 
-T tokens, R rows, W pages of the widest row. A captured graph keeps the device addresses, so its inputs are allocated
-once and padded. Of the table, which is by far the largest, only the rows that are there are sent.
+T tokens, R rows, W pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once and
+padded. Of the table, which is by far the largest, only the rows that are there are sent: `words` says how many 64 bits
+of all this are. So a graph can send, too, and the host, for which the device waits, has one kernel less to launch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from djinnd.device import Device
 from djinnd.model.attention import PagedBatch
-from djinnd.model.crossing import send
+from djinnd.model.crossing import send_counted
 from djinnd.model.visits import EXTENT, VISIT, fill_visits
 
 _ALIGNMENT = 16
@@ -31,6 +32,7 @@ class StepInputs:
     def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
         self.tokens, self.rows, self.width = tokens, rows, width
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
+            "words": ((1,), np.int64),
             "ids": ((tokens,), np.int64),
             "positions": ((tokens,), np.int64),
             "slots": ((tokens,), np.int64),
@@ -59,13 +61,25 @@ class StepInputs:
         self._table_at = nbytes - _padded((rows, width), np.int32)
 
     def send(self) -> None:
-        """Puts the rows in order by what they bring, and queues all on the current stream. Until `wait` has returned,
-        the host side stays as it is, and this is kept."""
-        starts = self.host["starts"]
-        fill_visits(starts, self.host["lengths"], self.host["visits"], self.host["extent"])
-        rows = int(np.searchsorted(starts, starts[-1]))  # behind which none brings anything
+        """Queues all of it on the current stream. Until `wait` has returned, the host side stays as it is, and this is
+        kept."""
+        self.seal()
+        self.cross()
+        self.sent()
+
+    def seal(self) -> None:
+        """The host side is filled: puts the rows in order by what they bring, and says how much there is to send."""
+        host = self.host
+        rows = fill_visits(host["starts"], host["lengths"], host["visits"], host["extent"])
         used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
-        send(self._device_bytes[:used], self._staging[:used])
+        host["words"][0] = used // 8
+
+    def cross(self) -> None:
+        """Queues what has been sealed. A graph that captures this sends what is sealed when it is replayed."""
+        send_counted(self._device_bytes, self._staging)
+
+    def sent(self) -> None:
+        """For `wait`: the current stream has that now. (Of no use where what the step gives is read.)"""
         if self._taken is not None:
             self._taken.record()
 
@@ -113,9 +127,11 @@ class StepInputs:
         """Makes what lies past the first `tokens`, `rows` and `picks` harmless: tokens that belong to no row and are
         written to the scratch page, rows without tokens."""
         host = self.host
-        for name in ("ids", "positions", "slots"):
-            host[name][tokens:] = 0
-        host["picks"][picks:] = 0
+        if tokens < self.tokens:
+            for name in ("ids", "positions", "slots"):
+                host[name][tokens:] = 0
+        if picks < max(self.tokens, self.rows):
+            host["picks"][picks:] = 0
         host["starts"][rows:] = tokens
         host["lengths"][rows:] = 0
 

@@ -19,11 +19,21 @@ VISIT, EXTENT = 4, 3
 Integers = npt.NDArray[np.integer[Any]]
 
 
-def fill_visits(starts: Integers, lengths: Integers, visits: Integers, extent: Integers) -> None:
-    """`starts` [R + 1]: cumulative token counts of rows, of which some may bring none. `lengths` [R]: tokens in KV."""
-    counts = np.diff(starts)
+def fill_visits(starts: Integers, lengths: Integers, visits: Integers, extent: Integers) -> int:
+    """`starts` [R + 1]: cumulative token counts of rows, of which some may bring none. `lengths` [R]: tokens in KV. →
+    rows, behind the last of which none brings anything."""
+    counts = starts[1:] - starts[:-1]
+    tokens, longest = int(starts[-1]), int(counts.max())
+    rows = int(starts.searchsorted(tokens))
+    if longest <= 1 and rows == tokens:  # as decode steps are
+        visits[:rows, 0] = visits[:rows, 1] = np.arange(rows)
+        visits[:rows, 2] = 1
+        visits[:rows, 3] = lengths[:rows]
+        extent[:] = (0, longest, rows)
+        return rows
     chunks, singles = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
-    rows = np.concatenate((chunks, singles))
-    for column, of_row in enumerate((rows, starts[rows], counts[rows], lengths[rows])):
-        visits[: len(rows), column] = of_row
-    extent[:] = (len(chunks), counts.max(), len(rows))
+    order = np.concatenate((chunks, singles))
+    for column, of_row in enumerate((order, starts[order], counts[order], lengths[order])):
+        visits[: len(order), column] = of_row
+    extent[:] = (len(chunks), longest, len(order))
+    return rows

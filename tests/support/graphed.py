@@ -43,9 +43,6 @@ class Graphed:
         fill(inputs, rows, PAGE)
         inputs.host["picks"][: len(rows)] = inputs.host["starts"][1 : len(rows) + 1] - 1
         inputs.pad(sum(counts), len(rows), len(rows))
-        with self.device.computing():
-            inputs.send()
-        self.device.synchronize()
         return shape, len(rows)
 
     @torch.inference_mode()
@@ -66,6 +63,7 @@ class Graphed:
         shape, picks = self.compose(rows)
         inputs = self.graphs.inputs(shape)
         with self.device.computing():
+            inputs.send()
             longest = WIDTH * PAGE
             hidden = self.model.forward(inputs, max_query=shape.max_query, max_kv=longest, fresh=False, probe=probe)
             logits = self.model.logits(hidden, inputs.picks(shape.rows), probe)

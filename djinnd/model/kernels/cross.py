@@ -19,6 +19,20 @@ def cross_kernel(source, target, words, WORDS: tl.constexpr):
     tl.store(target + at, tl.load(source + at, mask=at < words, cache_modifier=".cv"), mask=at < words)
 
 
+@triton.jit
+def cross_counted_kernel(source, target, WORDS: tl.constexpr):
+    words = tl.load(source, cache_modifier=".cv")
+    at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    tl.store(target + at, tl.load(source + at, mask=at < words, cache_modifier=".cv"), mask=at < words)
+
+
+def cross_counted(source: Tensor, target: Tensor) -> None:
+    """As `cross`, of as many words as the source's first one counts when the kernel runs."""
+    source, target = (tensor.view(-1).view(torch.int64) for tensor in (source, target))
+    assert source.numel() == target.numel()
+    cross_counted_kernel[(triton.cdiv(source.numel(), WORDS),)](source, target, WORDS=WORDS, num_warps=4)
+
+
 def cross(source: Tensor, target: Tensor) -> None:
     """Contiguous, of one size, in whole 64 bits; the one of the two that is the host's is pinned. Queued on the current
     stream: a source on the host stays as it is until that has come by."""

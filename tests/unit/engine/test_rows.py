@@ -8,7 +8,7 @@ from djinnd.core.edits import FOREVER
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.rows import compose, count_told, in_order
+from djinnd.engine.rows import _compose_chunks, compose, count_told, in_order
 from djinnd.model.inputs import StepInputs
 from djinnd.model.sampler import Sampled
 
@@ -30,6 +30,21 @@ def test_rows_lie_one_behind_another_each_at_its_positions_and_in_its_pages() ->
     assert host["starts"][:3].tolist() == [0, 3, 4]
     assert host["lengths"][:2].tolist() == [6, 9]
     assert host["table"][:2, :3].tolist() == table.tolist()
+    device.close()
+
+
+@pytest.mark.parametrize("starts", [[0], [9], [3, 11, 4], [15, 0]])
+def test_rows_that_bring_one_token_each_lie_as_chunks_of_one(starts: list[int]) -> None:
+    device = CpuDevice(1 << 20)
+    found, wanted = (StepInputs(device, tokens=3, rows=3, width=4) for _ in range(2))
+    rows = [row(number, start, 1) for number, start in enumerate(starts)]
+    table = np.arange(1, 4 * len(rows) + 1, dtype=np.int32).reshape(len(rows), 4)
+    compose(found, rows, table, page_size=4)
+    _compose_chunks(wanted, rows, table, page_size=4)
+    for name in ("ids", "positions", "slots", "starts", "lengths"):
+        count = len(rows) + (name == "starts")
+        assert found.host[name][:count].tolist() == wanted.host[name][:count].tolist(), name
+    assert found.host["table"][: len(rows)].tolist() == table.tolist()
     device.close()
 
 

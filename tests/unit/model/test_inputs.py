@@ -58,6 +58,21 @@ def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
     assert (batch.slots.tolist(), batch.kv_lengths.tolist()) == ([5, 6], [7, 8])
 
 
+def test_what_is_sealed_is_sent_when_it_crosses(device: CpuDevice) -> None:
+    """As a graph has it, which captures the crossing once: as much as there is then."""
+    inputs = StepInputs(device, 4, 2, 4)
+    table = inputs.paged_batch(max_query=1, max_kv=1, fresh=False).page_table
+    table.fill_(-1)
+    for number, counts in enumerate(([3, 0], [1, 1], [4, 0])):
+        inputs.host["starts"][:] = (0, *np.cumsum(counts))
+        inputs.host["ids"][:] = number
+        inputs.host["table"][:] = number
+        inputs.seal()
+        inputs.cross()
+        assert inputs.ids.tolist() == [[number] * 4]
+        assert table.tolist() == [[number] * 4, [-1 if number == 0 else 1] * 4]
+
+
 @pytest.mark.parametrize(("tokens", "rows", "picks"), [(0, 0, 0), (1, 1, 1), (5, 2, 1), (6, 4, 4)])
 def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(
     device: CpuDevice, tokens: int, rows: int, picks: int
@@ -92,6 +107,10 @@ def test_rows_are_sent_in_the_order_of_what_they_bring(device: CpuDevice) -> Non
     inputs.send()
     assert batch.visits.tolist()[:4] == [[1, 1, 2, 11], [4, 4, 4, 14], [0, 0, 1, 10], [3, 3, 1, 13]]
     assert batch.extent.tolist() == [2, 4, 4]
+    inputs.host["starts"][:] = (0, 1, 2, 3, 3, 3, 3)
+    inputs.send()
+    assert batch.visits.tolist()[:3] == [[0, 0, 1, 10], [1, 1, 1, 11], [2, 2, 1, 0]]
+    assert batch.extent.tolist() == [0, 1, 3]
     inputs.pad(0, 0, 0)
     inputs.send()
     assert batch.extent.tolist() == [0, 0, 0]
