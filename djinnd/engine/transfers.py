@@ -37,6 +37,7 @@ from djinnd.kvcache.tier import Tier
 log = logging.getLogger("djinnd.engine")
 
 PIECE_BYTES = 64 << 20  # of one copy, at most
+HELD_BYTES = 16 << 20  # the same of what is held to a rate, so that each step beside has as many of them as the others
 IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
 AHEAD_S = 0.002  # from a transfer's end until a step of it is launched: 1.7 ms on an H200's host, and a piece takes 1
@@ -200,15 +201,15 @@ class Transfers:
                 queue.hurry()
             queue.pace(rate, now)
             while (queued := queue.next) and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
-                run = self._run_of(queued)
+                run = self._run_of(queued, HELD_BYTES if queue.holds(queued) else PIECE_BYTES)
                 queue.began(queued, run, len(run) * self.host.page_bytes)
                 self._copy(way, run, pool, mark)
 
-    def _run_of(self, queued: deque[Move]) -> list[Move]:
-        """The first of them, and those after it that lie beside it at both ends."""
+    def _run_of(self, queued: deque[Move], nbytes: int) -> list[Move]:
+        """The first of them, and those after it that lie beside it at both ends, of so many bytes together at most."""
         assert self.host is not None
         moves = [queued.popleft()]
-        most = PIECE_BYTES // self.host.page_bytes if self.host.is_dense else 1
+        most = nbytes // self.host.page_bytes if self.host.is_dense else 1
         while queued and len(moves) < most:
             last, move = moves[-1], queued[0]
             slot = _slot(move)

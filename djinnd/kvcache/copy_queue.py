@@ -53,6 +53,10 @@ class CopyQueue:
         saved = max(since, SAVED_S) if self._are_held else SAVED_S  # steps may take longer than that
         self._allowed = math.inf if rate == math.inf else min(self._allowed + rate * since, rate * saved)
 
+    def holds(self, queued: deque[Move]) -> bool:
+        """Whether these, what `next` has answered, are held to a rate now."""
+        return queued is self._others and self._allowed < math.inf
+
     @property
     def next(self) -> deque[Move]:
         """The first of these may begin, and with it those that follow, if there is one; to be taken from it."""

@@ -145,6 +145,11 @@ class Client:
         return self._desk.is_admin(self.user)
 
     @property
+    def unfinished(self) -> int:
+        """Requests of all clients."""
+        return self._desk.unfinished
+
+    @property
     def fd(self) -> int:
         return self._connection.fd
 
@@ -274,6 +279,7 @@ class Client:
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         self._held_fds -= len(fds)
         self._connection.send(frame, fds)
+        self._connection.flush()
 
     def _leave(self) -> None:
         self._leaving = True

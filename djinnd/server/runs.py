@@ -99,6 +99,12 @@ class SessionRun:
         self._session.breakpoints.hit, self._session.due_from = self._was_at, self._was_due_from
         self.done.set_exception(error)
 
+    def _send_off(self) -> None:
+        """The engine has the run at once, and not at the end of this turn of the loop, unless other calls are on their
+        way: those that come together are to be in one step."""
+        if self._call.client.unfinished <= self._engine.runs:
+            self._engine.flush()
+
     def _extend(self, tokens: Sequence[int]) -> None:
         """The session by the run's own."""
         self._session.tokens.extend(tokens)
@@ -152,6 +158,7 @@ class GenerateRun(SessionRun):
             stops=breaking.stops,
             resume_block=breaking.resume_block,
         )
+        self._send_off()
         try:  # while the engine has its work
             text = vocabulary.text_after(session.tokens)
             self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
@@ -255,6 +262,7 @@ class ForwardRun(SessionRun):
         self._number = engine.run(
             self, session=session.id, tokens=request.token_ids, max_tokens=0, sampling=Sampling(seed=0), logits=True
         )
+        self._send_off()
 
     def started(self, at: float, woken: bool) -> None:
         super().started(at, woken)

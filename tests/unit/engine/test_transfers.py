@@ -233,6 +233,7 @@ def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor
 
 def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(transfers, "HELD_BYTES", BYTES)
     monkeypatch.setattr(transfers.time, "monotonic", lambda: 0.0)
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
@@ -252,10 +253,10 @@ def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pyt
 
 
 def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives way to what one waits for, also where that comes to be known later."""
+    """In small pieces; and gives way to what one waits for, also where that comes to be known later."""
     clock = [0.0]
     monkeypatch.setattr(transfers.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(transfers, "HELD_BYTES", BYTES)
     sizes = {"a": TOKENS, "b": OTHERS}
     leaving = {}
     for name, tokens in sizes.items():
@@ -274,7 +275,8 @@ def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, mon
     assert [begun() for _ in range(3)] == [1, 0, 0]
     floor.paging.moves.hurry(leaving["b"])
     floor.device.holds = True
-    assert begun() == 7, "all of b's"
+    assert begun() == 1
+    assert floor.device.copied == ["demote 1", "demote 1", "demote 7"], "all of b's"
     held, floor.device.holds = floor.device._held, False
     for event in held:
         event.finish()

@@ -37,18 +37,23 @@ class Journal:
 class Stage:
     """A run of a session that has had one call, and who hears of it."""
 
-    def __init__(self, text: Any, **request: Any) -> None:
+    def __init__(self, text: Any, calls: int = 1, runs: int = 1, **request: Any) -> None:
+        """`calls` are under way, of which the engine has `runs`, this one among them."""
         self.journal, self.sent, self.pieces = Journal(), [], []
+        self.did: list[str] = []
         latency = SessionLatency({"agent": Latencies()})
         tenant = Tenant(1000, Rule("", Quota()), 0.0)
         self.session = SessionRecord("s", 1000, "m", "agent", 0.0, 0.0, self.journal, latency, tenant)  # type: ignore[arg-type]
         self.session.tokens += [7]
-        call = SimpleNamespace(received=0.0, send=self.pieces.append)
-        engine = SimpleNamespace(run=lambda run, **fields: 1, send=self.sent.append)
+        client = SimpleNamespace(unfinished=calls)
+        call = SimpleNamespace(received=0.0, send=self.pieces.append, client=client)
+        engine = SimpleNamespace(
+            run=lambda run, **fields: 1, send=self.sent.append, flush=lambda: self.did.append("flushed"), runs=runs
+        )
         queue = Queue(8, 0.0)
         with queue.place(1000, 0.0) as place:
             message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-            vocabulary = SimpleNamespace(text_after=lambda tokens: text(tokens))
+            vocabulary = SimpleNamespace(text_after=lambda tokens: self.did.append("read text") or text(tokens))
             self.run = GenerateRun(
                 call,
                 self.session,
@@ -86,6 +91,17 @@ class Panicking:
 
     def finish(self) -> str:
         raise Panic
+
+
+@pytest.mark.parametrize(
+    ("calls", "runs", "did"),
+    [(1, 1, ["flushed", "read text"]), (3, 3, ["flushed", "read text"]), (3, 2, ["read text"])],
+)
+def test_the_engine_has_a_run_at_once_unless_others_are_on_their_way(calls: int, runs: int, did: list[str]) -> None:
+    async def main() -> None:
+        assert Stage(lambda tokens: None, calls, runs).did == did
+
+    asyncio.run(main())
 
 
 def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) -> None:
