@@ -123,8 +123,8 @@ class Transfers:
         then, and beside what it was given since, as nobody is given a page that moves. `rate`: bytes a second each way,
         of what no call waits for."""
         mark, self._mark = self._mark, None
-        while self._asked and (move := self._paging.moves.take()) is not None:
-            self._asked -= 1
+        asked, self._asked = self._asked, 0
+        for move in self._paging.moves.take(asked):
             self._begin(move)
         if mark is not None:
             self._queue_copies(mark, rate)
@@ -177,7 +177,7 @@ class Transfers:
         return over
 
     def _begin(self, move: Move) -> None:
-        if move.way in (Way.WRITE_OUT, Way.FETCH):
+        if move.way not in _LANES:
             self._file(move)
         elif move.checksum is not None:
             self._sum(move.source, move)

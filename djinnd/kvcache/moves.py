@@ -67,7 +67,12 @@ class Move:
 
     @property
     def is_urgent(self) -> bool:
-        return self.is_hurried or any(transfer.is_urgent for transfer in self.on_landing + self.on_sealing)
+        if self.is_hurried:
+            return True
+        for transfer in self.on_landing:  # not `any`: in each page's way to the device
+            if transfer.is_urgent:
+                return True
+        return any(transfer.is_urgent for transfer in self.on_sealing)
 
 
 class Moves:
@@ -161,17 +166,15 @@ class Moves:
 
     # --- what becomes of them ---------------------------------------------------------------------------------------
 
-    def take(self) -> Move | None:
-        """The next move, for its copy to begin. It lands or fails."""
-        if not self._waiting:
-            return None
-        move = self._waiting.popleft()
-        self._under_way.add(move)
-        return move
+    def take(self, count: int) -> list[Move]:
+        """The first moves, so many or all that there are, for their copies to begin. Each lands or fails."""
+        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._under_way.update(taken)
+        return taken
 
     @property
     def waiting(self) -> int:
-        """How many `take` would answer with."""
+        """How many there are to take."""
         return len(self._waiting)
 
     @property

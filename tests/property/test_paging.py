@@ -390,10 +390,7 @@ class PagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.paging.moves._waiting)
     @rule(most=st.integers(1, 6))
     def take(self, most: int) -> None:
-        for _ in range(most):
-            move = self.paging.moves.take()
-            if move is None:
-                return
+        for move in self.paging.moves.take(most):
             move.is_queued = (most + len(self.taken)) % 2 == 0
             self.taken.append(move)
             if move.way is Way.DEMOTE:

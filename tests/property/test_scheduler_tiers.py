@@ -47,7 +47,8 @@ class Copier:
 
     def go(self, choice: Random, failing: float) -> None:
         """Does one thing, if there is one to do."""
-        while choice.random() < 0.9 and (move := self.paging.moves.take()) is not None:
+        while choice.random() < 0.9 and self.paging.moves.waiting:
+            (move,) = self.paging.moves.take(1)
             move.is_queued = move.way in (Way.DEMOTE, Way.PROMOTE)
             self.lanes[move.way].append(move)
         self.lanes[Way.PROMOTE] = [move for move in self.lanes[Way.PROMOTE] if not (move.is_queued and move.is_dropped)]

@@ -46,7 +46,7 @@ class Copier:
 
     def copy(self, most: int, mishaps: float) -> list[Transfer]:
         """So many things. → the transfers that are over."""
-        while (move := self.paging.moves.take()) is not None:
+        for move in self.paging.moves.take(self.paging.moves.waiting):
             move.is_queued = self._random.random() < 0.5
             self._under_way.append(move)
         return self.end(most, mishaps)

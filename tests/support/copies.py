@@ -10,7 +10,8 @@ from djinnd.kvcache.moves import Moves, Transfer, Way
 def copies(moves: Moves, *, failing: float = 0, bad: bool = False) -> Iterator[list[Transfer]]:
     """The first `failing` of them do not come, with sources that are `bad`. → after each thing that happens, the
     transfers that it ended; what telling of them asks for happens, too."""
-    while (move := moves.take()) is not None:
+    while moves.waiting:
+        (move,) = moves.take(1)
         if failing:
             failing -= 1
             yield moves.failed(move, bad=bad)

@@ -278,8 +278,8 @@ class SimulatedEngine:
 
     def _queue_copies(self) -> None:
         """Those that have been asked for."""
-        while (next_move := self._paging.moves.take()) is not None:
-            self._queues[next_move.way].add(next_move)
+        for move in self._paging.moves.take(self._paging.moves.waiting):
+            self._queues[move.way].add(move)
 
     def _begin_copies(self) -> None:
         """Each way, one after another."""

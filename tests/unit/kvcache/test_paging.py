@@ -42,10 +42,7 @@ class Desk:
         return self.paging.find("back", root(TENANT), tokens, computed, min(most, len(tokens)), ends)
 
     def take(self) -> list[Move]:
-        moves = []
-        while (move := self.paging.moves.take()) is not None:
-            moves.append(move)
-        return moves
+        return self.paging.moves.take(self.paging.moves.waiting)
 
     def copy_all(self) -> list[Transfer]:
         """→ the transfers that this ended."""
@@ -259,8 +256,8 @@ def test_of_what_nobody_wants_any_more_comes_what_has_begun_and_the_rest_is_free
     found = desk.find(tokens)
     transfer = desk.paging.load("back", TENANT, found)
     moves, host = desk.paging.moves, desk.paging.host
-    begun, queued = moves.take(), moves.take()
-    assert begun is not None and queued is not None and host is not None
+    begun, queued = moves.take(2)
+    assert host is not None
     queued.is_queued = True  # as by whoever has not begun it
     moves.drop(transfer)
     desk.kv.drop("back")

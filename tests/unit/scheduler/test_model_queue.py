@@ -317,9 +317,8 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
     queue.wait(session)
     all_leave(queue.residence)
-    moves = []
-    while (move := paging.moves.take()) is not None:
-        moves.append(move)
+    moves = paging.moves.take(paging.moves.waiting)
+    for move in moves:
         queue.over(paging.moves.landed(move))
     assert session.computed == 0
     queue.wake(session)
@@ -327,7 +326,7 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     for move in moves:
         queue.over(paging.moves.sealed(move, 0))
     assert not queue.awaited and queue.residence.is_arriving(session)
-    while (move := paging.moves.take()) is not None:
+    for move in paging.moves.take(paging.moves.waiting):
         queue.over(paging.moves.landed(move))
     assert session.computed == PAGE + 1
     queue.check_integrity()

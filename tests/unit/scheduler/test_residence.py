@@ -156,7 +156,7 @@ def test_leaving_sealed_is_over_later_than_leaving() -> None:
     session = house.session("a", 4)
     landing = house.residence.leave(session)
     sealing = house.residence.leave(session, sealed=True)
-    (move,) = iter(house.paging.moves.take, None)
+    (move,) = house.paging.moves.take(9)
     house.over(house.paging.moves.landed(move))
     assert landing is not None and landing.is_over
     assert sealing is not None and not sealing.is_over and house.residence.is_leaving(session)
@@ -564,10 +564,8 @@ def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:
 
 def urgent(house: House) -> list[bool]:
     """Of the moves that are asked for."""
-    moves = []
-    while (move := house.paging.moves.take()) is not None:
-        moves.append(move)
-    return [move.is_urgent for move in moves]
+    moves = house.paging.moves
+    return [move.is_urgent for move in moves.take(moves.waiting)]
 
 
 @pytest.mark.parametrize("why", ["nobody", "a call", "called", "a call later"])

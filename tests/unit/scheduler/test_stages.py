@@ -79,7 +79,8 @@ class Bench:
         """Who is to leave does, and all that moves comes to where it goes."""
         all_leave(self.scheduler)
         moves = self.scheduler.residence("m").paging.moves
-        while (move := moves.take()) is not None:
+        while moves.waiting:
+            (move,) = moves.take(1)
             over = moves.landed(move)
             if move.way is Way.DEMOTE:
                 over += moves.sealed(move, 7)
@@ -517,7 +518,7 @@ def test_pages_of_a_stage_that_is_lost_can_be_spared(lost: str) -> None:
         bench.scheduler.wait("a")
         all_leave(bench.scheduler)
         moves = bench.scheduler.residence("m").paging.moves
-        for move in [taken for taken in (moves.take() for _ in range(3)) if taken is not None]:
+        for move in moves.take(3):
             moves.landed(move)
             moves.sealed(move, 7)
         bench.ask(session, resume_block=2)
