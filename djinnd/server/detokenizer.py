@@ -15,8 +15,9 @@ raises on some bytes that are no UTF-8, holds back and decodes again the whole o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
@@ -24,6 +25,8 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are n
 MAX_UNFINISHED = 3  # tokens: a character has at most four bytes, and lacks one
 CONTEXT_TOKENS = 8  # of the session's: an unfinished character, and whole ones before it
 MAX_PENDING = 16  # tokens, which bounds the work for a token; longer runs are of broken characters
+
+P = TypeVar("P")
 
 
 class Detokenizer:
@@ -83,6 +86,8 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left when no token follows, with a replacement character for an unfinished one."""
+        if not self._pending:
+            return ""
         return self._tell_first(self._cleanest_cut()) + self._tell_first(len(self._pending))
 
     def _tell_first(self, count: int) -> str:
@@ -117,7 +122,7 @@ class TextStream:
         latter, which would count as broken on both sides."""
         end = len(self._pending)
         cuts = range(end, max(0, end - MAX_UNFINISHED) - 1, -1)
-        return min(cuts, key=lambda count: self._text_of(count)[0].count(BROKEN))
+        return _least_broken(cuts, lambda count: self._text_of(count)[0])
 
 
 def _without_start(text: str, told: str) -> str:
@@ -135,4 +140,14 @@ def _whole(detokenizer: Detokenizer, tokens: list[int]) -> tuple[int, int]:
     cut = MAX_UNFINISHED if len(tokens) == CONTEXT_TOKENS else 0
     ends = range(len(tokens), max(0, len(tokens) - MAX_UNFINISHED) - 1, -1)
     candidates = ((first, end) for end in ends for first in range(cut + 1))
-    return min(candidates, key=lambda place: detokenizer.decode(tokens[slice(*place)]).count(BROKEN))
+    return _least_broken(candidates, lambda place: detokenizer.decode(tokens[slice(*place)]))
+
+
+def _least_broken(places: Iterable[P], text_at: Callable[[P], str]) -> P:
+    """The first of those with the fewest broken characters: as a rule the very first, which has none."""
+    found: dict[P, int] = {}
+    for place in places:
+        found[place] = text_at(place).count(BROKEN)
+        if not found[place]:
+            return place
+    return min(found, key=found.__getitem__)
