@@ -8,7 +8,7 @@
     pages down                 │ demote 8 │ demote 3 │
 
 A stamp is queued like work and has its time when its stream has passed it: recording makes nobody wait. Times are read
-when the trace has ended and all its stamps have been passed. On a track one span follows another.
+when the trace has ended, a part at a time, as each takes some microseconds. On a track one span follows another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trace:
         self._stamp = stamp
         self._open: dict[str, tuple[str, Stamp, dict[str, Any]]] = {}  # by track
         self._recorded: list[_Recorded] = []
-        self._passed = 0  # of those recorded: the first so many have been passed
+        self._times: list[tuple[float, float]] = []  # of the first of these: since the first began; how long they took
 
     def begin(self, track: str, name: str, **args: Any) -> None:
         """A span of the track that was begun before and never ended, because its work failed, is forgotten."""
@@ -58,24 +58,26 @@ class Trace:
     def add(self, track: str, name: str, began: Stamp, ended: Stamp, **args: Any) -> None:
         self._recorded.append(_Recorded(track, name, began, ended, args))
 
+    def read(self, most: int) -> int:
+        """The times of so many of those that were ended, at most, and as far as they have been passed. → how many."""
+        known = len(self._times)
+        for span in self._recorded[known : known + most]:
+            if not span.ended.passed:
+                break
+            self._times.append((span.began.since(self._recorded[0].began), span.ended.since(span.began)))
+        return len(self._times) - known
+
     @property
-    def is_passed(self) -> bool:
-        """Whether every span that was ended has its times."""
-        recorded = self._recorded
-        while self._passed < len(recorded) and recorded[self._passed].ended.passed:
-            self._passed += 1
-        return self._passed == len(recorded)
+    def is_read(self) -> bool:
+        """All of it."""
+        return len(self._times) == len(self._recorded)
 
     def spans(self) -> list[Span]:
-        """Those that were ended, in the order in which they began; the first begins at 0. All have been passed."""
-        assert self.is_passed
-        if not self._recorded:
-            return []
-        origin = self._recorded[0].began
-        began = [span.began.since(origin) for span in self._recorded]
-        first = min(began)
+        """Those that were ended, in the order in which they began; the first begins at 0. All have been read."""
+        assert self.is_read
+        first = min((start for start, _ in self._times), default=0.0)
         spans = [
-            Span(span.track, span.name, start - first, span.ended.since(span.began), span.args)
-            for span, start in zip(self._recorded, began, strict=True)
+            Span(span.track, span.name, start - first, seconds, span.args)
+            for span, (start, seconds) in zip(self._recorded, self._times, strict=True)
         ]
         return sorted(spans, key=lambda span: span.start_us)

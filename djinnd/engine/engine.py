@@ -144,8 +144,9 @@ class Engine:
                 if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()
                 busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
+                if not stepped:
+                    busy = self._tracer.answer() or busy
                 collector.turn(quiet and not busy, time.monotonic())
-                self._tracer.answer()
                 self._beat()
             self._channel.finish()
         except ServerGone:
@@ -198,7 +199,8 @@ class Engine:
         moving = self._tiers.beside_step(batch)
         hearing = self._mailbox.hear_beside()
         self._answer_inquiries()
-        return self._requests.deliveries.beside_step() or moving or hearing
+        reading = self._tracer.answer()
+        return self._requests.deliveries.beside_step() or moving or hearing or reading
 
     def _waited_for(self, batch: Batch) -> float:
         """The seconds of this step, and of those before it that nobody has waited for. What prefill takes is not learnt

@@ -1,7 +1,9 @@
 """Records what the device does in the next steps, for whoever asked. One trace at a time, each with one answer.
 
-Trace ──► recording ──steps run, or time up──► ended ──its last copies and kernels have run──► Traced
+Trace ──► recording ──steps run, or time up──► ended ──its last copies and kernels have run──► read ──► Traced
               └── another Trace: Failed(retry)
+
+A step has a span a block, so reading a long trace takes tens of milliseconds: it is done in parts, beside steps.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from djinn_client.errors import Retry
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device import Device, Stamp, Trace
+
+READ_AT_ONCE = 128  # spans: half a millisecond
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Tracer:
         self._since: Stamp | None = None  # when the engine's thread was last done with something
         self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []  # it did that, and a step may follow
         self._has_stepped = False  # in this turn
+        self._is_stepping = False
 
     def start(self, message: messages.Trace) -> None:
         now = self._clock()
@@ -59,6 +64,8 @@ class Tracer:
 
     def turn(self) -> None:
         """A turn of the engine's loop begins. What the last one has done without a step is not told."""
+        if self._under_way is not None and self._clock() >= self._under_way.until:
+            self._under_way.steps, self._device.trace = 0, None
         if not self._has_stepped:
             self._before.clear()
         self._has_stepped = False
@@ -81,25 +88,27 @@ class Tracer:
         for what, began, ended, args in self._before:
             under_way.trace.add("host", what, began, ended, **args)
         self._before.clear()
-        self._has_stepped = True
+        self._has_stepped = self._is_stepping = True
         try:
             chunks = sum([row.count > 1 for row in batch.rows])
             rows, tokens = len(batch.rows), batch.tokens
             with self._device.span("step", "step", model=batch.model, rows=rows, tokens=tokens, chunks=chunks):
                 yield
         finally:
+            self._is_stepping = False
             under_way.steps -= 1
             self._since = self._device.stamp()
             if not under_way.steps:
                 self._device.trace = None
 
-    def answer(self) -> None:
-        """Between steps: sends the trace that is complete, if one is. Waits for nothing."""
+    def answer(self) -> bool:
+        """Of a trace that has ended, reads some more, and sends it when that was all; also beside a step. Waits for
+        nothing. → whether there is more that can be read."""
         under_way = self._under_way
-        if under_way is None:
-            return
-        if self._clock() >= under_way.until:
-            under_way.steps, self._device.trace = 0, None
-        if not under_way.steps and under_way.trace.is_passed:
-            self._under_way = None
+        if under_way is None or under_way.steps or self._is_stepping:
+            return False
+        more = under_way.trace.read(READ_AT_ONCE) == READ_AT_ONCE
+        if under_way.trace.is_read:
+            self._under_way, more = None, False
             self._send(messages.Traced(under_way.request, under_way.trace.spans()))
+        return more

@@ -539,6 +539,27 @@ def test_calls_and_signals_are_heard_beside_a_step(
         assert serving.outcome(serving.run(session, [], 2))[0] == expected[4:]
 
 
+def test_a_call_that_was_heard_beside_a_step_counts_in_the_trace_of_the_one_that_follows(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving.open("t")
+    one, other = serving.run_message("s", prompt(10), 4), serving.run_message("t", prompt(20, seed=1), 1)
+    serving.send(messages.Trace(99, steps=3, seconds=60.0))
+    serving.report()
+    say_beside(serving, monkeypatch, other)
+    serving.send(one)
+    traced, ended = None, set[int]()
+    while traced is None or len(ended) < 2:
+        match message := serving.receive():
+            case messages.Traced():
+                traced = message
+            case messages.Finished():
+                ended.add(message.request)
+    calls = [span.args["calls"] for span in traced.spans if span.name == "messages"]
+    rows = [span.args["rows"] for span in traced.spans if span.track == "step"]
+    assert (calls, rows) == ([1, 1, 0], [1, 2, 1])
+
+
 def test_what_has_to_wait_for_the_step_holds_up_what_comes_after(
     serving: EngineThread, heard: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from djinnd import messages
 from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.engine import tracing
 from djinnd.engine.tracing import Tracer
 from tests.support.engine_thread import EngineThread
 from tests.support.tiered import Tiered
@@ -39,6 +40,11 @@ class Scene:
     def step(self, *counts: int) -> None:
         with self.tracer.step(batch(*counts)), self.device.span("compute", "block 0"):
             self.device.copy(torch.zeros(4), torch.ones(4), name="block 1")
+        self.tracer.answer()
+
+    def turn(self) -> None:
+        """Without a step."""
+        self.tracer.turn()
         self.tracer.answer()
 
     def spans(self) -> list[Span]:
@@ -80,17 +86,17 @@ def test_a_trace_ends_with_what_there_is_when_its_time_is_up(scene: Scene) -> No
     scene.step(1)
     scene.device.synchronize()
     scene.now = 9.9
-    scene.tracer.answer()
+    scene.turn()
     assert scene.sent == []
     scene.now = 10.0
-    scene.tracer.answer()
+    scene.turn()
     assert [span.track for span in scene.spans()].count("step") == 1
 
 
 def test_an_idle_engine_answers_with_nothing(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=4, seconds=10))
     scene.now = 10.0
-    scene.tracer.answer()
+    scene.turn()
     assert scene.spans() == []
 
 
@@ -106,6 +112,21 @@ def test_the_answer_comes_when_the_last_copy_has_happened(scene: Scene) -> None:
     scene.device.synchronize()
     scene.tracer.answer()
     assert [span.name for span in scene.spans() if span.track == "copy"] == ["block 1"]
+
+
+def test_a_long_one_is_read_in_parts_and_beside_steps_that_are_not_recorded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "READ_AT_ONCE", 2)
+    scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
+    for _ in range(2):  # a step, a block and a copy each
+        with scene.tracer.step(batch(1)), scene.device.span("compute", "block 0"):
+            scene.device.copy(torch.zeros(4), torch.ones(4), name="block 1").wait()
+            assert not scene.tracer.answer(), "it has not ended"
+    with scene.tracer.step(batch(1)):
+        assert [scene.tracer.answer() for _ in range(2)] == [True, True] and not scene.sent
+        assert not scene.tracer.answer()
+    assert len(scene.spans()) == 6
 
 
 def test_another_trace_meanwhile_is_refused_and_afterwards_is_not(scene: Scene) -> None:
