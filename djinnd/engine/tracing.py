@@ -50,7 +50,6 @@ class Tracer:
         self._since: Stamp | None = None  # when the engine's thread was last done with something
         self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []  # it did that, and a step may follow
         self._has_stepped = False  # in this turn
-        self._is_stepping = False
 
     def start(self, message: messages.Trace) -> None:
         now = self._clock()
@@ -88,14 +87,13 @@ class Tracer:
         for what, began, ended, args in self._before:
             under_way.trace.add("host", what, began, ended, **args)
         self._before.clear()
-        self._has_stepped = self._is_stepping = True
+        self._has_stepped = True
         try:
             chunks = sum([row.count > 1 for row in batch.rows])
             rows, tokens = len(batch.rows), batch.tokens
             with self._device.span("step", "step", model=batch.model, rows=rows, tokens=tokens, chunks=chunks):
                 yield
         finally:
-            self._is_stepping = False
             under_way.steps -= 1
             self._since = self._device.stamp()
             if not under_way.steps:
@@ -105,7 +103,7 @@ class Tracer:
         """Of a trace that has ended, reads some more, and sends it when that was all; also beside a step. Waits for
         nothing. → whether there is more that can be read."""
         under_way = self._under_way
-        if under_way is None or under_way.steps or self._is_stepping:
+        if under_way is None or under_way.steps:
             return False
         more = under_way.trace.read(READ_AT_ONCE) == READ_AT_ONCE
         if under_way.trace.is_read:
