@@ -19,7 +19,7 @@ from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device import Device, Stamp, Trace
 
-READ_AT_ONCE = 128  # spans: half a millisecond
+READ_AT_ONCE = 128  # spans, a few microseconds each
 
 
 @dataclass(slots=True)

@@ -170,19 +170,17 @@ class Tier:
         """A slot for a page of the tenant that is not here, to be filled and then completed or abandoned. Pages that
         nobody has pinned give way to it, the least recently used first: of the tenant's, if it has as much as it may;
         of all, if no slot is free. None if there is no such. `can_wait`: until the slot is ready."""
-        assert key not in self._slot, "the page is in the tier or on its way there"
-        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-        slot = self._take(tenant, can_wait=can_wait)
-        if slot is not None:
-            self._fill(slot, key, tenant)
-        return slot
+        slots = self.prepare_all([(key, tenant)], [0], can_wait=can_wait)
+        return slots[0] if slots else None
 
     def prepare_all(
         self, pages: Sequence[tuple[Key, int]], places: Sequence[int], *, can_wait: bool = False
     ) -> list[int]:
         """As `prepare`, for the first of these pages, each a key and its tenant: as many as slots are to be had for.
         They rise as the `places` do that the pages come from, so that neighbours can travel together."""
-        assert not any(key in self._slot for key, _ in pages), "a page is in the tier or on its way there"
+        for key, _ in pages:
+            assert key not in self._slot, "the page is in the tier or on its way there"
+            assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
         taken: list[int] = []
         for _, tenant in pages:
             slot = self._take(tenant, can_wait=can_wait)
@@ -191,10 +189,15 @@ class Tier:
             taken.append(slot)
         slots = rising_with(places[: len(taken)], taken)
         for slot, (key, tenant) in zip(slots, pages, strict=False):
-            self._fill(slot, key, tenant)
+            self._key_of[slot] = key
+            self._owner[slot] = tenant + 1
+            self._slot[key] = slot
+            self._filling.add(slot)
+            self._tenant[slot] = tenant
         return slots
 
     def _take(self, tenant: int, *, can_wait: bool) -> int | None:
+        """A slot that is nobody's page yet."""
         going = self.making_room(tenant, can_wait=can_wait)
         if going is None:
             return None
@@ -204,13 +207,6 @@ class Tier:
         self._state[slot] = FILLING
         self.tenancy.taken(tenant, self.page_bytes)
         return slot
-
-    def _fill(self, slot: int, key: Key, tenant: int) -> None:
-        self._key_of[slot] = key
-        self._owner[slot] = tenant + 1
-        self._slot[key] = slot
-        self._filling.add(slot)
-        self._tenant[slot] = tenant
 
     def making_room(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[Place] | None:
         """The pages that give way when the tenant is given so many slots more; None: they are not to be had."""

@@ -46,7 +46,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._staging = torch.empty(0, dtype=torch.int64)
-        self._numbers = self._staging.numpy()  # the same memory: torch takes five times as long to read it
+        self._numbers = self._staging.numpy()  # the same memory, which torch takes longer to read
         self._event: torch.cuda.Event | None = None
         self._seconds = 0.0  # that the last read has waited
 

@@ -279,7 +279,6 @@ class Client:
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         self._held_fds -= len(fds)
         self._connection.send(frame, fds)
-        self._connection.flush()
 
     def _leave(self) -> None:
         self._leaving = True

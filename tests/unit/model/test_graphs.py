@@ -116,6 +116,24 @@ def test_without_anybody_looking_all_is_the_same(graphs: StepGraphs) -> None:
     assert logits is not None and torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("picks", [0, 1])
+@torch.inference_mode()
+def test_the_first_graph_sends_what_is_there_and_an_event_is_recorded_where_nobody_reads(
+    graphs: StepGraphs, picks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, sent = graphs.inputs(SHAPE), list[list[int]]()
+    graphs._captured[SHAPE].graphs[0] = Graph(inputs.cross)  # type: ignore[call-overload]
+    monkeypatch.setattr(inputs, "sent", lambda: sent.append(inputs.ids.flatten().tolist()))
+    batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
+    ids = list(range(100, 100 + TOKENS))
+    inputs.host["ids"][:] = ids
+    inputs.host["starts"][:] = (0, 5)
+    graphs.run(SHAPE, picks)
+    assert inputs.ids.tolist() == [ids]
+    assert batch.visits.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1]
+    assert sent == ([] if picks else [ids]), "behind the first graph, which crosses"
+
+
 def inside(graphs: StepGraphs) -> list[Point]:
     points = all_points(graphs._model.skeleton.points)
     return [point for point in points if point.where in ("resid", "attn", "mlp")]
