@@ -8,7 +8,8 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
 
 The text of tokens is read with each of them where somebody waits for it, as a piece or because it may complete a stop
 string. Else it is read READ_AT_ONCE tokens at a time, which takes little more than one. Those that run together take
-turns: no step has much to read, nor has one with which many calls end.
+turns: no step has much to read, nor has one with which many calls end. What is left is read with the last token, while
+the engine does the books of the run's end.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Generation:
         received: float,
     ) -> None:
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
+        self.is_full = False  # the last token was the request's last
         self._request = request
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
@@ -68,7 +70,8 @@ class Generation:
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        if len(self._tokens) > self._next_read:
+        self.is_full = len(self._tokens) - self._prompt_end == self._request.max_tokens or token in self._stop_tokens
+        if len(self._tokens) > self._next_read or self.is_full:
             self._read_text()
         if self._matcher.matched is not None:
             self.keep = len(self._tokens) - self._prompt_end
@@ -112,7 +115,7 @@ class Generation:
         """Of all tokens that there are. A stop token is the session's, but says nothing."""
         tokens, self._read = self._tokens[self._read :], len(self._tokens)
         self._next_read = self._read + self._read_at_once - 1
-        if self._text is None:
+        if self._text is None or not tokens:
             return
         text = self._matcher.feed(self._text.feed_all([token for token in tokens if token not in self._stop_tokens]))
         if text:

@@ -183,8 +183,9 @@ class GenerateRun(SessionRun):
             self._blame(fault)
             self.cancel()
             return
-        if piece is not None:
+        if piece is not None or self._generation.is_full:
             self._session.changed()
+        if piece is not None:
             self._call.send(piece)
         if self._generation.keep is not None and not self._halted:
             self._halted = True

@@ -80,8 +80,8 @@ class SessionRecord:
         self.latency.called(received, self.woken_at if self.woken_at > self.used else received)
 
     def changed(self) -> None:
-        """Tokens were appended."""
-        if not self.salt:
+        """Tokens were appended, if there are any that the journal has not heard of."""
+        if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
 
     @property
