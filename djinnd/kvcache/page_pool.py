@@ -7,7 +7,9 @@ A free page keeps its bytes, so whoever knows what they are may share it again. 
 and of those the one that was freed first.
 
 A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out to
-be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made.
+be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made. One that
+was to be overwritten, and was not, holds whatever somebody left there: it is zeroed, too, unless its holder gives it
+back before the next step, as most do: then it is, when it is given to whoever does not overwrite it either.
 
 It also counts: a page that is held is used by that tenant, once, however many of its sessions hold it, and until it has
 been copied where it is to go. A public page is used by nobody (ANYBODY): who has computed it may have gone long ago.
@@ -21,7 +23,7 @@ from collections.abc import Container, Sequence
 from djinnd.kvcache.tenancy import ANYBODY
 
 SCRATCH = 0
-_NOBODY = -2  # a tenant that nobody is: it had the pages that no tenant has had
+_NOBODY, _SOMEBODY = -2, -3  # tenants that nobody is: of pages that no tenant has had, and that any may have
 
 
 class OutOfPages(Exception):
@@ -42,6 +44,7 @@ class PagePool:
         self._references = [0] * num_pages
         self._last_tenant = [_NOBODY] * num_pages
         self._stale: set[int] = set()
+        self._unfilled: set[int] = set()  # of those that are held
         self._used_by = {ANYBODY: 0}  # held pages, by tenant
 
     @property
@@ -86,8 +89,8 @@ class PagePool:
         return pages
 
     def unfilled(self, page: int) -> None:
-        """One of those given to be `overwritten` is not: it is zeroed after all, whoever had it before."""
-        self._stale.add(page)
+        """One of those given to be `overwritten`, which is held, is not."""
+        self._unfilled.add(page)
 
     def share(self, pages: Sequence[int], tenant: int) -> None:
         """Adds a reference to each, which must be the tenant's or, if free, have been; it is not free any more."""
@@ -124,6 +127,9 @@ class PagePool:
             if count == 1:
                 self._free[page] = None
                 self._used_by[self._last_tenant[page]] -= 1
+                if page in self._unfilled:
+                    self._unfilled.remove(page)
+                    self._last_tenant[page] = _SOMEBODY
                 if page not in of_use:
                     self._free.move_to_end(page, last=False)
 
@@ -135,13 +141,14 @@ class PagePool:
         places = {page: page for page in held if page < num_pages}
         vacant = (page for page in range(1, num_pages) if page not in places)
         places |= {page: next(vacant) for page in held if page >= num_pages}
-        references, last_tenant, stale = self._references, self._last_tenant, self._stale
+        references, last_tenant = self._references, self._last_tenant
         self.capacity = num_pages - 1
         self._references = [0] * num_pages
         self._last_tenant = [_NOBODY] * num_pages
         for old, new in places.items():
             self._references[new], self._last_tenant[new] = references[old], last_tenant[old]
-        self._stale = {places[page] for page in stale if page in places}
+        self._stale = {places[page] for page in self._stale if page in places}
+        self._unfilled = {places[page] for page in self._unfilled}
         taken = set(places.values())
         self._free = OrderedDict.fromkeys(page for page in range(1, num_pages) if page not in taken)
         return places
@@ -149,8 +156,9 @@ class PagePool:
     def take_stale(self) -> list[int]:
         """The pages to zero on the device, in rising order, each told once: the caller zeroes them before the next
         step touches the pool. None of them holds anything of its present holder yet."""
-        stale = sorted(self._stale)
+        stale = sorted(self._stale | self._unfilled)
         self._stale.clear()
+        self._unfilled.clear()
         return stale
 
     def check_integrity(self) -> None:
@@ -166,3 +174,4 @@ class PagePool:
         used = Counter(tenant for tenant, count in zip(self._last_tenant, self._references, strict=True) if count)
         assert self.uses() == used, f"tenants use {dict(used)} pages, the pool counts {dict(self.uses())}"
         assert all(SCRATCH < page <= self.capacity for page in self._stale), "a stale page is not one of this pool"
+        assert all(self._references[page] for page in self._unfilled), "a page that is not held is to be zeroed"

@@ -14,6 +14,7 @@ from djinnd.model.inputs import StepInputs
 from djinnd.model.probe import Probe, look, looks_inside, watching
 from djinnd.model.residency import Residency
 from djinnd.model.skeleton import Skeleton
+from djinnd.model.upload import upload
 
 
 class PagedModel:
@@ -118,7 +119,8 @@ class PagedModel:
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:
         """Before a page changes its tenant."""
-        self.pool.index_fill_(0, torch.tensor(pages, device=self.pool.device), 0)
+        words = self.pool.flatten(1).view(torch.int64)  # of numbers this wide there are a quarter as many to write
+        words.index_fill_(0, upload(pages, torch.int64, words.device), 0)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:

@@ -43,6 +43,22 @@ class PagePoolMachine(RuleBasedStateMachine):
         if overwritten:
             self.fill(pages)
 
+    @rule(count=st.integers(1, 3), tenant=TENANTS, are_given_back=st.booleans())
+    def fill_in_vain(self, count: int, tenant: int, are_given_back: bool) -> None:
+        """What was to overwrite the pages does not come."""
+        if count > self.capacity - len(self.references):
+            return
+        pages = self.pool.allocate(count, tenant, overwritten=True)
+        self.references.update(pages)
+        self.tenant.update(dict.fromkeys(pages, tenant))
+        self.filled.difference_update(pages)
+        for page in pages:
+            self.pool.unfilled(page)
+        if are_given_back:
+            self.pool.release(pages)
+            self.references.subtract(pages)
+            self.references = +self.references
+
     def fill(self, pages: Iterable[int]) -> None:
         self.bytes_of.update((page, self.tenant[page]) for page in pages)
         self.filled.update(pages)

@@ -118,6 +118,32 @@ def test_a_page_that_was_never_zeroed_stays_stale_however_often_it_changes_hands
     assert pool.take_stale() == [1]
 
 
+def test_a_page_that_was_not_overwritten_is_stale_as_long_as_it_is_held() -> None:
+    pool = PagePool(3)
+    pool.release(pool.allocate(2, BOB))
+    pages = pool.allocate(2, ALICE, overwritten=True)
+    pool.unfilled(pages[1])
+    assert pool.take_stale() == [pages[1]]
+    assert pool.take_stale() == []
+
+
+def test_a_page_that_was_not_overwritten_and_is_given_back_is_stale_when_somebody_reads_it() -> None:
+    pool = PagePool(2)
+    pool.release(pool.allocate(1, BOB))
+    for _ in range(2):
+        [page] = pool.allocate(1, ALICE, overwritten=True)
+        pool.unfilled(page)
+        pool.release([page])
+        assert pool.take_stale() == []
+    pool.release(pool.allocate(1, ALICE, overwritten=True))
+    assert pool.take_stale() == []
+    [page] = pool.allocate(1, ALICE, overwritten=True)
+    pool.unfilled(page)
+    pool.release([page])
+    pool.allocate(1, ALICE)
+    assert pool.take_stale() == [page], "what Bob has left"
+
+
 def test_a_pool_needs_a_page_beside_the_scratch_page() -> None:
     with pytest.raises(AssertionError, match="1 pages"):
         PagePool(1)
