@@ -82,6 +82,7 @@ class Engine:
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
+        self._started: list[messages.Started] = []  # by this step, and not told yet
         self._was_beside = False  # the last step had something done beside it; some wait for no token
         self._alive_at = 0.0
         self._stopping = False
@@ -167,7 +168,7 @@ class Engine:
             return False
         if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
-        started, began = self._requests.note_started(batch), time.monotonic()
+        self._started, began = self._requests.note_started(batch), time.monotonic()
         self._tracer.did("compose")
         try:
             with self._tracer.step(batch):
@@ -184,7 +185,7 @@ class Engine:
         if tokens > len(batch.rows) and any(row.stage is not None for row in batch.rows):
             self._untold = True
         sampling = [row for row in batch.rows if row.samples]
-        self._tell([row.request for row in sampling], sampled, started)
+        self._tell([row.request for row in sampling], sampled)
         waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
         for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
@@ -196,6 +197,7 @@ class Engine:
     def _beside_step(self, batch: Batch) -> bool:
         """While the device has the step to do. → whether it is worth while to be called again."""
         self._was_beside = True
+        self._tell_started()
         moving = self._tiers.beside_step(batch)
         hearing = self._mailbox.hear_beside()
         self._answer_inquiries()
@@ -214,7 +216,13 @@ class Engine:
         self._unwaited.clear()
         return seconds
 
-    def _tell(self, requests: Sequence[Request], sampled: Sampled, started: list[messages.Started]) -> None:
+    def _tell_started(self) -> None:
+        """While the device has the step, as a rule: their first tokens find the server with that done."""
+        if self._started:
+            self._channel.send(messages.Stepping(self._started))
+            self._started = []
+
+    def _tell(self, requests: Sequence[Request], sampled: Sampled) -> None:
         """What the step gave each request; those that are unsound get no token."""
         given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
         unsound = set(sampled.unsound)
@@ -224,8 +232,9 @@ class Engine:
             if index not in unsound
         ]
         self._figures.generated += len(tokens)
-        if tokens or started:
-            self._channel.send(messages.Stepped(tokens, started))
+        self._tell_started()
+        if tokens:
+            self._channel.send(messages.Stepped(tokens))
 
     def _sound(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
         """The tokens of these rows, None where there are no numbers to choose from: where a client has changed its

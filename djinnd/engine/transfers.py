@@ -124,10 +124,13 @@ class Transfers:
         of what no call waits for."""
         mark, self._mark = self._mark, None
         asked, self._asked = self._asked, 0
-        for move in self._paging.moves.take(asked):
-            self._begin(move)
-        if mark is not None:
-            self._queue_copies(mark, rate)
+        moves = self._paging.moves.take(asked)
+        first = PIECE_BYTES // self.host.page_bytes if self.host else 0  # which need not wait for the books of all
+        for some in (moves[:first], moves[first:]):
+            for move in some:
+                self._begin(move)
+            if mark is not None:
+                self._queue_copies(mark, rate)
 
     def follow(self) -> list[Transfer]:
         """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to

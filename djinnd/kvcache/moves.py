@@ -116,10 +116,7 @@ class Moves:
         return moves
 
     def promote(self, keys: Sequence[Key], slots: Sequence[int], pages: Sequence[int], transfer: Transfer) -> None:
-        """From these slots of the host, which are complete."""
-        assert self.host is not None
-        for slot in slots:
-            self.host.pin(slot)
+        """From these slots of the host, which are pinned."""
         self.kv.protect(pages, self.kv.page_size)
         transfer.missing += len(pages)
         self._begin_promoting(sorted(zip(keys, slots, pages, strict=True), key=itemgetter(1)), transfer)

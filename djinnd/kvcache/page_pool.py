@@ -78,14 +78,15 @@ class PagePool:
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
         pages = sorted([self._free.popitem(last=False)[0] for _ in range(count)])
-        for page in pages:
-            if self._last_tenant[page] not in (_NOBODY, tenant):
-                self._stale.add(page)
-            self._last_tenant[page] = tenant
-            self._references[page] = 1
-        self._used_by[tenant] = self.used_by(tenant) + count
+        last_tenant, references, harmless = self._last_tenant, self._references, (_NOBODY, tenant)
         if overwritten:
             self._stale.difference_update(pages)
+        else:
+            self._stale.update([page for page in pages if last_tenant[page] not in harmless])
+        for page in pages:  # where a wake-up's time goes, here and in other loops over pages: no call in it
+            last_tenant[page] = tenant
+            references[page] = 1
+        self._used_by[tenant] = self.used_by(tenant) + count
         return pages
 
     def unfilled(self, page: int) -> None:
@@ -113,9 +114,10 @@ class PagePool:
 
     def hold(self, pages: Sequence[int]) -> None:
         """Adds a reference to each, which somebody holds."""
+        references = self._references
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is held by nobody"
-            self._references[page] += 1
+            assert references[page] > 0, f"page {page} is held by nobody"
+            references[page] += 1
 
     def release(self, pages: Sequence[int], of_use: Container[int] = ()) -> None:
         """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix

@@ -233,14 +233,14 @@ class Paging:
             raise OutOfPages(len(found.keys), self.kv.pool.free)
         transfer = Transfer(session, found.tokens)
         if not found.on_disk:
-            slots = [slot for key in found.keys if (slot := self.host.peek(key)) is not None]
+            slots = self.host.pin_all(found.keys)
             self.moves.promote(found.keys, slots, self.kv.extend(session, tenant, slots), transfer)
             return transfer
         self._end_first_gives_way(found.keys)  # none of them, if there is another
         for key in found.keys:
-            slot = self.host.peek(key)
-            if slot is not None:
-                self.moves.promote([key], [slot], self.kv.extend(session, tenant, [slot]), transfer)
+            if self.host.peek(key) is not None:
+                slots = self.host.pin_all([key])
+                self.moves.promote([key], slots, self.kv.extend(session, tenant, slots), transfer)
             elif self._can_fetch(key, can_wait=can_wait):
                 pages = self.kv.extend(session, tenant, [0])  # wherever its slot will be
                 self.moves.fetch(key, pages, transfer, can_wait=can_wait)

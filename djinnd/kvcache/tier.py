@@ -145,6 +145,14 @@ class Tier:
         slot = self._slot.get(key)
         return None if slot in self._filling else slot
 
+    def pin_all(self, keys: Sequence[Key]) -> list[int]:
+        """As `pin`, of the slots of these pages, which are complete. → the slots"""
+        slots, pins = list(map(self._slot.__getitem__, keys)), self._pins
+        assert self._filling.isdisjoint(slots), "a page that is being filled is to be read"
+        for slot in slots:
+            pins[slot] = pins.get(slot, 0) + 1
+        return slots
+
     def keys(self) -> set[Key]:
         """Of all pages that are complete. O(slots)."""
         return set(map(self.key, self.complete_slots))

@@ -1,8 +1,8 @@
 """What server and engine say to each other over their socket pair: typed structs in the frames of the wire protocol.
 
-The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Token`s in
-`Stepped` and then exactly one `Finished`, `LogitsReady` or `Failed`; for each other message with a `request`, exactly
-one final reply. A message without a `request` is one-way.
+The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Started` in
+`Stepping`, `Token`s in `Stepped`, and then exactly one `Finished`, `LogitsReady` or `Failed`; for each other message
+with a `request`, exactly one final reply. A message without a `request` is one-way.
 
 Loading asks for shared memory in mid-way: only the engine knows the layout, and only the server creates the arena.
 
@@ -42,7 +42,19 @@ from djinnd.messages.models import (
     Unloaded,
 )
 from djinnd.messages.protocol import MAX_FRAME, FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
-from djinnd.messages.runs import CancelRun, Capture, Finished, Halt, Hold, LogitsReady, Run, Started, Stepped, Token
+from djinnd.messages.runs import (
+    CancelRun,
+    Capture,
+    Finished,
+    Halt,
+    Hold,
+    LogitsReady,
+    Run,
+    Started,
+    Stepped,
+    Stepping,
+    Token,
+)
 from djinnd.messages.scheduling import (
     Explain,
     Explained,
@@ -109,6 +121,7 @@ __all__ = [
     "Signal",
     "Started",
     "Stepped",
+    "Stepping",
     "TenantLimits",
     "TenantUse",
     "ToEngine",

@@ -58,6 +58,7 @@ FromEngine = (
     | arenas.ArenaFilled
     | arenas.HostReleased
     | sessions.KvExported
+    | runs.Stepping
     | runs.Stepped
     | runs.Finished
     | runs.LogitsReady

@@ -60,18 +60,23 @@ class Token(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """The request's first row was in this step."""
+    """The request's first row is in this step."""
 
     request: int
     at: float  # CLOCK_MONOTONIC, the same in every process
     woken: bool = False  # the session's KV had left the device since it last had a row
 
 
-class Stepped(msgspec.Struct, tag="stepped"):
-    """One a step: every token that it gave, in the order of its rows, and the requests that it started."""
+class Stepping(msgspec.Struct, tag="stepping"):
+    """The requests that a step starts: when the device has the step, or is done with it, and before what it gave."""
 
-    tokens: list[Token] = []
-    started: list[Started] = []
+    started: list[Started]
+
+
+class Stepped(msgspec.Struct, tag="stepped"):
+    """One a step: every token that it gave, in the order of its rows."""
+
+    tokens: list[Token]
 
 
 class Capture(msgspec.Struct, frozen=True):

@@ -171,6 +171,8 @@ class EngineClient:
         self.heard += 1
         message: FromEngine = messages.decode_from_engine(payload)
         match message:
+            case messages.Stepping():
+                self._stepping(message)
             case messages.Stepped():
                 self._stepped(message)
             case messages.Finished(capture=None):
@@ -225,12 +227,14 @@ class EngineClient:
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def _stepping(self, message: messages.Stepping) -> None:
+        for start in message.started:
+            if start.request in self._runs:
+                self._runs[start.request].started(start.at, start.woken)
+
     def _stepped(self, message: messages.Stepped) -> None:
         now = time.monotonic()
         runs = self._runs
-        for start in message.started:
-            if start.request in runs:
-                runs[start.request].started(start.at, start.woken)
         given = [(runs[token.request], token) for token in message.tokens if token.request in runs]
         urgent = [(run, token) for run, token in given if run.is_urgent]
         if 0 < len(urgent) < len(given):

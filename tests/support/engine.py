@@ -182,8 +182,10 @@ class Engine:
                 ended_runs.append((name, "stop"))
             elif generated == run.max_tokens or len(session.tokens) == self.script.context:
                 ended_runs.append((name, "length"))
-        if tokens or started:
-            self.send(messages.Stepped(tokens, started))
+        if started:
+            self.send(messages.Stepping(started))
+        if tokens:
+            self.send(messages.Stepped(tokens))
         for name, reason in ended_runs:
             self.finish(self.sessions[name], reason)
 

@@ -43,6 +43,7 @@ class EngineThread:
         self.engine = Engine(self.channel, self.device, max_batch_tokens, max_rows)
         self.error: BaseException | None = None  # that `serve` has raised
         self._decoder = FrameDecoder(MAX_FRAME)
+        self.started: list[int] = []  # requests, as far as has been received
         self._incoming: list[FromEngine] = []
         self._descriptors: list[int] = []
         self._arenas: list[posix_ipc.SharedMemory] = []
@@ -89,7 +90,8 @@ class EngineThread:
         self.socket.sendall(b"".join(messages.encode(message) for message in sent))
 
     def receive(self) -> FromEngine:
-        """The next message, signs of life left out. Raises TimeoutError; EOFError where the engine has gone."""
+        """The next message; signs of life, and what steps start, are left out. Raises TimeoutError; EOFError where the
+        engine has gone."""
         while True:
             while not self._incoming:
                 data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
@@ -98,7 +100,9 @@ class EngineThread:
                     raise EOFError
                 self._incoming += [messages.decode_from_engine(f.payload) for f in self._decoder.feed(data)]
             message = self._incoming.pop(0)
-            if not isinstance(message, messages.Alive):
+            if isinstance(message, messages.Stepping):
+                self.started += [started.request for started in message.started]
+            elif not isinstance(message, messages.Alive):
                 return message
 
     def until(self, kind: type[M], *others: type) -> M:

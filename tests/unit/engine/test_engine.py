@@ -179,12 +179,30 @@ def test_a_budget_below_the_least_is_refused_with_a_figure_that_then_does() -> N
 
 def test_a_run_starts_gives_its_tokens_and_ends_once(serving: EngineThread) -> None:
     request = serving.run("s", prompt(100), 6)
+    assert serving.started == []
     first = serving.until(messages.Stepped)
-    assert [started.request for started in first.started] == [request] and first.tokens == []
+    assert serving.started == [request]
     tokens, reply = serving.outcome(request)
-    assert tokens == reference.greedy(FOLDER, prompt(100), 6)
+    assert [first.tokens[0].token, *tokens] == reference.greedy(FOLDER, prompt(100), 6)
+    assert serving.started == [request], "once"
     assert reply == messages.Finished(request, "length", length=106, generated=6, computed=100)
     assert serving.report().generated_tokens == 6
+
+
+def test_who_starts_is_told_while_the_device_has_the_step(
+    serving: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside_step = serving.engine._tiers.beside_step
+    untold: list[int] = []
+
+    def beside(batch: Batch) -> bool:
+        untold.append(len(serving.engine._started))
+        return beside_step(batch)
+
+    monkeypatch.setattr(serving.engine._tiers, "beside_step", beside)
+    request = serving.run("s", prompt(10), 2)
+    serving.outcome(request)
+    assert serving.started == [request] and untold == [0, 0]
 
 
 def test_a_session_goes_on_without_a_prompt_and_after_an_engine(serving: EngineThread) -> None:
@@ -341,12 +359,12 @@ def test_close_cancels_what_runs_and_gives_back_the_pages(serving: EngineThread,
 def test_a_cancelled_forward_pass_has_no_logits(serving: EngineThread, gate: Gate) -> None:
     request = serving.run("s", prompt(200), 0, logits=True)
     gate.let_through(1)
-    serving.until(messages.Stepped)
     gate.await_steps(2)
     serving.send(messages.CancelRun(request))
     gate.let_through(1)
     _, reply = serving.outcome(request)
     assert isinstance(reply, messages.Finished) and reply.reason == "cancelled"
+    assert serving.started == [request]
     serving.report()
 
 

@@ -332,6 +332,17 @@ def test_nor_more_than_a_piece_at_once(
     floor.close()
 
 
+def test_the_first_piece_does_not_wait_for_the_books_of_the_rest(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    floor.session("a", TOKENS)
+    floor.leave("a", TOKENS)
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 3 * BYTES)
+    done, begin = list[str](), floor.transfers._begin
+    monkeypatch.setattr(floor.transfers, "_begin", lambda move: (done.append("book"), begin(move)))
+    floor.device.copied = done
+    floor.come_back(TOKENS)
+    assert done == ["book"] * 3 + ["promote 3"] + ["book"] * 4 + ["promote 3", "promote 1"]
+
+
 @pytest.mark.parametrize("beside_ring", [False, True])
 def test_no_more_is_in_flight_than_the_bus_needs(
     floor: Floor, monkeypatch: pytest.MonkeyPatch, beside_ring: bool

@@ -168,6 +168,20 @@ def test_a_pinned_page_stays_and_keeps_its_place_in_the_order() -> None:
     tier.check_integrity()
 
 
+def test_pages_are_pinned_together_as_one_by_one() -> None:
+    tier = new_tier(3)
+    slots, keys = fill(tier, 1, 2), [key(1), key(2)]
+    tier.prepare(key(3))
+    assert tier.pin_all(keys) == tier.pin_all(keys) == slots
+    for pinned in (True, False):
+        for slot in slots:
+            tier.unpin(slot)
+            assert tier.is_pinned(slot) is pinned
+    with pytest.raises(AssertionError, match="being filled"):
+        tier.pin_all([*keys, key(3)])
+    tier.check_integrity()
+
+
 def test_no_slot_is_given_while_all_are_filling_or_pinned() -> None:
     tier = new_tier(2)
     [slot] = fill(tier, 1)

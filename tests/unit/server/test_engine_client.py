@@ -89,11 +89,10 @@ def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
         one, two = Heard(), Heard()
         first, second = scene.run(one), scene.run(two)
         assert first != second
-        step = messages.Stepped(
-            [messages.Token(first, 11), messages.Token(second, 12), messages.Token(999, 13)],
-            [messages.Started(second, 5.0, woken=True), messages.Started(first, 4.0)],
-        )
-        scene.say(step, finished(first), messages.Stepped([messages.Token(first, 14)]), finished(second))
+        starts = [messages.Started(second, 5.0, woken=True), messages.Started(999, 6.0), messages.Started(first, 4.0)]
+        tokens = [messages.Token(first, 11), messages.Token(second, 12), messages.Token(999, 13)]
+        step = messages.Stepping(starts), messages.Stepped(tokens)
+        scene.say(*step, finished(first), messages.Stepped([messages.Token(first, 14)]), finished(second))
         await scene.until(lambda: len(two.told) == 3)
         assert [(name, values[0]) for name, *values in one.told] == [
             ("started", 4.0),

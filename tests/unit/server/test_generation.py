@@ -53,6 +53,18 @@ def test_collected_the_final_reply_has_everything(tiny, story):
     assert (reply.timings.queued, reply.timings.first_token, reply.timings.total) == (0.5, 1.0, 100.0)
 
 
+def test_it_is_full_with_the_last_token_that_was_asked_for_or_a_stop_token(tiny, story):
+    for tokens, options in ((story, {"max_tokens": len(story)}), ([*story, EOS], {})):
+        play = Play(tiny, **options)
+        found = []
+        for token in tokens:
+            play.feed([token])
+            found.append(play.generation.is_full)
+        assert found == [False] * (len(tokens) - 1) + [True]
+        assert play.generation._read == len(play.session)
+        assert play.finish().text == STORY
+
+
 def test_text_that_nobody_waits_for_is_read_many_tokens_at_a_time(tiny, story):
     class Counting:
         def __init__(self, stream):

@@ -124,6 +124,24 @@ def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) ->
     asyncio.run(main())
 
 
+def test_the_last_token_is_written_and_read_before_the_engine_has_ended_the_run(tiny: Any) -> None:
+    async def main() -> None:
+        tokens = tiny.encode("def greet(name)").ids
+        stage = Stage(Detokenizer(tiny).stream, max_tokens=len(tokens))
+        for token in tokens[:-1]:
+            stage.run.token(token, None, 0.0)
+        assert stage.journal.heard == []
+        stage.run.token(tokens[-1], None, 0.0)
+        assert stage.journal.heard == [len(stage.session.tokens)]
+        stage.session.journalled = len(stage.session.tokens)  # at the end of this turn of the loop
+        stage.run._generation._text.feed_all = None  # type: ignore[union-attr, method-assign, assignment]
+        stage.end()
+        assert len(stage.journal.heard) == 1, "nothing is new"
+        assert stage.run.done.result().message.text == "def greet(name)"  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("at", ["beginning", "token", "end"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool) -> None:
