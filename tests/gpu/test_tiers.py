@@ -59,7 +59,7 @@ class Tiered:
 
             def beside() -> bool:
                 self.transfers.begin_copies()
-                self.served.scheduler.moved("m", self.transfers.end())
+                self.served.scheduler.over("m", self.transfers.end())
                 return self.residence.paging.is_busy
 
             self.served.complete(batch, self.served.runner.run(batch, beside))
