@@ -125,8 +125,8 @@ class Transfers:
         mark, self._mark = self._mark, None
         asked, self._asked = self._asked, 0
         moves = self._paging.moves.take(asked)
-        first = PIECE_BYTES // self.host.page_bytes if self.host else 0  # which need not wait for the books of all
-        for some in (moves[:first], moves[first:]):
+        first = 0 if self.host is None else PIECE_BYTES // self.host.page_bytes
+        for some in (moves[:first], moves[first:]):  # the first piece does not wait for the books of all
             for move in some:
                 self._begin(move)
             if mark is not None:
