@@ -42,6 +42,8 @@ class Noticed(NamedTuple):
     p99: float
     step_median: float  # of the steps alone, as the device takes them; what is more lies between two
     step_p99: float
+    idle_median: float  # of a step, in which no block is computed: it waits for the host, or for what was queued before
+    idle_p99: float
     gaps: int
     seconds: float  # all gaps together; the bytes are of copies that began in them
     bytes_up: int
@@ -52,12 +54,14 @@ def noticed(traces: Iterable[Sequence[Span]]) -> Noticed:
     """What lies between two traces belongs to no gap. ClickException where there are fewer than two."""
     gaps: list[float] = []
     steps: list[float] = []
+    idle: list[float] = []
     moved = {"promote": 0, "demote": 0}
     for spans in traces:
         ours = [span for span in spans if span.track == "step" and span.args["rows"] == DECODERS]
         starts = sorted(span.start_us for span in ours)
         gaps += [(after - before) / 1e6 for before, after in pairwise(starts)]
         steps += [span.duration_us / 1e6 for span in ours]
+        idle += [_idle(span, spans) for span in ours]
         for span in spans:
             way = span.name.split(" ")[0]
             if way in moved and starts and starts[0] <= span.start_us < starts[-1]:
@@ -69,11 +73,19 @@ def noticed(traces: Iterable[Sequence[Span]]) -> Noticed:
         _p99(gaps),
         statistics.median(steps),
         _p99(steps),
+        statistics.median(idle),
+        _p99(idle),
         len(gaps),
         sum(gaps),
         moved["promote"],
         moved["demote"],
     )
+
+
+def _idle(step: Span, spans: Sequence[Span]) -> float:
+    end = step.start_us + step.duration_us
+    computing = [span.duration_us for span in spans if span.track == "compute" and step.start_us <= span.start_us < end]
+    return (step.duration_us - sum(computing)) / 1e6
 
 
 def _p99(values: Sequence[float]) -> float:

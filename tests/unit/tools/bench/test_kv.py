@@ -38,9 +38,11 @@ def found() -> dict[str, Any]:
         "from_disk": [woken(0.080, 2048), woken(0.200)],
         "recomputed": [woken(0.090, 2049)],
         "beside": {
-            "undisturbed": {"median": 0.010, "p99": 0.011, "step_median": 0.009},
-            "each_second": {"median": 0.0102, "p99": 0.022, "step_median": 0.009} | moved(2.0, 2e9, 3e9),
-            "disturbed": {"median": 0.011, "p99": 0.011, "step_median": 0.0093} | moved(1.0, 20e9, 20e9),
+            "undisturbed": {"median": 0.010, "p99": 0.011, "step_median": 0.009, "idle_p99": 0.0003},
+            "each_second": {"median": 0.0102, "p99": 0.022, "step_median": 0.009, "idle_p99": 0.002}
+            | moved(2.0, 2e9, 3e9),
+            "disturbed": {"median": 0.011, "p99": 0.011, "step_median": 0.0093, "idle_p99": 0.0004}
+            | moved(1.0, 20e9, 20e9),
         },
         "forks": {"seconds": [0.0005], "many": 1000, "pages_of_many": 1000},
     }
@@ -56,6 +58,7 @@ def test_each_figure_stands_beside_what_it_is_held_against() -> None:
     assert told["the same, expected (copied)"] == ("11.00 ms", "12.00 ms", "0.92")
     assert told["others' step, a session a second, median"] == ("10.20 ms", "1.05 x 10.00 ms", "1.020")
     assert told["others' step, a session a second, p99"] == ("22.00 ms", "1.15 x 11.00 ms", "2.000")
+    assert told["of that it computes nothing, a session a second, p99"] == ("2.00 ms", "0.30 ms", "")
     assert told["up meanwhile, a session a second"] == ("1.0 GB/s", "25.0 GB/s", "0.04")
     assert told["down meanwhile, a session a second"] == ("1.5 GB/s", "25.0 GB/s", "0.06")
     assert told["others' step, as many as the bus takes, median"] == ("11.00 ms", "1.05 x 10.00 ms", "1.100")
@@ -108,6 +111,12 @@ def test_steps_of_all_decoders_count_from_start_to_start_with_all_that_is_betwee
 def test_what_the_device_takes_for_these_steps_is_told_apart() -> None:
     told = noticed([[step(0, 3, 9.0), step(1, seconds=0.5), step(2, seconds=0.6), step(3, seconds=0.7)]])
     assert told.step_median == pytest.approx(0.6) and told.step_p99 == pytest.approx(0.698)
+
+
+def test_what_it_waits_in_a_step_is_told_apart_too() -> None:
+    blocks = [Span("compute", "block 0", start * 1e6, 0.5e6) for start in (1.1, 1.6, 2.1, 2.6, 3.3, 3.8)]
+    told = noticed([[step(1, seconds=1.1), step(2, seconds=1.1), step(3, seconds=1.3), *blocks]])
+    assert told.idle_median == pytest.approx(0.1) and told.idle_p99 == pytest.approx(0.296)
 
 
 def test_bytes_count_that_begin_to_move_between_two_steps_of_a_trace() -> None:
