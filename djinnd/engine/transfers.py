@@ -126,7 +126,8 @@ class Transfers:
         asked, self._asked = self._asked, 0
         moves = self._paging.moves.take(asked)
         first = 0 if self.host is None else PIECE_BYTES // self.host.page_bytes
-        for some in (moves[:first], moves[first:]):  # the first piece does not wait for the books of all
+        # The first piece does not wait for the books of all.
+        for some in (moves[:first], moves[first:]) if len(moves) > first else (moves,):
             for move in some:
                 self._begin(move)
             if mark is not None:

@@ -83,7 +83,7 @@ class PagePool:
             self._stale.difference_update(pages)
         else:
             self._stale.update([page for page in pages if last_tenant[page] not in harmless])
-        for page in pages:  # where a wake-up's time goes, here and in other loops over pages: no call in it
+        for page in pages:  # hundreds, before a wake-up's first copy: no call in here
             last_tenant[page] = tenant
             references[page] = 1
         self._used_by[tenant] = self.used_by(tenant) + count

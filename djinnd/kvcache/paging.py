@@ -238,8 +238,9 @@ class Paging:
             return transfer
         self._end_first_gives_way(found.keys)  # none of them, if there is another
         for key in found.keys:
-            if self.host.peek(key) is not None:
-                slots = self.host.pin_all([key])
+            slot = self.host.peek(key)
+            if slot is not None:
+                slots = [self.host.pin(slot)]
                 self.moves.promote([key], slots, self.kv.extend(session, tenant, slots), transfer)
             elif self._can_fetch(key, can_wait=can_wait):
                 pages = self.kv.extend(session, tenant, [0])  # wherever its slot will be

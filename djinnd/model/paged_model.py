@@ -119,7 +119,7 @@ class PagedModel:
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:
         """Before a page changes its tenant."""
-        words = self.pool.flatten(1).view(torch.int64)  # of numbers this wide there are a quarter as many to write
+        words = self.pool.flatten(1).view(torch.int64)  # of numbers this wide there are the fewest to write
         words.index_fill_(0, upload(pages, torch.int64, words.device), 0)
 
     @torch.inference_mode()

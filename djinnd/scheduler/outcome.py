@@ -16,7 +16,6 @@ class Outcome:
     def __init__(self, queue: ModelQueue) -> None:
         self._queue = queue
         self._advance = queue.residence.advance
-        self._page_size = queue.residence.kv.page_size
         self._limits: dict[int, int] = {}  # of a session's tokens, by tenant
 
     def of(self, row: Row, token: int | None) -> FinishReason | None:
@@ -26,7 +25,7 @@ class Outcome:
         session, request = row.session, row.request
         if session.request is not request or session.stage is not row.stage:
             return None
-        end = row.start + row.count
+        end = row.end
         if len(session.tokens) == request.prompt_end:
             request.computed += row.count
         if row.stage is not None:
@@ -35,10 +34,7 @@ class Outcome:
                 return self._stopped(session, request, row.stage)
             if session.remaining == 0:
                 session.stage = None
-        if row.count == 1 and row.stage is None and end % self._page_size:  # as most are: no page is full with it
-            session.computed = end
-        else:
-            self._advance(session, end)
+        self._advance(session, end)
         if request.seen_from < end:
             request.seen_from = end
         if token is None:

@@ -42,7 +42,7 @@ class Noticed(NamedTuple):
     p99: float
     step_median: float  # of the steps alone, as the device takes them; what is more lies between two
     step_p99: float
-    idle_median: float  # of a step, in which no block is computed: it waits for the host, or for what was queued before
+    idle_median: float  # of a step, outside of prologue, blocks and epilogue: it samples, or waits
     idle_p99: float
     gaps: int
     seconds: float  # all gaps together; the bytes are of copies that began in them

@@ -180,7 +180,7 @@ def _others(phases: dict[str, dict[str, Any]], bus: float) -> list[Line]:
         one, other = noticed["step_median"], phases["undisturbed"]["step_median"]
         drawn.append(Line(f"of that the device's, {label}, median", _ms(one), _ms(other), f"{one / other:.3f}"))
         one, other = noticed["idle_p99"], phases["undisturbed"]["idle_p99"]
-        drawn.append(Line(f"of that it computes nothing, {label}, p99", _ms(one), _ms(other), ""))
+        drawn.append(Line(f"of that outside of blocks, {label}, p99", _ms(one), _ms(other), ""))
         for way in ("up", "down"):
             rate = noticed[f"bytes_{way}"] / noticed["seconds"]
             drawn.append(Line(f"{way} meanwhile, {label}", _rate(rate), _rate(bus), f"{rate / bus:.2f}"))

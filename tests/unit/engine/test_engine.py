@@ -179,7 +179,6 @@ def test_a_budget_below_the_least_is_refused_with_a_figure_that_then_does() -> N
 
 def test_a_run_starts_gives_its_tokens_and_ends_once(serving: EngineThread) -> None:
     request = serving.run("s", prompt(100), 6)
-    assert serving.started == []
     first = serving.until(messages.Stepped)
     assert serving.started == [request]
     tokens, reply = serving.outcome(request)

@@ -58,7 +58,7 @@ def test_each_figure_stands_beside_what_it_is_held_against() -> None:
     assert told["the same, expected (copied)"] == ("11.00 ms", "12.00 ms", "0.92")
     assert told["others' step, a session a second, median"] == ("10.20 ms", "1.05 x 10.00 ms", "1.020")
     assert told["others' step, a session a second, p99"] == ("22.00 ms", "1.15 x 11.00 ms", "2.000")
-    assert told["of that it computes nothing, a session a second, p99"] == ("2.00 ms", "0.30 ms", "")
+    assert told["of that outside of blocks, a session a second, p99"] == ("2.00 ms", "0.30 ms", "")
     assert told["up meanwhile, a session a second"] == ("1.0 GB/s", "25.0 GB/s", "0.04")
     assert told["down meanwhile, a session a second"] == ("1.5 GB/s", "25.0 GB/s", "0.06")
     assert told["others' step, as many as the bus takes, median"] == ("11.00 ms", "1.05 x 10.00 ms", "1.100")
@@ -113,7 +113,7 @@ def test_what_the_device_takes_for_these_steps_is_told_apart() -> None:
     assert told.step_median == pytest.approx(0.6) and told.step_p99 == pytest.approx(0.698)
 
 
-def test_what_it_waits_in_a_step_is_told_apart_too() -> None:
+def test_what_a_step_has_outside_of_blocks_is_told_apart_too() -> None:
     blocks = [Span("compute", "block 0", start * 1e6, 0.5e6) for start in (1.1, 1.6, 2.1, 2.6, 3.3, 3.8)]
     told = noticed([[step(1, seconds=1.1), step(2, seconds=1.1), step(3, seconds=1.3), *blocks]])
     assert told.idle_median == pytest.approx(0.1) and told.idle_p99 == pytest.approx(0.296)
