@@ -157,6 +157,7 @@ class CudaDevice(Device):
         return _CopyEvent(event, self.compute_stream)
 
     def mark(self) -> torch.cuda.Event:
+        self.catch_up()
         event = torch.cuda.Event()
         event.record(self.compute_stream)
         return event
@@ -226,8 +227,8 @@ class CudaDevice(Device):
         self._aside.synchronize()
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        with super().computing(), torch.cuda.stream(self.compute_stream):
+    def computing(self, *, late: bool = False) -> Iterator[None]:
+        with super().computing(late=late), torch.cuda.stream(self.compute_stream):
             yield
 
     def synchronize(self) -> None:

@@ -78,6 +78,7 @@ class Device(ABC):
         self._lock = threading.Lock()
         self._computing = 0  # threads
         self._computed_at = -math.inf
+        self._expected: list[Event] = []
 
     @property
     def name(self) -> str:
@@ -119,6 +120,26 @@ class Device(ABC):
     ) -> Event:
         """Queues a copy between host and device memory; dtypes may differ. Copies of a lane happen in the order queued,
         this one not before the compute stream has passed `after`. `name`: of its span in a trace."""
+
+    def expect(self, event: Event) -> None:
+        """Of a copy without which some work may begin: whatever is queued on the compute stream next runs after it, but
+        for the work of who is `computing` late. Marks come after it, too."""
+        with self._lock:
+            self._expected.append(event)
+
+    def catch_up(self) -> None:
+        """Work that is queued on the compute stream from now on runs after all copies that are expected. Raises what is
+        known by now to have gone wrong with them."""
+        if self._expected:
+            with self._lock:
+                expected, self._expected = self._expected, []
+            for event in expected:
+                event.order()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to catch up with."""
+        return bool(self._expected)
 
     @abstractmethod
     def mark(self) -> Mark:
@@ -170,8 +191,11 @@ class Device(ABC):
         """A host buffer (uint8) from which a copy to the device does not block."""
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The thread's work goes to the compute stream."""
+    def computing(self, *, late: bool = False) -> Iterator[None]:
+        """The thread's work goes to the compute stream. `late`: it catches up itself before it needs what is
+        expected."""
+        if not late:
+            self.catch_up()
         with self._lock:
             self._computing += 1
         try:

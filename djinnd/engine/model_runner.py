@@ -111,6 +111,11 @@ class ModelRunner:
         return self.model.pool.flatten(1).view(torch.uint8)
 
     @property
+    def half_bytes(self) -> int:
+        """Of a page: what the blocks before Residency.half have there, which is its beginning."""
+        return self.model.pool[0, : self.weights.residency.half].nbytes
+
+    @property
     def pool_bytes(self) -> int:
         return self.plan.num_pages * self.plan.page_bytes
 
@@ -172,12 +177,14 @@ class ModelRunner:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
         go to their windows. `meanwhile`: is called when the device has its work, and again while it says so."""
         self._ran = None
-        with self.device.computing():
+        with self.device.computing(late=True):
             stale = self.kv.take_stale()
             if stale:
+                self.device.catch_up()  # or what comes to somebody who has gone would come behind the zeros
                 self.model.zero_pages(stale)
             touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
             rows, logits = self._passes(batch.rows, touched)
+            self.device.catch_up()  # rows may go no further than to a block before
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]

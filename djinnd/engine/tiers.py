@@ -70,7 +70,7 @@ class Tiers:
         pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
         fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
         paging = Paging(runner.kv)
-        transfers = Transfers(self._device, paging, runner.page_bytes)
+        transfers = Transfers(self._device, paging, runner.page_bytes, runner.half_bytes)
         disk_slots = pages.disk if load.disk_folder else 0
         self._models[runner.name] = _Model(runner, paging, transfers, disk_slots, fingerprint)
         if pages.host:

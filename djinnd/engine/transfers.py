@@ -6,6 +6,11 @@
     fetch     file ──PageFile, checked──► host slot ─ landed, sealed; then it is promoted
 
 Where the device has nothing else to do, a step is launched behind the last copies of who waits for it: see `follow`.
+The last pages come in halves then, and the step computes with the first blocks while the others' KV is on its way:
+
+    lane UP   … pages whole │ first halves of the last pages │ second halves │
+    compute                   (the step is launched)         │ blocks before the middle │ the others
+
 Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
 is never idle between two steps, and where weights stream, so little that the ring hardly notices. What no call waits
 for is held to a rate beside steps that decode (copy_queue.py).
@@ -40,7 +45,8 @@ PIECE_BYTES = 64 << 20  # of one copy, at most
 HELD_BYTES = 16 << 20  # the same of what is held to a rate, so that each step beside has as many of them as the others
 IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
-AHEAD_S = 0.003  # from a transfer's end until its step is launched: that takes 1.4 to 1.7 ms; of pieces of 1.2, two
+AHEAD_S = 0.003  # from a step's launch until it may begin: that takes 1.4 to 1.7 ms; of pieces of 1.2, two
+HALF_BYTES = 2 << 20  # of a page's half, at least: each is a copy of its own
 _NAP = 0.0005  # seconds between two looks at what threads do
 _LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
 
@@ -48,6 +54,7 @@ _LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
 class _Copy(NamedTuple):
     event: Event
     moves: list[Move]
+    first: Event | None = None  # of pages that come in halves: the first ones are there
 
 
 class _Job(NamedTuple):
@@ -56,11 +63,11 @@ class _Job(NamedTuple):
 
 
 class Transfers:
-    """Of one model, used by the engine's thread. Owns the host's pages and the disk's files once they are attached.
+    """Of one model, used by the engine's thread. Owns the host's pages and the disk's files once they are attached."""
 
-    `pool`: uint8 [pages, page_bytes] on the device, as it is now."""
-
-    def __init__(self, device: Device, paging: Paging, pool: Callable[[], Tensor]) -> None:
+    def __init__(self, device: Device, paging: Paging, pool: Callable[[], Tensor], half_bytes: int) -> None:
+        """`pool`: uint8 [pages, page_bytes] on the device, as it is now. `half_bytes`: of a page, without whose rest a
+        step may begin, see Device.expect."""
         self.host: HostPages | None = None
         self.disk: PageFile | None = None
         self.disk_rate = 0.0  # bytes a second, as last seen
@@ -68,6 +75,7 @@ class Transfers:
         self._device = device
         self._paging = paging
         self._pool = pool
+        self._half_bytes = half_bytes
         self._queued = {way: CopyQueue() for way in _LANES}
         self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
         self._bytes = dict.fromkeys(_LANES, 0)  # in flight
@@ -135,26 +143,30 @@ class Transfers:
 
     def follow(self) -> list[Transfer]:
         """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to
-        launch what follows. It waits for the copies itself, if they end in the time that launching takes. → the
-        transfers that are over for whatever the device is given from now on."""
+        launch what follows. It waits for the copies itself, if they end in the time that launching takes, or their
+        first halves do. → the transfers that are over for whatever the device is given from now on."""
         copies = self._last_copies()
         try:
             for copy in copies:
-                copy.event.order()
+                if copy.first is None:
+                    copy.event.order()
+                else:
+                    copy.first.order()
+                    self._device.expect(copy.event)
         except Exception:
             return []  # `turn` finds it
         return [transfer for copy in copies for move in copy.moves for transfer in self._paging.moves.followed(move)]
 
     def _last_copies(self) -> list[_Copy]:
-        """The next copies to the device, up to the first that ends a transfer, if that is soon."""
+        """The next copies to the device, up to the first that ends a transfer, if that is soon enough there."""
         copies = [copy for copy in self._copies[Way.PROMOTE] if not copy.moves[0].is_followed]
         if not copies:
             return []
         assert self.host is not None
-        soon = int(self._device.rates().bus * AHEAD_S / self.host.page_bytes)  # pages
+        soon = self._device.rates().bus * AHEAD_S  # bytes
         landing: Counter[Transfer] = Counter()
         for index, copy in enumerate(copies, 1):
-            soon -= len(copy.moves)
+            soon -= len(copy.moves) * (self.host.page_bytes if copy.first is None else self._half_bytes)
             if soon < 0:
                 break
             landing.update(transfer for move in copy.moves for transfer in move.on_landing)
@@ -204,16 +216,40 @@ class Transfers:
             if have_hurried:
                 queue.hurry()
             queue.pace(rate, now)
+            halved = self._pages_in_halves() if way is Way.PROMOTE and rate == math.inf else 0
             while (queued := queue.next) and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
-                run = self._run_of(queued, HELD_BYTES if queue.holds(queued) else PIECE_BYTES)
+                if len(queued) <= halved and self._is_awaited(queued):
+                    run, copy = list(queued), self._copy_in_halves
+                    queued.clear()
+                else:
+                    whole = len(queued) - halved if len(queued) > halved else len(queued)
+                    nbytes = HELD_BYTES if queue.holds(queued) else PIECE_BYTES
+                    run, copy = self._run_of(queued, whole, nbytes), self._copy
                 queue.began(queued, run, len(run) * self.host.page_bytes)
-                self._copy(way, run, pool, mark)
+                copy(way, run, pool, mark)
 
-    def _run_of(self, queued: deque[Move], nbytes: int) -> list[Move]:
-        """The first of them, and those after it that lie beside it at both ends, of so many bytes together at most."""
+    def _pages_in_halves(self) -> int:
+        """How many of the last pages come so: as many as take their first halves as long as launching a step does."""
+        if self._half_bytes < HALF_BYTES or self.beside_ring:
+            return 0
+        return int(self._device.rates().bus * AHEAD_S / self._half_bytes)
+
+    def _is_awaited(self, queued: deque[Move]) -> bool:
+        """Whether these are all that is missing, beside what is in flight, of what a call waits for."""
+        assert self.host is not None
+        awaited = [transfer for transfer in queued[-1].on_landing if transfer.is_urgent]
+        if not awaited or not all(self.host.is_ready(move.source) for move in queued):
+            return False
+        in_flight = [move for copy in self._copies[Way.PROMOTE] for move in copy.moves if not move.is_followed]
+        landing = Counter(transfer for move in (*in_flight, *queued) for transfer in move.on_landing)
+        return any(landing[transfer] == transfer.missing for transfer in awaited)
+
+    def _run_of(self, queued: deque[Move], pages: int, nbytes: int) -> list[Move]:
+        """The first of them, and those after it that lie beside it at both ends: at most so many, and of so many bytes
+        together."""
         assert self.host is not None
         moves = [queued.popleft()]
-        most = nbytes // self.host.page_bytes if self.host.is_dense else 1
+        most = min(pages, nbytes // self.host.page_bytes) if self.host.is_dense else 1
         while queued and len(moves) < most:
             last, move = moves[-1], queued[0]
             slot = _slot(move)
@@ -233,6 +269,16 @@ class Transfers:
         event = self._device.copy(target, source, after, f"{way.value} {count}", _LANES[way])
         self._copies[way].append(_Copy(event, moves))
         self._bytes[way] += slots.numel()
+
+    def _copy_in_halves(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> None:
+        """To the device. Neighbours are copies of their own: a half of each is no one stretch."""
+        assert self.host is not None
+        ends, events = [(pool[move.target], self.host.slot(move.source)) for move in moves], list[Event]()
+        for which, half in (("first", slice(self._half_bytes)), ("second", slice(self._half_bytes, None))):
+            name = f"{way.value} {which} half"
+            events += [self._device.copy(page[half], slot[half], after, name, _LANES[way]) for page, slot in ends]
+        self._copies[way].append(_Copy(events[-1], moves, first=events[len(moves) - 1]))
+        self._bytes[way] += len(moves) * self.host.page_bytes
 
     def _end_copies(self, over: list[Transfer]) -> None:
         assert self.host is not None

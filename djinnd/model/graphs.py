@@ -130,7 +130,8 @@ class StepGraphs:
         residency.pass_over(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), captured.resid[blocks.start])
-        if residency.streams or self._device.trace is not None or probe is not None:
+        device = self._device
+        if residency.streams or device.is_behind or device.trace is not None or probe is not None:
             for index in blocks:
                 residency.begin(index)
                 if probe is not None and looks_inside(probe, index):

@@ -81,12 +81,19 @@ class Residency:
 
     def begin(self, index: int) -> None:
         """Work on the block may be queued from now on. Raises what went wrong with its copy."""
+        if index >= self.half:
+            self._device.catch_up()
         place = self._blocks[index].place
         if self._ring is not None and place is Place.STREAMED:
             self._ring.take()
         if (trace := self._device.trace) is not None:
             assert place is not None
             trace.begin("compute", f"block {index}", place=place.value)
+
+    @property
+    def half(self) -> int:
+        """The first block that waits for all copies the device expects. Those before it wait for none of them."""
+        return len(self._blocks) // 2
 
     def prepare(self, index: int, rows: int) -> None:
         """Decodes what so many rows will need of the block in plain form."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from djinnd.core.batch import Batch
 from djinnd.core.session import Session
+from djinnd.engine import transfers
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.page_file import PageFile
+from djinnd.model.sampler import Sampled
 from tests.support import reference
 from tests.support.cuda import cuda_device
 from tests.support.loaded import Served, random_prompt, small_pages
@@ -38,7 +41,7 @@ class Tiered:
         runner = served.runner
         self.page_bytes = runner.page_bytes().shape[1]
         self.residence = served.scheduler.residence("m")
-        self.transfers = Transfers(served.device, self.residence.paging, runner.page_bytes)
+        self.transfers = Transfers(served.device, self.residence.paging, runner.page_bytes, runner.half_bytes)
         memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
         pages = HostPages(memory, self.page_bytes, served.device)
         self.transfers.attach_host(pages)
@@ -55,6 +58,7 @@ class Tiered:
         batch = self.served.scheduler.next_batch()
         if batch is None:
             self.transfers.begin_copies()
+            self.served.scheduler.over("m", self.transfers.follow())
         else:
 
             def beside() -> bool:
@@ -84,6 +88,13 @@ class Tiered:
         host, disk = self.residence.paging.count(keys)
         assert (disk if tier == "disk" else host) == len(keys) and session.computed == 0
 
+    def overwrite(self) -> None:
+        """All pages that are free, as whatever else lives there meanwhile would."""
+        kv = self.served.runner.kv
+        self.served.runner.page_bytes()[1:] = 0xAB
+        torch.cuda.synchronize()  # copies to them do not wait for the test's stream
+        kv._prefixes.forget(range(1, kv.pool.capacity + 1))
+
     def run(self, *sessions: Session) -> None:
         while any(session.request is not None for session in sessions):
             self.turn()
@@ -111,8 +122,7 @@ def test_pages_come_back_bit_by_bit(tiered: Tiered, tier: str) -> None:
     tiered.run(session)
     before = served.runner.page_bytes()[kv.pages_of(session.id)].clone()
     tiered.away(session, tier)
-    served.runner.page_bytes()[1:] = 0xAB  # whatever else lives there meanwhile
-    kv._prefixes.forget(range(1, kv.pool.capacity + 1))
+    tiered.overwrite()
     served.scheduler.resume(session.id)
     tiered.settle()
     assert session.computed == len(PROMPT) + 2
@@ -137,3 +147,31 @@ def test_a_session_that_was_away_goes_on_where_it_was_while_others_decode(tiered
     tiered.run(*sessions)
     for session, prompt in zip(sessions, prompts, strict=True):
         assert session.tokens == [*prompt, *reference.greedy(FOLDER, prompt, NEW)]
+
+
+def test_a_step_that_begins_with_the_first_halves_of_its_pages_gives_the_same_tokens(
+    tiered: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By graphs, too; and again and again."""
+    monkeypatch.setattr(transfers, "HALF_BYTES", 1)
+    served, late = tiered.served, list[bool]()
+    session = served.open()
+    served.submit(session, PROMPT, max_tokens=NEW)
+    run = served.runner.run
+
+    def noted(batch: Batch, meanwhile: Callable[[], bool]) -> Sampled:
+        late.append(served.device.is_behind)
+        sampled = run(batch, meanwhile)
+        assert not served.device.is_behind
+        return sampled
+
+    monkeypatch.setattr(served.runner, "run", noted)
+    for length in range(len(PROMPT) + 4, len(PROMPT) + NEW - 4, 4):
+        while len(session.tokens) < length:
+            tiered.turn()
+        tiered.away(session, "host")
+        tiered.overwrite()
+        served.scheduler.resume(session.id)
+    tiered.run(session)
+    assert session.tokens == [*PROMPT, *reference.greedy(FOLDER, PROMPT, NEW)]
+    assert any(late)

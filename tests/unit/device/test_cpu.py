@@ -166,6 +166,25 @@ def test_a_copy_may_wait_for_what_was_computed_before(device: CpuDevice) -> None
     assert read.tolist() == [0.0] * 8 and target.tolist() == [1.0] * 8
 
 
+def test_who_computes_has_waited_for_what_is_expected(device: CpuDevice) -> None:
+    target, source = torch.zeros(8), Gate.closed(torch.ones(8))
+    device.expect(device.copy(target, source))
+    with device.computing(late=True):
+        assert device.is_behind and target.tolist() == [0.0] * 8
+    threading.Timer(0.05, source.gate.set).start()
+    with device.computing():
+        assert target.tolist() == [1.0] * 8 and not device.is_behind
+
+
+def test_so_has_who_catches_up_or_marks(device: CpuDevice) -> None:
+    for wait in (device.catch_up, device.mark):
+        target, source = torch.zeros(8), Gate.closed(torch.ones(8))
+        device.expect(device.copy(target, source))
+        threading.Timer(0.05, source.gate.set).start()
+        wait()
+        assert target.tolist() == [1.0] * 8 and not device.is_behind
+
+
 def test_what_is_done_aside_has_happened_when_it_ends(device: CpuDevice) -> None:
     with device.aside():
         out = torch.ones(8) * 2

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from djinn_client.protocol import Sampling
@@ -195,6 +197,64 @@ def test_a_page_is_zeroed_before_another_tenant_gets_it(served: Served) -> None:
     served.step()
     (page,) = kv.pages_of(heir.id)
     assert bool(pool[page, :, :, :3].any()) and not bool(pool[page, :, :, 3:].any())
+
+
+class Expected:
+    """A copy of which it is seen when the compute stream waits for it."""
+
+    def __init__(self, order: Callable[[], None]) -> None:
+        self.order = order
+
+    def wait(self) -> None:
+        raise AssertionError("the host waits")
+
+    def has_passed(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a step does, while the device expects a copy."""
+    seen, model = list[str](), served.runner.model
+    begin, zero_pages = model.residency.begin, model.zero_pages
+
+    def begun(index: int) -> None:
+        begin(index)
+        seen.append(f"block {index}")
+
+    def zeroed(pages: list[int]) -> None:
+        seen.append("zeroed")
+        zero_pages(pages)
+
+    monkeypatch.setattr(model.residency, "begin", begun)
+    monkeypatch.setattr(model, "zero_pages", zeroed)
+    served.device.expect(Expected(lambda: seen.append("caught up")))
+    return seen
+
+
+def test_blocks_before_the_middle_do_not_wait_for_what_is_expected(served: Served, seen: list[str]) -> None:
+    served.submit(served.open(), prompt(3), max_tokens=2)
+    served.step()
+    assert seen == ["block 0", "block 1", "caught up", "block 2", "block 3"]
+
+
+def test_nor_is_it_forgotten_where_rows_go_no_further(served: Served, seen: list[str]) -> None:
+    served.submit(served.open(), prompt(3), max_tokens=2)
+    batch = served.scheduler.next_batch()
+    assert batch is not None
+    rows = [structs.replace(row, last_block=1, samples=False) for row in batch.rows]
+    served.runner.run(replace(batch, rows=rows))
+    assert seen == ["block 0", "caught up"] and not served.device.is_behind
+
+
+def test_pages_are_zeroed_behind_what_is_expected(
+    served: Served, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be on its way to one of them, for a session that has gone."""
+    monkeypatch.setattr(served.runner.kv, "take_stale", lambda: [7])
+    served.submit(served.open(), prompt(3), max_tokens=2)
+    served.step()
+    assert seen[:3] == ["caught up", "zeroed", "block 0"]
 
 
 def test_figures_and_release() -> None:

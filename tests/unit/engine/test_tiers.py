@@ -16,14 +16,16 @@ from djinnd import messages
 from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.engine import checksums
+from djinnd.engine import checksums, transfers
 from djinnd.engine.host_pages import HostPages
 from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
 from djinnd.scheduler.policy import Policy
+from tests.support import reference
 from tests.support.besides import watched
 from tests.support.engine_thread import FOREVER
+from tests.support.late_copies import LateDevice
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
@@ -106,6 +108,35 @@ def test_an_arena_that_has_no_room_is_a_note_and_sessions_run() -> None:
         engine.open("s")
         assert engine.ran("s") == expected()
         assert "/dev/shm is full" in engine.refused("s").message
+
+
+# --- in halves --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second ones come to the device when the blocks that read them are about to run, and no sooner."""
+    monkeypatch.setattr(transfers, "HALF_BYTES", 1)
+    device, begun = LateDevice(), list[tuple[int, int]]()
+    with Tiered(device, max_batch_tokens=256) as engine:
+        engine.load_with_tiers()
+        engine.open("s")
+        told = engine.ran("s")
+        engine.send(messages.Signal("s", waits=True))
+        assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
+        runner = engine.engine._runners["m"]
+        runner.kv._prefixes.forget(range(1, runner.kv.pool.capacity + 1))
+        runner.page_bytes()[1:] = 0x3C  # as numbers of any dtype no large ones; whatever else lives there meanwhile
+        begin = runner.model.residency.begin
+
+        def noted(index: int) -> None:
+            begin(index)
+            begun.append((index, device.ordered))
+
+        monkeypatch.setattr(runner.model.residency, "begin", noted)
+        tokens, reply = engine.outcome(engine.run("s", [5], NEW))
+        assert isinstance(reply, messages.Finished)
+        assert begun[:4] == [(0, 0), (1, 0), (2, 1), (3, 1)] and device.halves == (3, 3)
+        assert tokens == reference.greedy(FOLDER, [*PROMPT, *told, 5], NEW)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

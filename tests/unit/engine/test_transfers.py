@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ class Floor:
         self.kv = KvManager(PAGES + 1, PAGE, BYTES, max_context=128)
         self.pool = torch.zeros(PAGES + 1, BYTES, dtype=torch.uint8)
         self.paging = Paging(self.kv)
-        self.transfers = Transfers(self.device, self.paging, lambda: self.pool)
+        self.transfers = Transfers(self.device, self.paging, lambda: self.pool, BYTES // 2)
         host = HostPages(memory, BYTES, self.device)
         host._thread.join()  # until all of it is pinned, and copies can begin
         self.transfers.attach_host(host)
@@ -401,6 +402,109 @@ def test_nobody_follows_a_copy_that_has_failed(floor: Floor) -> None:
     floor.turn()
     assert floor.transfers.follow() == [] and not transfer.is_over
     assert floor.settle() == [transfer] and transfer.failed
+
+
+# --- in halves --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halving(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> Floor:
+    """Copies of three pages' first halves take as long as launching a step."""
+    monkeypatch.setattr(transfers, "HALF_BYTES", BYTES // 2)
+    bus = 3 * BYTES / 2 / transfers.AHEAD_S
+    monkeypatch.setattr(floor.device, "_rates", Rates(bus=bus, memory=1.0, products=1.0))
+    return floor
+
+
+HALVES = ["promote first half"] * 3 + ["promote second half"] * 3
+
+
+def awaited(floor: Floor, tokens: list[int] = TOKENS) -> Transfer:
+    """They come back, and a call waits for them."""
+    transfer = floor.paging.load("back", TENANT, floor.find(tokens))
+    floor.paging.moves.hurry(transfer)
+    return transfer
+
+
+def test_the_last_pages_that_a_call_waits_for_come_in_halves(halving: Floor) -> None:
+    held = halving.session("a", TOKENS)
+    halving.leave("a", TOKENS)
+    halving.device.copied.clear()
+    transfer = awaited(halving)
+    halving.pool[halving.kv.pages_of("back")] = 0
+    assert transfer in halving.settle() and not transfer.failed
+    assert halving.device.copied == ["promote 4", *HALVES]
+    assert torch.equal(halving.pool[halving.kv.pages_of("back")], held)
+
+
+def test_a_step_follows_the_first_halves(halving: Floor) -> None:
+    halving.session("a", TOKENS)
+    halving.leave("a", TOKENS)
+    transfer = awaited(halving)
+    halving.device.holds = True
+    halving.turn()
+    whole, *held = halving.device._held
+    assert halving.transfers.follow() == [], "four pages take longer than launching a step"
+    whole.finish()
+    assert halving.turn() == [] and halving.transfers.follow() == [transfer]
+    assert [event.is_awaited for event in held] == [False, False, True, False, False, False]
+    with halving.device.computing(late=True):
+        assert not held[-1].is_awaited
+    halving.device.catch_up()
+    assert [event.is_awaited for event in held] == [False, False, True, False, False, True]
+    for event in held:
+        assert halving.paging.is_busy
+        event.finish()
+        assert halving.transfers.turn() == []
+    assert not halving.paging.is_busy
+    halving.paging.check_integrity()
+
+
+def test_who_comes_with_few_pages_comes_in_halves_only(halving: Floor) -> None:
+    held = halving.session("a", TOKENS[:12])
+    halving.leave("a", TOKENS[:12])
+    halving.device.copied.clear()
+    transfer = awaited(halving, TOKENS[:12])
+    assert transfer in halving.settle() and halving.device.copied == HALVES
+    assert torch.equal(halving.pool[halving.kv.pages_of("back")], held)
+
+
+@pytest.mark.parametrize("why", ["nobody waits", "others decode", "weights stream", "halves are small"])
+def test_pages_come_whole_where_halves_would_gain_nothing(
+    halving: Floor, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    halving.session("a", TOKENS)
+    halving.leave("a", TOKENS)
+    halving.device.copied.clear()
+    if why == "nobody waits":
+        halving.paging.load("back", TENANT, halving.find(TOKENS))
+    else:
+        awaited(halving)
+    halving.transfers.beside_ring = why == "weights stream"
+    if why == "halves are small":
+        monkeypatch.setattr(transfers, "HALF_BYTES", BYTES)
+    halving.transfers.turn()
+    halving.transfers.begin_copies(1e12 if why == "others decode" else math.inf)
+    halving.settle()
+    whole = [name.removeprefix("promote ") for name in halving.device.copied]
+    assert sum(map(int, whole)) == 7
+
+
+def test_of_pages_that_come_for_two_the_last_ones_of_who_comes_last_come_in_halves(halving: Floor) -> None:
+    held = {}
+    for name, tokens in (("a", TOKENS), ("b", OTHERS)):
+        held[name] = halving.session(name, tokens)
+        halving.leave(name, tokens)
+    halving.device.copied.clear()
+    coming = {}
+    for name, tokens in (("a", TOKENS), ("b", OTHERS)):
+        found = halving.paging.find(name, root(TENANT), tokens, 0, len(tokens), (len(tokens),))
+        coming[name] = halving.paging.load(name, TENANT, found)
+        halving.paging.moves.hurry(coming[name])
+    assert {*halving.settle()} == {*coming.values()}
+    assert halving.device.copied[-6:] == HALVES
+    for name, pages in held.items():
+        assert torch.equal(halving.pool[halving.kv.pages_of(name)], pages)
 
 
 class EndsWhileLookedAt(Future[int]):

@@ -1,0 +1,67 @@
+"""A device whose copies of second halves have always not come yet, when somebody wants them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from djinnd.device import Lane, Mark, Rates
+from djinnd.device.cpu import CpuDevice, _CopyEvent
+from tests.support.loaded import MEMORY
+
+
+class LateCopy(_CopyEvent):
+    """Its bytes come when the compute stream waits for them, or the host does; and those before it, before that."""
+
+    def __init__(self, device: LateDevice, target: Tensor, source: Tensor, before: LateCopy | None) -> None:
+        super().__init__()
+        self._device = device
+        self._copying = target, source
+        self._before = before
+
+    def wait(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+        if not self._done.is_set():
+            target, source = self._copying
+            CpuDevice.copy(self._device, target, source).wait()
+            self.finish()
+
+    def order(self) -> None:
+        self._device.ordered += 1
+        self.wait()
+
+
+class Halves(NamedTuple):
+    """What a device has been asked for: copies of pages' halves."""
+
+    first: int
+    second: int
+
+
+class LateDevice(CpuDevice):
+    """On which copying a page takes no time to speak of, as it says, so that all pages of a session come in halves."""
+
+    def __init__(self) -> None:
+        super().__init__(MEMORY)
+        self._rates = Rates(bus=1e15, memory=1e15, products=1e12)
+        self.ordered = 0  # copies of second halves, for which the compute stream has waited
+        self.halves = Halves(0, 0)
+        self._last: LateCopy | None = None
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Mark | None = None,
+        name: str = "copy",
+        lane: Lane = Lane.WEIGHTS,
+    ) -> _CopyEvent:
+        if name == "promote first half":
+            self.halves = self.halves._replace(first=self.halves.first + 1)
+        if name == "promote second half":
+            self.halves = self.halves._replace(second=self.halves.second + 1)
+            self._last = LateCopy(self, target, source, self._last)
+            return self._last
+        return super().copy(target, source, after, name, lane)
