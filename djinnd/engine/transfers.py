@@ -5,15 +5,7 @@
     write out host slot ──PageFile──► file ─ landed, sealed
     fetch     file ──PageFile, checked──► host slot ─ landed, sealed; then it is promoted
 
-Where the device has nothing else to do, a step is launched behind the last copies of who waits for it: see `follow`.
-The last pages come in halves then, and the step computes with the first blocks while the others' KV is on its way:
-
-    lane UP   … pages whole │ first halves of the last pages │ second halves │
-    compute                   (the step is launched)         │ blocks before the middle │ the others
-
-Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
-is never idle between two steps, and where weights stream, so little that the ring hardly notices. What no call waits
-for is held to a rate beside steps that decode (copy_queue.py).
+Over the bus they go by page_copies.py.
 """
 
 from __future__ import annotations
@@ -21,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,10 +20,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from djinnd.device import Device, Event, Lane, Mark
+from djinnd.device import Device, Mark
 from djinnd.engine.checksums import Checksums
 from djinnd.engine.host_pages import HostPages
-from djinnd.kvcache.copy_queue import CopyQueue
+from djinnd.engine.page_copies import PageCopies
 from djinnd.kvcache.moves import Move, Transfer, Way
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Paging
@@ -41,20 +32,7 @@ from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
 
-PIECE_BYTES = 64 << 20  # of one copy, at most
-HELD_BYTES = 16 << 20  # the same of what is held to a rate, so that each step beside has as many of them as the others
-IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
-IN_FLIGHT_BESIDE_RING = 64 << 20
-AHEAD_S = 0.003  # from a step's launch until it may begin: that takes 1.4 to 1.7 ms; of pieces of 1.2, two
-HALF_BYTES = 2 << 20  # of a page's half, at least: each is a copy of its own
 _NAP = 0.0005  # seconds between two looks at what threads do
-_LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
-
-
-class _Copy(NamedTuple):
-    event: Event
-    moves: list[Move]
-    first: Event | None = None  # of pages that come in halves: the first ones are there
 
 
 class _Job(NamedTuple):
@@ -66,8 +44,7 @@ class Transfers:
     """Of one model, used by the engine's thread. Owns the host's pages and the disk's files once they are attached."""
 
     def __init__(self, device: Device, paging: Paging, pool: Callable[[], Tensor], half_bytes: int) -> None:
-        """`pool`: uint8 [pages, page_bytes] on the device, as it is now. `half_bytes`: of a page, without whose rest a
-        step may begin, see Device.expect."""
+        """`pool` and `half_bytes`: see PageCopies."""
         self.host: HostPages | None = None
         self.disk: PageFile | None = None
         self.disk_rate = 0.0  # bytes a second, as last seen
@@ -76,9 +53,7 @@ class Transfers:
         self._paging = paging
         self._pool = pool
         self._half_bytes = half_bytes
-        self._queued = {way: CopyQueue() for way in _LANES}
-        self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
-        self._bytes = dict.fromkeys(_LANES, 0)  # in flight
+        self._copies: PageCopies | None = None  # from and to the host's pages
         self._checksums = Checksums()  # of what is to be promoted, and of what has been demoted
         self._filing: list[_Job] = []
         self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
@@ -89,6 +64,7 @@ class Transfers:
     def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
         """`tenancy`: see Tier."""
         self.host = pages
+        self._copies = PageCopies(self._device, self._paging.moves, pages, self._pool, self._half_bytes)
         self._paging.use_host(Tier(pages.table, pages.capacity, tenancy, pages.page_bytes, are_ready=False))
         self.note_ready()
 
@@ -114,7 +90,7 @@ class Transfers:
     def note_asked(self) -> None:
         """What has been asked for by now may begin."""
         self._asked = self._paging.moves.waiting
-        if self._asked or any(self._queued.values()):
+        if self._asked or (self._copies is not None and self._copies.has_queued):
             self._mark = self._device.mark()
 
     def end(self) -> list[Transfer]:
@@ -133,53 +109,31 @@ class Transfers:
         mark, self._mark = self._mark, None
         asked, self._asked = self._asked, 0
         moves = self._paging.moves.take(asked)
-        first = 0 if self.host is None else PIECE_BYTES // self.host.page_bytes
+        copies = self._copies
+        if copies is None:
+            assert not moves, "there are no moves without the host"
+            return
+        first = copies.piece_pages
         # The first piece does not wait for the books of all.
         for some in (moves[:first], moves[first:]) if len(moves) > first else (moves,):
             for move in some:
                 self._begin(move)
             if mark is not None:
-                self._queue_copies(mark, rate)
+                copies.begin(mark, rate, beside_ring=self.beside_ring)
 
     def follow(self) -> list[Transfer]:
         """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to
         launch what follows. It waits for the copies itself, if they end in the time that launching takes, or their
         first halves do. → the transfers that are over for whatever the device is given from now on."""
-        copies = self._last_copies()
-        try:
-            for copy in copies:
-                if copy.first is None:
-                    copy.event.order()
-                else:
-                    copy.first.order()
-                    self._device.expect(copy.event)
-        except Exception:
-            return []  # `turn` finds it
-        return [transfer for copy in copies for move in copy.moves for transfer in self._paging.moves.followed(move)]
-
-    def _last_copies(self) -> list[_Copy]:
-        """The next copies to the device, up to the first that ends a transfer, if that is soon enough there."""
-        copies = [copy for copy in self._copies[Way.PROMOTE] if not copy.moves[0].is_followed]
-        if not copies:
-            return []
-        assert self.host is not None
-        soon = self._device.rates().bus * AHEAD_S  # bytes
-        landing: Counter[Transfer] = Counter()
-        for index, copy in enumerate(copies, 1):
-            soon -= len(copy.moves) * (self.host.page_bytes if copy.first is None else self._half_bytes)
-            if soon < 0:
-                break
-            landing.update(transfer for move in copy.moves for transfer in move.on_landing)
-            if any(transfer.missing == number for transfer, number in landing.items()):
-                return copies[:index]
-        return []
+        followed = [] if self._copies is None else self._copies.follow()
+        return [transfer for move in followed for transfer in self._paging.moves.followed(move)]
 
     def wait(self) -> None:
         """Until there may be something to do in another turn; for when the device has nothing else to do."""
-        first = min((copies[0] for copies in self._copies.values() if copies), key=_size, default=None)
-        if first is not None:
+        copying = None if self._copies is None else self._copies.next
+        if copying is not None:
             with suppress(Exception):  # `turn` finds it
-                first.event.wait()
+                copying.wait()
         else:
             time.sleep(_NAP)
 
@@ -193,114 +147,26 @@ class Transfers:
         return over
 
     def _begin(self, move: Move) -> None:
-        if move.way not in _LANES:
+        if move.way in (Way.WRITE_OUT, Way.FETCH):
             self._file(move)
         elif move.checksum is not None:
             self._sum(move.source, move)
         else:
-            self._queued[move.way].add(move)
+            self._copy(move)
 
-    # --- over the bus -----------------------------------------------------------------------------------------------
-
-    def _queue_copies(self, mark: Mark, rate: float) -> None:
-        if self.host is None:
-            return
-        most = IN_FLIGHT_BESIDE_RING if self.beside_ring else IN_FLIGHT
-        pool, now = self._pool(), time.monotonic()
-        moves = self._paging.moves
-        have_hurried, moves.has_hurried = moves.has_hurried, False
-        have_dropped, moves.has_dropped = moves.has_dropped, False
-        for way, queue in self._queued.items():
-            if have_dropped:
-                queue.drop()
-            if have_hurried:
-                queue.hurry()
-            queue.pace(rate, now)
-            halved = self._pages_in_halves() if way is Way.PROMOTE and rate == math.inf else 0
-            while (queued := queue.next) and self._bytes[way] < most and self.host.is_ready(_slot(queued[0])):
-                if len(queued) <= halved and self._is_awaited(queued):
-                    run, copy = list(queued), self._copy_in_halves
-                    queued.clear()
-                else:
-                    whole = len(queued) - halved if len(queued) > halved else len(queued)
-                    nbytes = HELD_BYTES if queue.holds(queued) else PIECE_BYTES
-                    run, copy = self._run_of(queued, whole, nbytes), self._copy
-                queue.began(queued, run, len(run) * self.host.page_bytes)
-                copy(way, run, pool, mark)
-
-    def _pages_in_halves(self) -> int:
-        """How many of the last pages come so: as many as take their first halves as long as launching a step does."""
-        if self._half_bytes < HALF_BYTES or self.beside_ring:
-            return 0
-        return int(self._device.rates().bus * AHEAD_S / self._half_bytes)
-
-    def _is_awaited(self, queued: deque[Move]) -> bool:
-        """Whether these are all that is missing, beside what is in flight, of what a call waits for."""
-        assert self.host is not None
-        awaited = [transfer for transfer in queued[-1].on_landing if transfer.is_urgent]
-        if not awaited or not all(self.host.is_ready(move.source) for move in queued):
-            return False
-        in_flight = [move for copy in self._copies[Way.PROMOTE] for move in copy.moves if not move.is_followed]
-        landing = Counter(transfer for move in (*in_flight, *queued) for transfer in move.on_landing)
-        return any(landing[transfer] == transfer.missing for transfer in awaited)
-
-    def _run_of(self, queued: deque[Move], pages: int, nbytes: int) -> list[Move]:
-        """The first of them, and those after it that lie beside it at both ends: at most so many, and of so many bytes
-        together."""
-        assert self.host is not None
-        moves = [queued.popleft()]
-        most = min(pages, nbytes // self.host.page_bytes) if self.host.is_dense else 1
-        while queued and len(moves) < most:
-            last, move = moves[-1], queued[0]
-            slot = _slot(move)
-            if (move.source, move.target) != (last.source + 1, last.target + 1) or slot % self.host.piece_slots == 0:
-                break
-            moves.append(queued.popleft())
-        return moves
-
-    def _copy(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> None:
-        assert self.host is not None
-        first, count = moves[0], len(moves)
-        slots = self.host.slots(_slot(first), count)
-        if way is Way.DEMOTE:
-            target, source = slots, pool[first.source : first.source + count]
-        else:
-            target, source = pool[first.target : first.target + count], slots
-        event = self._device.copy(target, source, after, f"{way.value} {count}", _LANES[way])
-        self._copies[way].append(_Copy(event, moves))
-        self._bytes[way] += slots.numel()
-
-    def _copy_in_halves(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> None:
-        """To the device. Neighbours are copies of their own: a half of each is no one stretch."""
-        assert self.host is not None
-        ends, events = [(pool[move.target], self.host.slot(move.source)) for move in moves], list[Event]()
-        for which, half in (("first", slice(self._half_bytes)), ("second", slice(self._half_bytes, None))):
-            name = f"{way.value} {which} half"
-            events += [self._device.copy(page[half], slot[half], after, name, _LANES[way]) for page, slot in ends]
-        self._copies[way].append(_Copy(events[-1], moves, first=events[len(moves) - 1]))
-        self._bytes[way] += len(moves) * self.host.page_bytes
+    def _copy(self, move: Move) -> None:
+        assert self._copies is not None
+        self._copies.add(move)
 
     def _end_copies(self, over: list[Transfer]) -> None:
-        assert self.host is not None
-        for way, copies in self._copies.items():
-            while copies and (outcome := self._outcome(copies[0].event)) is not None:
-                moves = copies.popleft().moves
-                self._bytes[way] -= len(moves) * self.host.page_bytes
-                for move in moves:
-                    if outcome:
-                        over += self._lose(move, f"{way.value}: {outcome}", bad=way is Way.PROMOTE)
-                        continue
-                    over += self._paging.moves.landed(move)
-                    if way is Way.DEMOTE:
-                        self._sum(move.target, move)
-
-    def _outcome(self, event: Event) -> str | None:
-        """What went wrong with a copy, "" if nothing did; None while it is under way."""
-        try:
-            return "" if event.has_passed() else None
-        except Exception as error:
-            self._device.synchronize()  # raises again where the error sticks, and so ends the engine
-            return repr(error)
+        for moves, wrong in [] if self._copies is None else self._copies.end():
+            for move in moves:
+                if wrong:
+                    over += self._lose(move, f"{move.way.value}: {wrong}", bad=move.way is Way.PROMOTE)
+                    continue
+                over += self._paging.moves.landed(move)
+                if move.way is Way.DEMOTE:
+                    self._sum(move.target, move)
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
@@ -325,7 +191,7 @@ class Transfers:
             if move.way is Way.DEMOTE:
                 over += self._paging.moves.sealed(move, summed)
             elif summed == move.checksum:
-                self._queued[move.way].add(move)
+                self._copy(move)
             else:
                 over += self._lose(move, "its bytes on the host are not what was written there", bad=True)
         self._filing, filed = _split(self._filing)
@@ -368,14 +234,6 @@ class Transfers:
             self.disk.close()
         if self.host is not None:
             self.host.release()
-
-
-def _slot(move: Move) -> int:
-    return move.target if move.way is Way.DEMOTE else move.source
-
-
-def _size(copy: _Copy) -> int:
-    return len(copy.moves)
 
 
 def _split(jobs: list[_Job]) -> tuple[list[_Job], list[_Job]]:

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from djinnd.core.batch import Batch
 from djinnd.core.session import Session
-from djinnd.engine import transfers
+from djinnd.engine import page_copies
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.page_file import PageFile
@@ -153,7 +153,7 @@ def test_a_step_that_begins_with_the_first_halves_of_its_pages_gives_the_same_to
     tiered: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By graphs, too; and again and again."""
-    monkeypatch.setattr(transfers, "HALF_BYTES", 1)
+    monkeypatch.setattr(page_copies, "HALF_BYTES", 1)
     served, late = tiered.served, list[bool]()
     session = served.open()
     served.submit(session, PROMPT, max_tokens=NEW)

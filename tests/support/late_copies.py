@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
 
 from torch import Tensor
 
@@ -33,13 +33,6 @@ class LateCopy(_CopyEvent):
         self.wait()
 
 
-class Halves(NamedTuple):
-    """What a device has been asked for: copies of pages' halves."""
-
-    first: int
-    second: int
-
-
 class LateDevice(CpuDevice):
     """On which copying a page takes no time to speak of, as it says, so that all pages of a session come in halves."""
 
@@ -47,7 +40,7 @@ class LateDevice(CpuDevice):
         super().__init__(MEMORY)
         self._rates = Rates(bus=1e15, memory=1e15, products=1e12)
         self.ordered = 0  # copies of second halves, for which the compute stream has waited
-        self.halves = Halves(0, 0)
+        self.copied = Counter[str]()  # by name
         self._last: LateCopy | None = None
 
     def copy(
@@ -58,10 +51,8 @@ class LateDevice(CpuDevice):
         name: str = "copy",
         lane: Lane = Lane.WEIGHTS,
     ) -> _CopyEvent:
-        if name == "promote first half":
-            self.halves = self.halves._replace(first=self.halves.first + 1)
+        self.copied[name] += 1
         if name == "promote second half":
-            self.halves = self.halves._replace(second=self.halves.second + 1)
             self._last = LateCopy(self, target, source, self._last)
             return self._last
         return super().copy(target, source, after, name, lane)

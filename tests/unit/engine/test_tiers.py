@@ -16,7 +16,7 @@ from djinnd import messages
 from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.engine import checksums, transfers
+from djinnd.engine import checksums, page_copies
 from djinnd.engine.host_pages import HostPages
 from djinnd.engine.loading import PagesResult
 from djinnd.kvcache.checksum import checksum
@@ -115,7 +115,7 @@ def test_an_arena_that_has_no_room_is_a_note_and_sessions_run() -> None:
 
 def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second ones come to the device when the blocks that read them are about to run, and no sooner."""
-    monkeypatch.setattr(transfers, "HALF_BYTES", 1)
+    monkeypatch.setattr(page_copies, "HALF_BYTES", 1)
     device, begun = LateDevice(), list[tuple[int, int]]()
     with Tiered(device, max_batch_tokens=256) as engine:
         engine.load_with_tiers()
@@ -135,7 +135,8 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch:
         monkeypatch.setattr(runner.model.residency, "begin", noted)
         tokens, reply = engine.outcome(engine.run("s", [5], NEW))
         assert isinstance(reply, messages.Finished)
-        assert begun[:4] == [(0, 0), (1, 0), (2, 1), (3, 1)] and device.halves == (3, 3)
+        assert begun[:4] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+        assert (device.copied["promote first half"], device.copied["promote second half"]) == (3, 3)
         assert tokens == reference.greedy(FOLDER, [*PROMPT, *told, 5], NEW)
 
 

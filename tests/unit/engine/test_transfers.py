@@ -19,7 +19,7 @@ from torch import Tensor
 
 from djinnd.device import Lane, Mark, Rates
 from djinnd.device.cpu import CpuDevice, _CopyEvent
-from djinnd.engine import host_pages, transfers
+from djinnd.engine import host_pages, page_copies
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.transfers import Transfers
 from djinnd.kvcache.manager import KvManager
@@ -233,9 +233,9 @@ def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor
 
 
 def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
-    monkeypatch.setattr(transfers, "HELD_BYTES", BYTES)
-    monkeypatch.setattr(transfers.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(page_copies, "HELD_BYTES", BYTES)
+    monkeypatch.setattr(page_copies.time, "monotonic", lambda: 0.0)
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     held = floor.session("b", OTHERS)
@@ -256,8 +256,8 @@ def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pyt
 def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small pieces; and gives way to what one waits for, also where that comes to be known later."""
     clock = [0.0]
-    monkeypatch.setattr(transfers.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(transfers, "HELD_BYTES", BYTES)
+    monkeypatch.setattr(page_copies.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(page_copies, "HELD_BYTES", BYTES)
     sizes = {"a": TOKENS, "b": OTHERS}
     leaving = {}
     for name, tokens in sizes.items():
@@ -319,7 +319,7 @@ def test_but_not_those_that_lie_apart_at_one_end(floor: Floor) -> None:
     assert sorted(floor.device.copied) == ["demote 2", "demote 5"]
 
 
-@pytest.mark.parametrize(("module", "name"), [(host_pages, "PIECE"), (transfers, "PIECE_BYTES")])
+@pytest.mark.parametrize(("module", "name"), [(host_pages, "PIECE"), (page_copies, "PIECE_BYTES")])
 def test_nor_more_than_a_piece_at_once(
     memory: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
@@ -336,7 +336,7 @@ def test_nor_more_than_a_piece_at_once(
 def test_the_first_piece_does_not_wait_for_the_books_of_the_rest(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
-    monkeypatch.setattr(transfers, "PIECE_BYTES", 3 * BYTES)
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", 3 * BYTES)
     done, begin = list[str](), floor.transfers._begin
     monkeypatch.setattr(floor.transfers, "_begin", lambda move: (done.append("book"), begin(move)))
     floor.device.copied = done
@@ -348,9 +348,9 @@ def test_the_first_piece_does_not_wait_for_the_books_of_the_rest(floor: Floor, m
 def test_no_more_is_in_flight_than_the_bus_needs(
     floor: Floor, monkeypatch: pytest.MonkeyPatch, beside_ring: bool
 ) -> None:
-    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
-    monkeypatch.setattr(transfers, "IN_FLIGHT", 4 * BYTES)
-    monkeypatch.setattr(transfers, "IN_FLIGHT_BESIDE_RING", 2 * BYTES)
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(page_copies, "IN_FLIGHT", 4 * BYTES)
+    monkeypatch.setattr(page_copies, "IN_FLIGHT_BESIDE_RING", 2 * BYTES)
     floor.transfers.beside_ring = beside_ring
     floor.device.holds = True
     most = 2 if beside_ring else 4
@@ -370,8 +370,8 @@ def test_no_more_is_in_flight_than_the_bus_needs(
 def test_a_step_follows_the_last_copies_of_a_transfer_when_they_are_about_to_end(
     floor: Floor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "PIECE_BYTES", BYTES)
-    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / transfers.AHEAD_S, memory=1.0, products=1.0))
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / page_copies.AHEAD_S, memory=1.0, products=1.0))
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
@@ -410,8 +410,8 @@ def test_nobody_follows_a_copy_that_has_failed(floor: Floor) -> None:
 @pytest.fixture
 def halving(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> Floor:
     """Copies of three pages' first halves take as long as launching a step."""
-    monkeypatch.setattr(transfers, "HALF_BYTES", BYTES // 2)
-    bus = 3 * BYTES / 2 / transfers.AHEAD_S
+    monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES // 2)
+    bus = 3 * BYTES / 2 / page_copies.AHEAD_S
     monkeypatch.setattr(floor.device, "_rates", Rates(bus=bus, memory=1.0, products=1.0))
     return floor
 
@@ -482,7 +482,7 @@ def test_pages_come_whole_where_halves_would_gain_nothing(
         awaited(halving)
     halving.transfers.beside_ring = why == "weights stream"
     if why == "halves are small":
-        monkeypatch.setattr(transfers, "HALF_BYTES", BYTES)
+        monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES)
     halving.transfers.turn()
     halving.transfers.begin_copies(1e12 if why == "others decode" else math.inf)
     halving.settle()
