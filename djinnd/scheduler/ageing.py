@@ -10,6 +10,7 @@ prompts take.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from djinnd.core.session import Session
@@ -22,7 +23,7 @@ class Ageing:
 
     def __init__(self, after: float) -> None:
         self.after = after
-        self._waiting: dict[str, Session] = {}
+        self._waiting: OrderedDict[str, Session] = OrderedDict()
         self._first: Session | None = None
         self._rows = 0  # that it still has coming as the first
         self._chosen_at = -math.inf
@@ -38,11 +39,10 @@ class Ageing:
 
     def served(self, sessions: Iterable[Session], now: float, free: Session | None = None) -> None:
         """They have a row in the step that begins now, `free` one that does not count."""
-        waiting, first = self._waiting, self._first
+        to_the_end, first = self._waiting.move_to_end, self._first
         for session in sessions:
             session.row_at = now
-            name = session.id
-            waiting[name] = waiting.pop(name)
+            to_the_end(session.id)
             if session is first and session is not free:
                 self._rows -= 1
                 if not self._rows:

@@ -4,12 +4,12 @@ what each is charged with when a step has run. What is of one step only is compo
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
-from djinnd.core.batch import Row, blocks_of
+from djinnd.core.batch import Row
 from djinnd.core.session import Session
 from djinnd.scheduler.ageing import Ageing
 from djinnd.scheduler.composition import Composition, Decoders
@@ -249,15 +249,17 @@ class Composer:
             if seconds:
                 shares.settle(seconds)
             return
-        tokens = sum([row.count for row in rows])
-        further = tokens - len(rows)
-        if len(blocks_of(rows)) == self._num_blocks:
+        chunks = [row for row in rows if row.count > 1]
+        further = sum([row.count for row in chunks]) - len(chunks)
+        if any(row.first_block == 0 for row in rows) and any(row.last_block == self._num_blocks for row in rows):
             self.times.note(len(rows), further, seconds)
-        alike = min(seconds, self.times.predict(len(rows)) or seconds * len(rows) / tokens) if further else seconds
+        alone = seconds * len(rows) / (len(rows) + further)
+        alike = min(seconds, self.times.predict(len(rows)) or alone) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
-        charges: dict[Account, float] = defaultdict(float)
-        for row in rows:
-            charges[row.session.klass, row.session.tenant] += a_row + (row.count - 1) * a_token
+        by_account: Counter[Account] = Counter([(row.session.klass, row.session.tenant) for row in rows])
+        charges = {account: count * a_row for account, count in by_account.items()}
+        for row in chunks:
+            charges[row.session.klass, row.session.tenant] += (row.count - 1) * a_token
         for (klass, tenant), charge in charges.items():
             shares.charge(klass, tenant, charge)
 

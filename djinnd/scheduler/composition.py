@@ -3,7 +3,6 @@ is passed over for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
 from djinn_client.protocol import Class
@@ -13,7 +12,7 @@ from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.scheduler.company import Company, Way, way_of, whole_way
 from djinnd.scheduler.policy import LEAST_CHUNK, Room
-from djinnd.scheduler.step_pages import Order, StepPages
+from djinnd.scheduler.step_pages import Order, StepPages, Test
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import ROOM
 
@@ -45,7 +44,7 @@ class Composition:
         self._decoders = decoders  # that have not been asked
         self._room = room
         self._pages = pages
-        self._fits = pages.kv.fits
+        self._page_size = pages.kv.page_size
         self._company = Company(self.rows, times, num_blocks)
         self._num_blocks = num_blocks
         self._whole = whole_way(num_blocks)
@@ -56,52 +55,57 @@ class Composition:
 
     def compose(self) -> Session | None:
         """→ the first that was asked. None: nobody can be."""
-        room, rows, decoders = self._room, self.rows, self._decoders
-        asked = self._to_ask()
-        first = next(asked, None)
-        if first is None:
-            return None
-        pages, fits, num_blocks, aged, turn = self._pages, self._fits, self._num_blocks, self._aged, self._turn
-        for session in chain((first,), asked):
-            if room.is_full:
-                break
+        moves = self._pages.moves
+        in_order = chain.from_iterable(self._order)
+        first = self._turn or next((session for session in in_order if moves is None or not moves(session)), None)
+        if self._turn is not None:
+            self._ask(self._turn)
+        for sessions in self._order:
+            if sessions and not self._room.is_full:
+                self._serve(sessions, moves)
+        return first
+
+    def _serve(self, sessions: list[Session], moves: Test | None) -> None:
+        """Those of one class, first to last, but those that moved when the first of all was asked. In most steps most
+        decode, and have all it takes: they get their rows here, and `room` hears of them together. The others are
+        asked."""
+        room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
+        step, aged, turn, klass = self._step, self._aged, self._turn, sessions[0].klass
+        decodes_no_more = self._decoders[klass].discard
+        is_part, moves_now = self._is_part, pages.moves
+        ones = 0  # rows that there is room for; nobody knows before somebody of the class has been asked
+        taken = shielding = 0  # of these, and how many of them shield
+        for session in sessions:
+            if session is turn or (moves is not None and moves(session)):
+                continue
             request, start = session.request, session.computed
-            end = start + 1
-            if (  # It may need more than room for one token, which goes through all blocks: few do, in most steps.
-                len(session.tokens) != end
+            if (
+                len(session.tokens) != start + 1
+                or taken == ones
                 or request is None
                 or request.state is not _RUNNING
                 or request.stops
                 or session.stage is not None
                 or session is aged
-                or session is turn
-                or self._is_part
-                or not fits(session.id, end)
-                or (pages.moves is not None and pages.moves(session))
+                or is_part
+                or (moves_now is not None and moves_now(session))
+                or (start % page_size == 0 and not pages.grow(session))  # else it holds the page
             ):
+                room.take_ones(klass, taken, shielding)
+                taken = shielding = 0
+                if room.is_full:
+                    return
                 self._ask(session)
+                if klass in self._closed:
+                    return
+                ones, is_part, moves_now = room.ones(klass), self._is_part, pages.moves
                 continue
-            decoders[session.klass].discard(session)
-            if room.take_one(session.klass, shields=not session.bulk):
-                session.touched, session.passed_over = self._step, ""
-                rows.append(Row(session, request, start, 1, 0, num_blocks, request.max_tokens > 0, None))
-            else:
-                self._leave_out(session)
-        return first
-
-    def _to_ask(self) -> Iterator[Session]:
-        """The sessions, first to last, but those that move when the first is asked; lazily, as classes are closed
-        meanwhile: of these, nobody more."""
-        turn, closed, moves = self._turn, self._closed, self._pages.moves
-        if turn is not None:
-            yield turn
-        for sessions in self._order:
-            for session in sessions:
-                if session is turn or (moves is not None and moves(session)):
-                    continue
-                yield session
-                if session.klass in closed:
-                    break
+            decodes_no_more(session)
+            taken += 1
+            shielding += not session.bulk
+            session.touched, session.passed_over = step, ""
+            rows.append(Row(session, request, start, 1, 0, num_blocks, request.max_tokens > 0, None))
+        room.take_ones(klass, taken, shielding)
 
     def _ask(self, session: Session) -> None:
         """One that may need anything."""

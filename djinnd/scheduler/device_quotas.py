@@ -76,6 +76,9 @@ class DeviceQuotas:
         else:
             self._limits[tenant] = limit
 
+    def has_limit(self, tenant: int) -> bool:
+        return tenant in self._limits
+
     def most(self, tenant: int, kv: KvManager) -> int | None:
         """Pages of this model that the tenant may hold where it holds no others. None: any number."""
         limit = self._limits.get(tenant)
@@ -112,7 +115,7 @@ class DeviceQuotas:
         """Whether its tenant may hold the pages for all its tokens. Where those would be too many, others of its
         sessions leave: the first of `candidates`, or some of other models. False: not yet."""
         kv, tenant = residence.kv, session.tenant
-        if tenant not in self._limits:
+        if not self.has_limit(tenant):
             return True
         pages = kv.pages_for(len(session.tokens))
         if pages > kv.pages_held(session.id) and self._another_leads(tenant, kv):

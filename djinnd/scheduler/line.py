@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from itertools import accumulate, chain, repeat
+from itertools import chain
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class Line:
             return order
         return [[aged], *([session for session in sessions if session is not aged] for sessions in order)]
 
-    def _own(self, own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> list[Session]:
+    def _own(self, own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Collection[Session]:
         """One tenant's, of one class."""
         latest_start = self._latest_start
         if latest_start and not latest_start.keys().isdisjoint(own):
@@ -111,27 +111,26 @@ class Line:
         return _in_turn(own, seated, lengthy)
 
     def _fairly(
-        self, lines: dict[int, list[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
+        self, lines: dict[int, Collection[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
     ) -> list[Session]:
         """One class's sessions: each of its tenants' `lines` in turn, as their clocks would run."""
         if len(lines) <= 1:
             return list(chain.from_iterable(lines.values()))
-        order: list[Session] = []
-        places: list[float] = []  # rising in each line; of two that are equal, the tenant decides
-        for tenant, line in sorted(lines.items()):
-            weight = shares.weight(tenant)
-            clocks = accumulate(repeat(row_s / weight, len(line) - 1), initial=shares.clock(klass, tenant))
-            order += line
-            places += self._with_seats(line, clocks, SEAT / weight, seated) if seated else clocks
-        return list(map(order.__getitem__, np.argsort(places, kind="stable").tolist()))
-
-    def _with_seats(
-        self, line: list[Session], clocks: Iterable[float], seat: float, seated: Set[str]
-    ) -> Iterable[float]:
-        """`clocks`, less `seat` of who is seated."""
-        places = [clock - seat if session.id in seated else clock for session, clock in zip(line, clocks, strict=True)]
-        # Who is seated, and stands behind one with a deadline who is not, comes right after that one.
-        return accumulate(places, max) if self._latest_start else places
+        tenants = sorted(lines)
+        weights = np.array([shares.weight(tenant) for tenant in tenants])
+        clocks = np.array([shares.clock(klass, tenant) for tenant in tenants])
+        lengths = np.array([len(lines[tenant]) for tenant in tenants])
+        order = list(chain.from_iterable([lines[tenant] for tenant in tenants]))
+        ends = lengths.cumsum()
+        before = np.arange(len(order)) - (ends - lengths).repeat(lengths)  # of each, in its line
+        places = clocks.repeat(lengths) + before * (row_s / weights).repeat(lengths)  # rising in each line
+        if seated:
+            is_seated = np.fromiter([session.id in seated for session in order], bool, len(order))
+            places -= is_seated * (SEAT / weights).repeat(lengths)
+            if self._latest_start:  # who stands behind one with a deadline who is not seated comes right after that one
+                for line in np.split(places, ends[:-1]):
+                    np.maximum.accumulate(line, out=line)
+        return list(map(order.__getitem__, places.argsort(kind="stable").tolist()))  # equal: the tenant decides
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         standing = {
@@ -146,10 +145,10 @@ class Line:
         assert self._latest_start.keys() <= standing.keys()
 
 
-def _in_turn(own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> list[Session]:
+def _in_turn(own: dict[str, Session], seated: Set[str], lengthy: Set[str]) -> Collection[Session]:
     """As they came; but first who is seated, or last who has much to read."""
     if not (seated or lengthy):
-        return list(own.values())
+        return own.values()
     names = seated or lengthy
     some = [session for name, session in own.items() if name in names]
     others = [session for name, session in own.items() if name not in names]

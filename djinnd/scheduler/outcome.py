@@ -25,8 +25,8 @@ class Outcome:
         session, request = row.session, row.request
         if session.request is not request or session.stage is not row.stage:
             return None
-        end = row.end
-        if len(session.tokens) == request.prompt_end:
+        tokens, end = session.tokens, row.start + row.count
+        if len(tokens) == request.prompt_end:
             request.computed += row.count
         if row.stage is not None:
             row.stage.done = end
@@ -41,14 +41,14 @@ class Outcome:
             if row.samples:
                 return "not_finite"
             return "length" if request.max_tokens == 0 and session.remaining == 0 else None
-        session.tokens.append(token)
+        tokens.append(token)
         session.given = session.touched
         if token in request.stop_tokens:
             return "stop"
         limit = self._limits.get(session.tenant)
         if limit is None:
             limit = self._limits[session.tenant] = self._queue.limit_of(session.tenant)
-        length = len(session.tokens)
+        length = len(tokens)
         return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None
 
     def _stopped(self, session: Session, request: Request, stage: Stage) -> FinishReason | None:

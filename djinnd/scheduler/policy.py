@@ -206,19 +206,22 @@ class Room:
             return 0
         return max(min(remaining, self._tokens - reserved, self._chunk), 0)
 
-    def take_one(self, klass: Class, *, shields: bool) -> bool:
-        """`share` and `take` at once, of a session that needs one token; False: there is no room for it."""
+    def ones(self, klass: Class) -> int:
+        """Rows of one token that this step has room for."""
         if klass != self._klass:
             self._enter(klass)
-        if self._taken >= self._most_rows:
-            return False
-        self._taken += 1
-        self._tokens -= 1
-        self._rows -= 1
-        if shields and klass != CLASSES[-1]:
-            self._decoders += 1
-        self._decoding[klass] -= 1
-        return True
+        return max(min(self._most_rows - self._taken, self._rows, self._tokens), 0)
+
+    def take_ones(self, klass: Class, count: int, shielding: int) -> None:
+        """Uses up so many of `ones`, of sessions that need one token; so many of them shield."""
+        if not count:
+            return
+        self._taken += count
+        self._tokens -= count
+        self._rows -= count
+        if klass != CLASSES[-1]:
+            self._decoders += shielding
+        self._decoding[klass] -= count
 
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Uses up `count` tokens, of those that `share` answered for `remaining`."""

@@ -87,6 +87,19 @@ class StepPages:
             self.are_refused = not self._is_returning
         return False
 
+    def grow(self, session: Session) -> bool:
+        """One that decodes, and whose pages are full, has the next one, if that is at nobody's cost. False: it has to
+        be asked."""
+        kv = self.kv
+        if session.id not in kv.sessions or session.left_stage is not None or self._quotas.has_limit(session.tenant):
+            return False
+        length = len(session.tokens)
+        if not kv.fits(session.id, length):
+            if not kv.pool.free:
+                return False
+            kv.reserve(session.id, session.tenant, length)
+        return True
+
     def _make_room_for_another(self, session: Session) -> None:
         """While room is made for one that comes back by a copy, it is made for the next one as well, so that what
         leaves and what comes follow each other without a pause. What is free is the first one's."""

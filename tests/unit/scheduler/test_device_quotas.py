@@ -122,6 +122,13 @@ def test_who_comes_later_gives_way_to_who_came_first() -> None:
     daemon.run(second)
 
 
+def test_also_those_who_decode_stay_within_it() -> None:
+    """There are pages enough, and the quota has one more than the three hold that fill theirs in the same step."""
+    daemon = Daemon()
+    daemon.limit(MINE, 4)
+    daemon.run(*(daemon.submit(name, 3, max_tokens=8) for name in "abc"))
+
+
 def test_what_could_never_fit_is_refused_with_the_quota_and_its_figures() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)

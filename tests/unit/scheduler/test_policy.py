@@ -79,7 +79,8 @@ def shares(room: Room, sessions: list[Session]) -> list[int]:
         if counts[-1]:
             room.take(session.remaining, counts[-1], shields=not session.bulk)
         if session.remaining == 1 and not at_once.is_full:
-            taken = int(at_once.take_one(session.klass, shields=not session.bulk))
+            taken = min(at_once.ones(session.klass), 1)
+            at_once.take_ones(session.klass, taken, taken * (not session.bulk))
         elif taken := at_once.share(session.klass, session.remaining):
             at_once.take(session.remaining, taken, shields=not session.bulk)
         assert taken == counts[-1]

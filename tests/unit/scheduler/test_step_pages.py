@@ -137,3 +137,15 @@ def test_who_comes_back_does_so_though_there_is_no_room_for_what_it_would_have_t
     crowd.go_on(back)
     assert crowd.step() == [decodes]
     assert crowd.scheduler.residence("m").is_arriving(back)
+
+
+def test_who_decodes_past_a_full_page_has_the_next_one_and_the_last_one_in_line_gives_its_own_up_for_that() -> None:
+    """Five pages, and each comes to three."""
+    crowd = Crowd()
+    first, second = (crowd.ask(Session(name, "m", 1, "agent"), PROMPT[:PAGE], max_tokens=2 * PAGE + 1) for name in "ab")
+    held = set()
+    while first.request is not None:
+        crowd.step()
+        crowd.scheduler.check_integrity()
+        held.add((crowd.kv.pages_held("a"), crowd.kv.pages_held("b")))
+    assert (2, 2) in held and (3, 2) in held and max(held)[0] == 3 and second.request is not None
