@@ -124,7 +124,8 @@ class Passages:
             yield from self._reserve(self._present(session.id), runner, tokens)
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
-                if self._present(session.id).computed < tokens:
+                present = self._present(session.id)
+                if present.computed < tokens or self._scheduler.residence(present.model).is_leaving(present):
                     raise Retry("other sessions needed the pages of this one while its KV came: try again")
                 window.queue(
                     (runner.model.pool[page : page + number], pages[at : at + number])

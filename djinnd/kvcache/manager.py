@@ -244,20 +244,21 @@ class KvManager:
             own.append(copy.target)
         if own:
             self._append(child, own)
-            self._keys[child] = self._keys[parent][:full]
+            self._keys[child] = self._keys[parent][: min(tokens, len(own) * self.page_size) // self.page_size]
         return min(tokens, len(own) * self.page_size), copy
 
     def trim(self, session_id: str, tokens: int) -> int:
         """Takes the pages past the first `tokens` tokens from the session, which will write from there on: so also one
-        that it would keep in part, where others hold it, or what follows is being read. → tokens that it still has
-        pages for, of these."""
+        that it would keep in part, where others hold it, it is public, or what follows is being read. → tokens that it
+        still has pages for, of these."""
         row = self._row.get(session_id)
         if row is None:
             return 0
         held, kept = self._held[row], self.pages_for(tokens)
         if kept <= held and tokens % self.page_size:
             last = int(self._table[row, kept - 1])
-            if self.holders(last) > 1 or tokens % self.page_size < self._read.get(last, 0):
+            is_others = self.holders(last) > 1 or self.pool.is_public(last)
+            if is_others or tokens % self.page_size < self._read.get(last, 0):
                 kept -= 1
             else:
                 self._prefixes.forget([last])

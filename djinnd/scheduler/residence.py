@@ -187,6 +187,8 @@ class Residence:
             if session.left_stage is not None and not (session.foreign_tokens and self.kv.pages_held(session.id)):
                 self._turn_back(session)
                 return None
+            if not self.kv.pages_held(session.id):  # it has left
+                return None
             reach = self._arrivals.reach(session)
             staged = staged_keys(session, self.kv) if self.paging.host is not None else []
             if staged:
@@ -308,9 +310,12 @@ class Residence:
     def rewind(self, session: Session, computed: int) -> None:
         """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
         at the start of that page. What was under way for it is not waited for any more, and what was on its way through
-        the blocks is lost."""
+        the blocks is lost. One that has left finds again what it had left, as far as its tokens go."""
+        left = None if self.kv.pages_held(session.id) else self.elsewhere.left.get(session.id)
         self.forget(session)
         self._trim(session, computed)
+        if left is not None:
+            self.elsewhere.revise(session, left, len(session.tokens))
 
     def _trim(self, session: Session, computed: int) -> None:
         session.stage = None

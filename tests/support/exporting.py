@@ -17,10 +17,10 @@ SALT = b"salt of 16 bytes"
 
 
 class ExportingEngine(EngineThread):
-    layout: KvLayout  # of the model that was loaded last, whose pages are on the device and nowhere else
+    layout: KvLayout  # of the model that was loaded last, whose pages are on the device and, as a rule, nowhere else
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:
-        info = super().loaded(folder, name, host_kv_bytes=0, disk_kv_bytes=0, **more)
+        info = super().loaded(folder, name, **{"host_kv_bytes": 0, "disk_kv_bytes": 0, **more})
         self.layout = layout_of(info)
         return info
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from djinnd import messages
 from tests.support import reference
@@ -22,10 +23,10 @@ class Tiered(EngineThread):
     def __enter__(self) -> Tiered:
         return self
 
-    def load_with_tiers(self, disk: Path | None = None) -> None:
+    def load_with_tiers(self, disk: Path | None = None, **more: Any) -> None:
         """llama-2 as "m"; returns when its tiers are there."""
         folder = "" if disk is None else str(disk)
-        self.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=folder)
+        self.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=folder, **more)
         self.send(self.grant(self.until(messages.NeedArena)))
         while not (info := self.report().models[0]).host_pages or info.host_pages_pinned < info.host_pages:
             pass

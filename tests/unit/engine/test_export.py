@@ -12,12 +12,14 @@ from torch import Tensor
 
 from djinn_client.kv import KvWindow
 from djinnd import messages
+from djinnd.engine.window import Window
 from tests.support import reference
 from tests.support.descriptors import open_descriptors
 from tests.support.exporting import SALT, filled
 from tests.support.exporting import ExportingEngine as Engine
 from tests.support.loaded import random_prompt
 from tests.support.models import reduced_model
+from tests.support.tiered import Tiered
 
 VOCAB = 512
 FOLDER = reduced_model("llama-2")
@@ -155,6 +157,52 @@ def test_a_fork_of_full_pages_has_the_kv_too(engine: Engine) -> None:
     engine.send(messages.Fork("u", "t", "agent"))
     assert engine.tokens("t", [], NEW) == engine.tokens("u", [], NEW) == expected
     engine.report()
+
+
+class WithHost(Engine, Tiered):
+    """Its sessions' pages may leave for the host."""
+
+
+def test_a_fork_of_full_pages_goes_on_where_there_is_a_host_too() -> None:
+    with WithHost() as engine:
+        engine.load_with_tiers()
+        engine.open("s")
+        expected = engine.tokens("s", [*prompt(256), 7], NEW)
+        engine.send(messages.Truncate("s", 256))
+        engine.import_("t", prompt(256), filled(engine.export("s")))
+        engine.send(messages.Fork("u", "t", "agent"), messages.Signal("u", waits=False))
+        assert engine.tokens("u", [7], NEW) == expected
+        engine.report()
+
+
+def test_one_that_has_to_make_room_while_its_kv_comes_is_told_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than that the host has its pages as they were before the rest came."""
+    monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
+    with WithHost(max_batch_tokens=256) as engine:
+        engine.load_with_tiers(kv_bytes=5 << 20)
+        engine.open("s")
+        engine.outcome(engine.run("s", prompt(1500), 0, logits=True))
+        window = filled(engine.export("s"))
+        engine.send(messages.Close("s"))
+        engine.open("u")
+        other = engine.run_message("u", prompt(2040, seed=3), 1)  # takes all pages
+        left, queue = 6, Window.queue
+
+        def queue_and_call(self: Window, *piece: object) -> None:
+            nonlocal left
+            queue(self, *piece)  # type: ignore[arg-type]
+            left -= 1
+            if left == 2:
+                engine.send(other)
+
+        monkeypatch.setattr(Window, "queue", queue_and_call)
+        number = engine.number()
+        message = messages.ImportKv(number, "t", "m", 0, "agent", prompt(1500), window.length, SALT)
+        socket.send_fds(engine.socket, [messages.encode(message, 1)], [window.fd])
+        outcomes = engine.outcomes([number, other.request])
+        reply = outcomes[number][1]
+        assert isinstance(reply, messages.Failed) and reply.code == "retry", reply
+        assert isinstance(outcomes[other.request][1], messages.Finished)
 
 
 def test_pages_that_are_lost_end_the_session_and_nothing_is_made_up(small: Engine) -> None:

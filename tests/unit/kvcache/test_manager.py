@@ -218,6 +218,32 @@ def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
     assert kv.pages_of("b") == kv.pages_of("a")
 
 
+def test_a_fork_that_runs_the_last_token_again_knows_all_its_full_pages() -> None:
+    kv = manager()
+    kv.reserve("a", ALICE, 8)
+    kv.publish("a", ALICE, range(8), 8)
+    computed, copy = kv.fork("a", "b", ALICE, 8, runs_last_again=True)
+    assert computed == 8 and copy is not None
+    assert kv.last_key("b", 2) == kv.last_key("a", 2)
+    kv.trim("b", 7)
+    kv.publish("b", ALICE, [*range(7), 99], 8)
+    assert kv.last_key("b", 2) != kv.last_key("a", 2)
+    kv.check_integrity()
+
+
+def test_a_public_page_is_not_kept_in_part_as_it_would_be_nobody_s() -> None:
+    kv = manager()
+    kv.public.mark(range(4), kv.page_size)
+    kv.reserve("a", ALICE, 8)
+    kv.publish("a", ALICE, range(8), 8)
+    assert kv.pool.used_by(ALICE) == 1
+    assert kv.trim("a", 6) == 6, "its own it keeps"
+    assert kv.trim("a", 3) == 0
+    kv.reserve("a", ALICE, 4)
+    assert kv.pool.used_by(ALICE) == 1
+    kv.check_integrity()
+
+
 @pytest.mark.parametrize(("tokens", "computed"), [(6, 4), (3, 0)])
 def test_where_no_page_is_free_a_fork_has_the_full_pages_only(tokens: int, computed: int) -> None:
     kv = manager(pages=-(-tokens // 4))

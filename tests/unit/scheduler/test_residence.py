@@ -533,6 +533,35 @@ def test_of_who_has_left_what_comes_before_a_change_is_found_again(first: int) -
     house.residence.check_integrity()
 
 
+@pytest.mark.parametrize("length", [9, 8, 5, 1])
+@pytest.mark.parametrize("then", ["it is paused", "its next request is cancelled", "a request is rolled back"])
+def test_of_who_has_left_and_is_cut_the_rest_is_found_again_whatever_is_asked_of_it_then(
+    length: int, then: str
+) -> None:
+    """By the name that the last page had when it left, which says more than what is left of it."""
+    house = House()
+    session = gone(house, "a", 10)
+    session.foreign_tokens = 10
+    if then == "a request is rolled back":
+        house.ask(session)
+        session.truncate(length)
+        house.residence.rewind(session, session.computed)
+    else:
+        session.truncate(length)
+        house.residence.revise(session, length)
+    if then == "it is paused":
+        assert house.residence.leave(session, sealed=True) is None
+    else:
+        house.ask(session)
+        house.residence.rewind(session, session.computed)
+    session.tokens[length:] = [77] * (10 - length)
+    house.ask(session)
+    assert not house.residence.secure(session, ())
+    house.copy_all()
+    assert session.computed == length
+    house.residence.check_integrity()
+
+
 def test_a_session_whose_kv_follows_from_edits_has_other_keys_from_there_on() -> None:
     house = House()
     plain, edited = house.session("a", 10), house.session("b", 10, computed=False)
