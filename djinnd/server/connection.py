@@ -33,6 +33,7 @@ log = logging.getLogger("djinnd.server")
 HIGH_WATER = 256 << 10
 LOW_WATER = 64 << 10
 LINGER = 5.0  # seconds that a closing connection has to take what waits for it
+READS_A_TURN = 2  # the second finds nothing, as a rule
 FRAMES_A_TURN = 16  # of a flood of small ones some tenth of a millisecond's work
 _TOGETHER = 64 << 10  # bytes of small frames that leave in one call
 
@@ -76,6 +77,8 @@ class Connection:
         self._writing = False
         self._closing: asyncio.TimerHandle | None = None
         self._is_behind = False  # whole frames may wait in the decoder; the socket is not read meanwhile
+        self._is_read = True  # the socket is watched for what comes
+        self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(sock, self._readable)
 
     @property
@@ -180,10 +183,23 @@ class Connection:
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
+        """Until there is nothing more, be it in turns: that a peer has gone and has left something unread, epoll says
+        as an error, and of that uvloop calls once."""
+        self._reads_on = None
+        for _ in range(READS_A_TURN):
+            if not self._read():
+                return
+        if self._reads_on is None:
+            self._reads_on = self._loop.call_soon(self._readable)
+
+    def _read(self) -> bool:
+        """→ whether there may be more."""
+        if not self._is_read:
+            return False
         try:
             count = self._receive()
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             log.debug("receive_failed fd=%d error=%s", self.fd, error)
             count = 0
@@ -191,8 +207,9 @@ class Connection:
             if self._decoder.pending:
                 log.info("frame_truncated fd=%d bytes=%d", self.fd, self._decoder.pending)
             self.close()
-            return
+            return False
         self._hand_out(_read_view[:count])
+        return self._is_read
 
     def _hand_out(self, data: memoryview) -> None:
         if not self.is_open:
@@ -214,7 +231,7 @@ class Connection:
             if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
                 raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
         except ProtocolError as error:
-            self._loop.remove_reader(self._socket)
+            self._read_no_more()
             self._events.broken(error)
         except BaseException:  # ours; a panic in Rust code is no Exception. What follows is not to wait for ever
             log.exception("frame_failed fd=%d", self.fd)
@@ -223,13 +240,18 @@ class Connection:
     def _fall_behind(self) -> None:
         if not self._is_behind:
             self._is_behind = True
-            self._loop.remove_reader(self._socket)
+            self._read_no_more()
         self._loop.call_soon(self._hand_out, _read_view[:0])
 
     def _catch_up(self) -> None:
         if self._is_behind:
             self._is_behind = False
+            self._is_read = True
             self._loop.add_reader(self._socket, self._readable)
+
+    def _read_no_more(self) -> None:
+        self._is_read = False
+        self._loop.remove_reader(self._socket)
 
     def _receive(self) -> int:
         if not self._accept_fds:
@@ -251,7 +273,7 @@ class Connection:
         """At once; what waits is lost."""
         if self._socket.fileno() < 0:
             return
-        self._loop.remove_reader(self._socket)
+        self._read_no_more()
         self._loop.remove_writer(self._socket)
         if self._closing:
             self._closing.cancel()
@@ -268,7 +290,7 @@ class Connection:
         """Takes nothing more either way, and closes when what waits has left, or after LINGER seconds."""
         if not self.is_open:
             return
-        self._loop.remove_reader(self._socket)
+        self._read_no_more()
         self._closing = self._loop.call_later(LINGER, self.close)
         if not self._flushing:
             self._flushing = True

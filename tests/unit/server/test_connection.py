@@ -277,6 +277,22 @@ def test_a_peer_that_goes_is_told_of_once(scene, caplog):
     assert "frame_truncated" in caplog.text
 
 
+@pytest.mark.parametrize("size", [0, 3 * 32 << 10], ids=["short", "long"])
+def test_a_peer_that_goes_with_something_unread_is_told_of_behind_its_last_frames(scene, size):
+    """epoll says EPOLLERR then, at which uvloop watches no more."""
+
+    async def act(connection, owner, peer):
+        connection.send(encode(Done(id=1)))
+        connection.flush()
+        peer.setblocking(True)
+        peer.sendall(encode(Ping(id=2)) + encode(Piece(id=3, text="é" * size, token_ids=[])))
+        peer.close()
+        await owner.until("closed")
+        assert [what[0] for what in owner.heard] == ["frame", "frame", "closed"]
+
+    scene(act)
+
+
 def test_a_peer_that_goes_while_it_is_sent_to(scene):
     async def act(connection, owner, peer):
         peer.close()
