@@ -10,6 +10,7 @@ from djinn_client.errors import InvalidRequest
 from djinn_client.placing import MAX_SLOTS, Placing, ring_bytes
 from djinn_client.scheduling import Class
 from djinnd.config.units import (
+    MAX_COUNT,
     AutoSize,
     Device,
     Gigabytes,
@@ -18,16 +19,20 @@ from djinnd.config.units import (
     LimitRate,
     LimitSize,
     Packing,
+    PathText,
     Resident,
     Seconds,
     Size,
     User,
 )
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
 MAX_EDIT_BYTES = 128 << 20  # of a session: with its tokens it is one message to an engine
+MAX_KEEP_ALIVE_S = 365 * 86400.0
+MAX_FUNCTION_BYTES = 1 << 50  # with what the process begins with it is a limit that the kernel takes
+LEAST_REQUEST_BYTES = 64 << 10  # any command of djinnctl's is smaller
 
 
 class Log(Struct, frozen=True):
@@ -61,17 +66,22 @@ class Limits(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
+        for name in ("handshake", "engine_start", "engine_silence"):  # at 0 nobody could connect, or no engine start
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0")
+        if self.request_bytes < LEAST_REQUEST_BYTES:
+            raise ValueError(f"request_bytes is less than {LEAST_REQUEST_BYTES >> 10}KiB, the least that it may be")
         if self.edit_bytes_per_session > MAX_EDIT_BYTES:
             raise ValueError(f"edit_bytes_per_session is more than {MAX_EDIT_BYTES >> 20}MiB, the most that it may be")
 
 
 class Model(Struct, frozen=True):
-    path: str  # a checkpoint folder, or a hub id
+    path: PathText  # a checkpoint folder, or a hub id
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv: Size = 0  # of device memory for pages; 0: the engine decides
     host_kv: AutoSize = None  # of host memory for pages that have left the device; None: the engine decides; 0: none
     disk_kv: AutoSize = None  # of the state directory's disk, likewise
-    max_context: Annotated[int, Meta(ge=0)] = 0  # tokens; 0: the model's own
+    max_context: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0  # tokens; 0: the model's own
     preload: bool = False
     resident: Resident = None  # blocks, or a share of them; None: as many as fit
     ring_gb: Gigabytes = 0.0  # of device memory, in 10^9 bytes; 0: by slots
@@ -84,6 +94,8 @@ class Model(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that do not go together, or go nowhere."""
+        if self.keep_alive > MAX_KEEP_ALIVE_S:
+            raise ValueError(f"keep_alive is more than {MAX_KEEP_ALIVE_S / 3600:.0f}h, the most that it may be")
         try:
             self.placing.validate()
         except InvalidRequest as error:
@@ -129,6 +141,8 @@ class Functions(Struct, frozen=True):
         """Raises ValueError."""
         if not self.seconds > 0:
             raise ValueError("seconds must be more than 0: users and groups say whose functions run")
+        if not 0 < self.memory <= MAX_FUNCTION_BYTES:
+            raise ValueError(f"memory must be more than 0, and at most {MAX_FUNCTION_BYTES >> 40}TiB")
 
 
 class Scheduling(Struct, frozen=True):
@@ -145,13 +159,13 @@ class Scheduling(Struct, frozen=True):
 class Config(Struct, frozen=True):
     device: Device = "auto"
     memory: Size = 0  # hard budget of device memory; 0: the engine decides
-    socket: str = ""  # "": see places.py
-    state_dir: str = ""
+    socket: PathText = ""  # "": see places.py
+    state_dir: PathText = ""
     log: Log = Log()
     limits: Limits = Limits()
     models: dict[str, Model] = {}
     scheduling: Scheduling = Scheduling()
     quotas: dict[str, Quota] = {}  # by name of the rule; read again at SIGHUP
     functions: Functions = Functions()
-    metrics: str = ""  # path of a socket that answers with Prometheus text; "": none
+    metrics: PathText = ""  # path of a socket that answers with Prometheus text; "": none
     admins: tuple[User, ...] = ()  # beside root and the daemon's own user

@@ -87,6 +87,8 @@ class _File:
             self.problems.append(f"{self.path}{line}: {error.problem}")
         except (OSError, ValueError, yaml.YAMLError) as error:
             self.problems.append(f"{self.path}: {error}")
+        except RecursionError:
+            self.problems.append(f"{self.path}: lists or keys stand in each other too deeply")
 
     def _walk(self, loader: yaml.SafeLoader, node: yaml.Node, type_: Any, key: Key) -> None:
         origin = f"{self.path}:{node.start_mark.line + 1}"
@@ -101,7 +103,9 @@ class _File:
         for name_node, value in node.value:
             name = str(name_node.value)
             line = f"{self.path}:{name_node.start_mark.line + 1}"
-            if (*key, name) in self.settings or (*key, name) in self.sections:
+            if not isinstance(name_node, yaml.ScalarNode) or not name:
+                self.problems.append(f"{line}: {dotted(key) or 'the file'} has a key that is no name")
+            elif (*key, name) in self.settings or (*key, name) in self.sections:
                 self.problems.append(f"{line}: {dotted((*key, name))} is there twice")
             elif (inner := _type_in(type_, name)) is None:
                 self.problems.append(f"{line}: unknown key {dotted((*key, name))}{_suggestion(name, type_)}")
@@ -194,4 +198,5 @@ def _build(type_: Any, key: Key, values: Mapping[Key, Any], sections: Mapping[Ke
     try:
         return parts if get_origin(type_) is dict else type_(**parts)
     except ValueError as error:
-        raise ConfigError(f"{sections[key]}: {dotted(key)}: {error}") from error
+        where = f"{sections[key]}: " if key in sections else ""  # else variables or flags have set it
+        raise ConfigError(f"{where}{dotted(key)}: {error}") from error

@@ -17,6 +17,10 @@ from msgspec import Meta
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(\S*)\s*")
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ms": 0.001, "s": 1, "min": 60, "h": 3600}
+MAX_BYTES = (1 << 63) - 1  # that a message can say
+MAX_SECONDS = 1e9  # 31 years
+MAX_COUNT = (1 << 31) - 1
+MAX_ID = (1 << 32) - 2  # of a user or a group
 
 
 class Unit(NamedTuple):
@@ -35,6 +39,8 @@ def read_size(value: Any) -> int:
     if unit and unit not in _SIZES:
         raise ValueError(f"{value!r} is no size: the units are {', '.join(_SIZES)} (1 GiB = 2^30 bytes)")
     size = number * _SIZES[unit or "B"]
+    if size > MAX_BYTES:
+        raise ValueError(f"{value!r} is more bytes than there can be: at most {write_size(MAX_BYTES + 1)}")
     if size != int(size):
         raise ValueError(f"{value!r} is no whole number of bytes")
     return int(size)
@@ -58,6 +64,8 @@ def read_seconds(value: Any) -> float:
     number, unit = _split(value, "time", "30s")
     if unit and unit not in _TIMES:
         raise ValueError(f"{value!r} is no time: the units are {', '.join(_TIMES)}")
+    if number > MAX_SECONDS or number * _TIMES[unit or "s"] > MAX_SECONDS:
+        raise ValueError(f"{value!r} is longer than a time may be: at most {MAX_SECONDS / 3600:.0f}h")
     return float(number * _TIMES[unit or "s"])
 
 
@@ -66,9 +74,9 @@ def write_seconds(seconds: float) -> str:
 
 
 def read_count(value: Any) -> int:
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value <= MAX_COUNT:
         return value
-    raise ValueError(f"{value!r} is no count: write a whole number as in 8")
+    raise ValueError(f"{value!r} is no count: write a whole number as in 8, of at most {MAX_COUNT}")
 
 
 def read_rate(value: Any) -> float:
@@ -79,7 +87,7 @@ def read_rate(value: Any) -> float:
 
 def read_user(value: Any) -> int:
     """A uid, written as the number or as a name that this machine knows."""
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value <= MAX_ID:
         return value
     try:
         return pwd.getpwnam(value).pw_uid
@@ -89,7 +97,7 @@ def read_user(value: Any) -> int:
 
 def read_group(value: Any) -> int:
     """A gid, written as the number or as a name that this machine knows."""
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value <= MAX_ID:
         return value
     try:
         return grp.getgrnam(value).gr_gid
@@ -108,7 +116,7 @@ def read_resident(value: Any) -> int | float | None:
     """None for `auto`; blocks for a whole number, a share of them for one with a decimal point."""
     if value == "auto":
         return None
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value <= MAX_COUNT:
         return value
     if type(value) is float and 0.0 <= value <= 1.0:
         return value
@@ -128,6 +136,12 @@ def read_packing(value: Any) -> bool:
     if value is False or value == "off":
         return False
     raise ValueError(f"{value!r} is not one of auto, off")
+
+
+def read_path(value: Any) -> str:
+    if isinstance(value, str) and "\0" not in value:
+        return value
+    raise ValueError(f"{value!r} is no path")
 
 
 def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
@@ -161,4 +175,5 @@ Resident = Annotated[
     int | float | None, Meta(extra={"unit": Unit(read_resident, lambda value: "auto" if value is None else value)})
 ]
 Gigabytes = Annotated[float, Meta(extra={"unit": Unit(read_gigabytes)})]
+PathText = Annotated[str, Meta(extra={"unit": Unit(read_path)})]
 Packing = Annotated[bool, Meta(extra={"unit": Unit(read_packing, lambda value: "auto" if value else "off")})]

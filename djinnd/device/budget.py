@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from djinn_client.errors import OutOfMemory
 
 
@@ -61,3 +63,10 @@ def gib(nbytes: int) -> str:
     if nbytes >= 1 << 30:
         return f"{nbytes / (1 << 30):.2f} GiB"
     return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def at_least(nbytes: int) -> str:
+    """The same, and not less than that: what is to be given."""
+    if nbytes > (1 << 30) - (1 << 20):
+        return f"{math.ceil(nbytes * 100 / (1 << 30)) / 100:.2f} GiB"
+    return f"{math.ceil(nbytes * 10 / (1 << 20)) / 10:.1f} MiB"

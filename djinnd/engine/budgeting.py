@@ -12,7 +12,7 @@ from functools import partial
 
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
-from djinnd.device.budget import gib
+from djinnd.device.budget import at_least, gib
 from djinnd.engine.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ def change_budget(
     least = device.reserved + sum(Refit(runner, scheduler).least for runner in runners)
     if total < least:
         raise OutOfMemory(
-            f"a budget of {gib(total)} is too small: the models and sessions that are loaded need {gib(least)}",
+            f"a budget of {gib(total)} is too small: the models and sessions that are loaded need {at_least(least)}",
             needed=least,
             budget=total,
         )

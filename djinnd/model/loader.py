@@ -24,7 +24,7 @@ from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.packed import MAX_UNITS, Unpackable
 from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
-from djinnd.device.budget import gib
+from djinnd.device.budget import at_least, gib
 from djinnd.model.projections import Product, install_products
 from djinnd.model.recipes import RecipeBook
 from djinnd.model.residency import Residency
@@ -178,7 +178,7 @@ class Loader:
             need = error.data["needed"] + beside + self.rest_bytes
             total = budget or self.device.budget.total
             raise OutOfMemory(
-                f"{self.name} needs {gib(need)} of device memory at the least, {gib(free)} of the budget of "
+                f"{self.name} needs {at_least(need)} of device memory at the least, {gib(free)} of the budget of "
                 f"{gib(total)} is free: {gib(self.rest_bytes)} for embedding and head, {gib(beside)} for KV and "
                 f"workspace, and {error.message}",
                 needed=need,

@@ -17,6 +17,7 @@ from djinn_client.protocol import (
     PublishPrefix,
     ShareModel,
 )
+from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
 MAX_DEADLINE_S = 86400.0
 MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
@@ -29,7 +30,6 @@ MAX_POINTS = 1024  # names of a request
 MAX_POINT_LENGTH = 256  # characters
 MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
-MAX_KEEP_ALIVE_S = 365 * 86400.0
 
 
 def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
@@ -39,7 +39,9 @@ def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
         raise InvalidRequest("give the prompt as text or as token ids, not as both")
     least = 0 if request.capture else 1
     if not least <= request.max_tokens <= MAX_NEW_TOKENS:
-        raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be {least} or more", field="max_tokens")
+        raise InvalidRequest(
+            f"max_tokens is {request.max_tokens}; it must be from {least} to {MAX_NEW_TOKENS}", field="max_tokens"
+        )
     _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")

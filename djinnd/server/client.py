@@ -267,14 +267,26 @@ class Client:
         self._desk.ended()
         error = call.fate if task.cancelled() else task.exception()
         if error is None:
-            message, fds = task.result()
-            self._held_fds += len(fds)
-            self._desk.after(self._send_with_fds, encode(message, len(fds)), fds)  # type: ignore[arg-type]
+            self._answer(call.id, task.result())
         elif isinstance(error, DjinnError):
             self._fail(call.id, error)
         else:
-            log.error("request_failed user=%d", self.user, exc_info=error)
-            self._fail(call.id, DjinnError(f"the daemon failed: {error!r}; its log has the details"))
+            self._fail_ours(call.id, error)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        message, fds = answer
+        try:
+            frame = encode(message, len(fds))  # type: ignore[arg-type]
+        except Exception as error:  # it holds what no message can say
+            close_fds(fds)
+            self._fail_ours(number, error)
+            return
+        self._held_fds += len(fds)
+        self._desk.after(self._send_with_fds, frame, fds)
+
+    def _fail_ours(self, number: int, error: BaseException) -> None:
+        log.error("request_failed user=%d", self.user, exc_info=error)
+        self._fail(number, DjinnError(f"the daemon failed: {error!r}; its log has the details"))
 
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         self._held_fds -= len(fds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from djinn_client import protocol
 from djinn_client.errors import NotPermitted
@@ -19,7 +19,7 @@ from djinnd.server.supervisor import Supervisor
 
 
 class DaemonRequests:
-    """`restart` begins one."""
+    """`restart` begins one. Raises InvalidRequest where the next daemon could not start."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class DaemonRequests:
         prefixes: PrefixTable,
         supervisor: Supervisor,
         status: Status,
-        restart: Callable[[Restart], None],
+        restart: Callable[[Restart], Awaitable[None]],
     ) -> None:
         self._sessions = sessions
         self._models = models
@@ -75,7 +75,7 @@ class DaemonRequests:
     async def restart(self, call: Call, request: protocol.Restart) -> Answer:
         """Answered before the daemon drains, and told before the connection is closed."""
         _expect_admin(call, "restart the daemon")
-        self._begin_restart("warm" if request.warm else "cold")
+        await self._begin_restart("warm" if request.warm else "cold")
         return Answer(Done(id=call.id))
 
     # --- public prefixes --------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Handlers:
         supervisor: Supervisor,
         functions: Functions,
         journal: Journal,
-        restart: Callable[[Restart], None],
+        restart: Callable[[Restart], Awaitable[None]],
     ) -> None:
         self._sessions = sessions
         self._models = models

@@ -55,10 +55,10 @@ class ModelRequests:
 
     async def unload(self, call: Call, request: protocol.UnloadModel) -> Answer:
         model = self._models.find_visible(request.model, call.client)
+        self._expect_own(model, call.client)
         sessions = self._sessions.of_model(model.name)
         if sessions and not request.force:
             raise InvalidRequest(f"{len(sessions)} sessions use {model.name}: close them, or unload it with force")
-        self._expect_own(model, call.client)
         for session in sessions:
             self._sessions.close(session)
         if model.share is not None:

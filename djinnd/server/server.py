@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from djinn_client.errors import ShuttingDown
+from djinn_client.errors import InvalidRequest, ShuttingDown
 from djinnd import __version__
 from djinnd.config import Config, ConfigError
 from djinnd.messages import Close
@@ -248,7 +248,12 @@ class Server:
             self._path.release()
         return []
 
-    def _restart(self, restart: Restart) -> None:
+    async def _restart(self, restart: Restart) -> None:
+        """Raises InvalidRequest with what is wrong with the configuration that the successor would read."""
+        try:
+            await asyncio.to_thread(self._read_config)
+        except ConfigError as error:
+            raise InvalidRequest(f"the daemon goes on, as it could not start again: {error}") from error
         self._status.is_draining = True  # before the caller is answered, so that what it sees next is true
         self._stopping.ask_restart(restart)
 

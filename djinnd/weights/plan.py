@@ -20,7 +20,7 @@ from enum import Enum
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
-from djinnd.device.budget import gib
+from djinnd.device.budget import at_least, gib
 
 SLOTS = 3
 # In one slot a copy waits until the block before it has been computed with, which takes about a thirtieth of a copy's
@@ -161,7 +161,7 @@ def plan_places(
             return _upgraded(plan, free, pages_share)
     least = min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more))
     raise OutOfMemory(
-        f"its blocks need {gib(least)} of device memory at the least ({_described(sizes, wanted)}), "
+        f"its blocks need {at_least(least)} of device memory at the least ({_described(sizes, wanted)}), "
         f"{gib(max(free, 0))} is free for them: raise the budget, unload a model, ask for less KV memory, or let more "
         "blocks stream",
         needed=least,

@@ -186,13 +186,34 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("- a\n- b", 1, "the file must have keys and values"),
         ("device: [cpu", 1, "expected ',' or ']'"),
         ("device: !!python/object:os.system x", 1, "could not determine a constructor"),
-        ("socket:\n", 1, "Expected `str`, got `null`"),
+        ("socket:\n", 1, "socket: None is no path"),
+        ('metrics: "/tmp/a\\0b"', 1, "is no path"),
+        ("admins: " + "[" * 3000 + "]" * 3000, None, "too deeply"),
+        ("models:\n  ? [a]\n  : {path: /x}", 2, "models has a key that is no name"),
+        ('models:\n  "": {path: /x}', 2, "models has a key that is no name"),
+        ("memory: 99999999TiB", 1, "more bytes than there can be: at most 8388608TiB"),
+        ("quotas:\n  a: {device_kv: 9223372036854775808}", 2, "more bytes than there can be"),
+        ("quotas:\n  a: {sessions: 99999999999}", 2, "of at most 2147483647"),
+        ("models:\n  a: {path: /x, max_context: 99999999999999999999}", 2, "max_context"),
+        ("models:\n  a: {path: /x, keep_alive: 8761h}", 2, "keep_alive is more than 8760h"),
+        ("limits:\n  session_grace: 999999999h", 2, "longer than a time may be: at most 277778h"),
+        ("limits: {handshake: 0}", 1, "limits: handshake must be more than 0"),
+        ("limits: {engine_start: 0}", 1, "engine_start must be more than 0"),
+        ("limits: {engine_silence: 0s}", 1, "engine_silence must be more than 0"),
+        ("limits: {request_bytes: 0}", 1, "request_bytes is less than 64KiB"),
+        ("functions: {memory: 0}", 1, "functions: memory must be more than 0"),
+        ("functions: {memory: 1025TiB}", 1, "at most 1024TiB"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(problems, text, line, words):
     ((place, account),) = problems(text)
-    assert place == f"djinnd.yaml:{line}"
+    assert place == (f"djinnd.yaml:{line}" if line else "djinnd.yaml")
     assert words in account
+
+
+def test_values_of_variables_that_do_not_go_together(problems):
+    found = problems("", environ={"DJINND_LIMITS_HANDSHAKE": "0"})
+    assert found == [("limits", "handshake must be more than 0")]
 
 
 def test_all_that_is_wrong_is_told_at_once(problems):

@@ -39,6 +39,12 @@ def test_what_is_no_size_is_an_error_that_says_how_to_write_one(written):
         read_size(written)
 
 
+@pytest.mark.parametrize("written", [1 << 63, "8388608TiB", "9" * 400 + "GiB", "9" * 400 + ".0GiB"])
+def test_a_size_that_no_message_can_say(written):
+    with pytest.raises(ValueError, match="more bytes than there can be"):
+        read_size(written)
+
+
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_a_size_reads_what_it_writes(count):
     assert read_size(write_size(count)) == count
@@ -54,6 +60,12 @@ def test_times(written, seconds):
 @pytest.mark.parametrize("written", ["3 days", "1m", "-5s", "soon", None, True])
 def test_what_is_no_time_is_an_error(written):
     with pytest.raises(ValueError, match="time"):
+        read_seconds(written)
+
+
+@pytest.mark.parametrize("written", [1e10, "9" * 400 + "h", "9" * 309 + ".0h", "277778h", float("inf")])
+def test_a_time_longer_than_any(written):
+    with pytest.raises(ValueError, match=r"longer than a time may be|is no time"):
         read_seconds(written)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.errors import OutOfMemory
-from djinnd.device.budget import MemoryBudget, gib
+from djinnd.device.budget import MemoryBudget, at_least, gib
 
 
 def test_reservations_add_up() -> None:
@@ -40,6 +40,21 @@ def test_a_label_is_reserved_once_and_released_once() -> None:
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0.0 MiB"), (1 << 20, "1.0 MiB"), (5 << 29, "2.50 GiB")])
 def test_figures_as_people_read_them(nbytes: int, text: str) -> None:
     assert gib(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (289_941_913, "276.6 MiB"),
+        (276 << 20, "276.0 MiB"),
+        ((276 << 20) + 1, "276.1 MiB"),
+        (1 << 30, "1.00 GiB"),
+        ((1 << 30) + 1, "1.01 GiB"),
+        ((1 << 30) - 1, "1.00 GiB"),
+    ],
+)
+def test_what_is_to_be_given_is_rounded_up(nbytes: int, text: str) -> None:
+    assert at_least(nbytes) == text
 
 
 def test_a_budget_shrinks_to_what_is_in_use_and_grows() -> None:

@@ -174,6 +174,19 @@ def test_who_is_stopped_when_all_is_left_for_a_successor_is_stopped_as_that(fold
     assert "arena_adopted" in daemon.log and daemon.left_behind() == []
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_configuration_that_no_daemon_could_start_with_is_refused_and_this_one_goes_on(serve, warm):
+    daemon = serve()
+    file = daemon.folder / "djinnd.yaml"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, "quota: 1"]))
+    with djinn.Session("djinn-tiny", address=daemon.address) as session, daemon.client() as client:
+        with pytest.raises(djinn.InvalidRequest, match=f"{file}:{len(lines) + 1}: unknown key quota"):
+            client.restart(warm=warm)
+        assert client.status().state == "ready"
+        assert len(session.generate([1], max_tokens=2, ignore_eos=True).token_ids) == 2
+
+
 def test_a_cold_restart_keeps_no_blocks(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)
