@@ -254,7 +254,8 @@ class AsyncSession:
             with suppress(DjinnError):  # what happened first is what the caller must see
                 await self.signal("COMPUTE")
             raise
-        await self.signal("COMPUTE")
+        if not self._steps.ended:
+            await self.signal("COMPUTE")
 
     async def pause(self, tier: Tier = "host") -> PauseReply:
         """See Session.pause."""

@@ -45,7 +45,8 @@ class Session:
     the daemon's socket; None: $DJINND_ADDRESS, then the system's, then the user's. The `with` block closes the session.
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
-    session, but not call it at once: the second call raises SessionBusy.
+    session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
+    it over a connection of its own, and does not close it: that remains to the process that has opened it.
     """
 
     def __init__(
@@ -290,7 +291,8 @@ class Session:
             with suppress(DjinnError):  # what happened first is what the caller must see
                 self.signal("COMPUTE")
             raise
-        self.signal("COMPUTE")
+        if not self._steps.ended:
+            self.signal("COMPUTE")
 
     def pause(self, tier: Tier = "host") -> PauseReply:
         """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
@@ -337,7 +339,8 @@ class Session:
         return run(self._steps.why())
 
     def close(self) -> None:
-        """Closes the session in the daemon; again does nothing."""
+        """Closes the session in the daemon; again does nothing. In a process that was forked from the one that opened
+        it: detach()."""
         run(self._steps.close())
 
     def detach(self) -> None:

@@ -8,14 +8,15 @@ import os
 import resource
 import socket
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 from djinn_client.address import PATH_LIMIT, candidates, unreachable
-from djinn_client.errors import ConnectionLost, DjinnError, ProtocolError, from_code
-from djinn_client.exchange import Delivery, Exchange, close_all
-from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Signal, Welcome, encode
+from djinn_client.errors import ConnectionLost, DjinnError, InvalidRequest, ProtocolError, from_code
+from djinn_client.exchange import Delivery, Exchange, close_all, frame_of
+from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Signal, Welcome
 from djinn_client.steps import Steps, Wait
 from djinn_client.version import __version__
 
@@ -35,7 +36,9 @@ class Answer(NamedTuple, Generic[R]):
 
 class Connection:
     """One request at a time. Whatever may have torn the stream of bytes (an error of the socket or the protocol, an
-    interrupt inside a step) closes the connection, and a closed one stays closed."""
+    interrupt inside a step) closes the connection, and a closed one stays closed.
+
+    A process that is forked from this one finds it closed: both would take each other's replies from one socket."""
 
     welcome: Welcome  # set by connect()
 
@@ -44,6 +47,8 @@ class Connection:
         self.address = address
         self._socket = sock
         self._exchange = Exchange()
+        self._process = os.getpid()
+        _all.add(self)
 
     @property
     def closed(self) -> bool:
@@ -88,9 +93,10 @@ class Connection:
     def start(self, request: Request, fds: Sequence[int] = ()) -> Steps[None]:
         """Sends the request. What is still in flight has no reader any more and is given up; its last reply is awaited.
 
-        Raises InvalidRequest for a number that the wire cannot carry, FrameTooLarge, ConnectionLost.
+        Raises InvalidRequest for what the wire cannot carry, FrameTooLarge, ConnectionLost.
         """
         self.give_up()
+        self._expect_open()
         while self._next() is None and not self._exchange.settled:
             yield Wait("read", self._socket.fileno())
             self._read()
@@ -98,12 +104,13 @@ class Connection:
 
     def tell(self, message: Signal) -> Steps[None]:
         """Sends a message that has no reply, whatever is in flight. Waits for nothing but room in the socket; where the
-        daemon has hung up, the next call says so."""
-        yield from self._send(lambda: encode(message))
+        daemon has hung up, the next call says so. Raises InvalidRequest for a text that the wire cannot carry."""
+        yield from self._send(lambda: frame_of(message))
 
     def receive(self) -> Steps[Delivery]:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
         while (delivery := self._next()) is None:
+            self._expect_open()
             yield Wait("read", self._socket.fileno())
             self._read()
         if isinstance(delivery.message, Failure):
@@ -127,6 +134,19 @@ class Connection:
         """Closes the connection; the error for a reply that does not fit its request."""
         self.close()
         return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
+
+    def _expect_open(self) -> None:
+        """Raises InvalidRequest where this process was forked from the connection's, ConnectionLost where it is
+        closed."""
+        if not self.closed:
+            return
+        if self._process != os.getpid():
+            raise InvalidRequest(
+                f"this call was begun in process {self._process}, from which this one ({os.getpid()}) was forked, and "
+                "its replies come there: close it here, and make another",
+                process=self._process,
+            )
+        raise ConnectionLost(f"the connection to {self.address} was closed here")
 
     def _send(self, frame: Callable[[], bytes], fds: Sequence[int] = ()) -> Steps[None]:
         """`frame` is made in here: one that is counted as sent, and is not, would be waited for."""
@@ -158,6 +178,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
+                self._expect_open()
                 raise ConnectionLost(f"the connection to {self.address} broke: {error.strerror}") from error
             self._exchange.receive(data, _descriptors(passed))
             if flags & socket.MSG_CTRUNC:
@@ -178,6 +199,18 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+
+_all: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a process that has just been forked. Closing tells the daemon nothing: the parent has the socket, too."""
+    for connection in list(_all):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:

@@ -26,6 +26,7 @@ from djinn_client.protocol import (
     Request,
     ServerMessage,
     SessionExported,
+    Signal,
     decode_reply,
     encode,
 )
@@ -60,14 +61,11 @@ class Exchange:
     def start(self, request: Request, fds: int = 0) -> bytes:
         """Gives the request its id and returns its frame, with which `fds` descriptors travel.
 
-        Raises InvalidRequest for a number that the wire cannot carry, FrameTooLarge.
+        Raises InvalidRequest for what the wire cannot carry, FrameTooLarge.
         """
         assert self.settled, "a request is in flight"
         request.id = self._last_id + 1
-        try:
-            frame = encode(request, fds)  # type: ignore[arg-type]  # every subclass of Request is a ClientMessage
-        except OverflowError as error:
-            raise InvalidRequest(f"a number in this call is too large: {error}") from error
+        frame = frame_of(request, fds)
         length = len(frame) - HEADER.size
         if length > MAX_REQUEST:
             raise FrameTooLarge(
@@ -122,6 +120,21 @@ class Exchange:
         if frame.fds and not isinstance(message, Logits | Generated | SessionExported):
             raise ProtocolError(f"a {type(message).__name__} brings file descriptors that have no meaning in it")
         return Delivery(message, [self._fds.popleft() for _ in range(frame.fds)])
+
+
+def frame_of(message: Request | Signal, fds: int = 0) -> bytes:
+    """Its frame. Raises InvalidRequest for a number or a text that the wire cannot carry."""
+    try:
+        return encode(message, fds)  # type: ignore[arg-type]  # every subclass of Request is a ClientMessage
+    except OverflowError as error:
+        raise InvalidRequest(f"a number in this call is too large: {error}") from error
+    except UnicodeEncodeError as error:
+        surrogate = error.object[error.start]
+        raise InvalidRequest(
+            f"a text here has a lone surrogate, {surrogate!r} at position {error.start:,}, which is no Unicode; "
+            'text.encode("utf-8", "replace").decode() has a question mark in its place',
+            position=error.start,
+        ) from error
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -7,12 +7,12 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.host_memory import available
 from djinn_client.image import Image, ImageBuffer, ImageTensor
 from djinn_client.named_tensors import NamedTensors
 from djinn_client.packed import PackedForm, Unit
@@ -26,8 +26,8 @@ def fill(fd: int, image: Image, tensors: NamedTensors, progress: Callable[[int, 
     Raises ModelRejected with the tensor at fault, OutOfMemory, djinn_client.packed.Unpackable.
     """
     names = tensors.names_for(image)
-    free = _available()
-    if image.nbytes > free:
+    free = available()
+    if free is not None and image.nbytes > free:
         raise OutOfMemory(
             f"the model takes {image.nbytes:,} bytes of host memory, and {free:,} are available",
             needed=image.nbytes,
@@ -99,11 +99,3 @@ def _place(plain: Tensor, wanted: ImageTensor, tensor: Tensor) -> None:
 def seal(fd: int) -> None:
     """Nobody maps it for writing any more, and nobody will."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, IMAGE_SEALS | fcntl.F_SEAL_SEAL)
-
-
-def _available() -> int:
-    """Bytes of host memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

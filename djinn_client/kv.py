@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from djinn_client.control import Client
-from djinn_client.errors import InvalidRequest, OutOfMemory, ProtocolError
+from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
 from djinn_client.kv_layout import KvLayout
 from djinn_client.protocol import ModelInfo, SessionExported
 from djinn_client.shm import map_window, map_writable, new_window, seal_for_writers
@@ -91,6 +91,10 @@ class KvWindow(KV):
         super().__init__(layout, length, map_writable(self.fd, nbytes), None)
         seal_for_writers(self.fd)
 
+    @property
+    def closed(self) -> bool:
+        return not self._closer.alive
+
     def close(self) -> None:
         """Closes the descriptor; the memory goes with the last tensor over it."""
         self._closer()
@@ -118,11 +122,19 @@ def kv_window(
 ) -> KvWindow:
     """An empty window for the KV of so many tokens of a model, which is loaded first if it is not there.
 
-    Raises InvalidRequest for no tokens, OutOfMemory, and what loading raises."""
+    Raises InvalidRequest for no tokens, PromptTooLong for more than the model's context has, OutOfMemory, and what
+    loading raises."""
     if tokens < 1:
         raise InvalidRequest(f"a window for {tokens} tokens; it must be for 1 or more", field="tokens")
     with Client(address) as client:
-        return KvWindow(layout_of(client.load(model, on_progress=on_progress)), tokens)
+        loaded = client.load(model, on_progress=on_progress)
+    if tokens > loaded.max_context:
+        raise PromptTooLong(
+            f"a window for {tokens:,} tokens; the context of {loaded.name} has {loaded.max_context:,}",
+            tokens=tokens,
+            max_context=loaded.max_context,
+        )
+    return KvWindow(layout_of(loaded), tokens)
 
 
 def window_with(
@@ -130,6 +142,7 @@ def window_with(
 ) -> KvWindow:
     """`kv` in a window: it is one, or is copied into one. Raises InvalidRequest where it does not fit the tokens."""
     if isinstance(kv, KvWindow):
+        _expect_open(kv)
         window = kv
     elif isinstance(kv, KV):
         window = KvWindow(kv.layout, kv.length)
@@ -144,6 +157,15 @@ def window_with(
             field="tokens",
         )
     return window
+
+
+def _expect_open(window: KvWindow) -> None:
+    if window.closed:
+        raise InvalidRequest(
+            f"the window of {window.length:,} tokens was closed, so it cannot be handed over: close it behind from_kv, "
+            "or give its pages, which are copied then",
+            field="kv",
+        )
 
 
 def _copy_pages(window: KvWindow, pages: Any) -> None:

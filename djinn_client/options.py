@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -15,12 +16,13 @@ from djinn_client.protocol import Generate, Request, Sampling, Signal
 M = TypeVar("M", bound=Request | Signal)
 
 TOKEN_LIMIT = 1 << 31
+MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 
 
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate` and `stream`.
 
-    max_tokens           at most so many new tokens; default 256
+    max_tokens           at most so many new tokens, 1 or more; default 256
     temperature          0 (the default) is greedy; sampling draws from softmax(logits / temperature)
     top_k                only the k likeliest tokens; 0 (the default) is off
     top_p                only the likeliest tokens that together have this probability; 1 (the default) is off
@@ -30,10 +32,12 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty   1 (the default) is off; tokens of prompt and output (CTRL, Keskar et al. 2019)
     presence_penalty     0 (the default) is off; taken from the logits of tokens in the output
     seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
-    stop                 strings that end the output; the one that ended it is not part of the text
-    stop_token_ids       tokens that end the output
+    stop                 strings that end the output, at most 16 of at most 256 characters; the one that ended it is not
+                         part of the text
+    stop_token_ids       tokens that end the output, at most 256
     ignore_eos           go on after the model's own end token
-    logprobs             None (the default) is off; n: natural-log probability of each chosen token and the n likeliest
+    logprobs             None (the default) is off; n, from 0 to 20: natural-log probability of each chosen token and
+                         the n likeliest
     expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
@@ -97,7 +101,12 @@ def generate_request(
         fields["text"] = prompt
     elif prompt is not None:
         fields["token_ids"] = token_ids(prompt)
-    return build(Generate, session=session, sampling=sampling, stream=stream, **fields)
+    request = build(Generate, session=session, sampling=sampling, stream=stream, **fields)
+    if request.max_tokens > MAX_NEW_TOKENS:
+        raise InvalidRequest(
+            f"max_tokens is {request.max_tokens}; it must be from 1 to {MAX_NEW_TOKENS}", field="max_tokens"
+        )
+    return request
 
 
 def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
@@ -143,4 +152,18 @@ def build(kind: type[M], /, **fields: Any) -> M:
     try:
         return msgspec.convert({"id": 0, "type": kind.__struct_config__.tag, **fields}, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise InvalidRequest(f"{kind.__name__}: {error}") from error
+        raise InvalidRequest(f"{kind.__name__}: {error}{_choice(kind, str(error))}") from error
+
+
+def _choice(kind: type[M], error: str) -> str:
+    """What msgspec's account of a wrong word leaves out: the right ones."""
+    found = re.fullmatch(r"Invalid enum value .* - at `\$\.(\w+)`", error, re.DOTALL)
+    words = _words(get_type_hints(kind)[found[1]]) if found else []
+    return f"; it must be one of {', '.join(words)}" if words else ""
+
+
+def _words(hint: Any) -> list[str]:
+    """Those of a Literal, which may be one of several types."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for part in get_args(hint) for word in _words(part)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from djinn_client.breakpoints import HitInfo
@@ -66,9 +68,9 @@ Entry = OpenSession | AttachSession | ForkSession | ImportSession  # what gives 
 class SessionSteps:
     """One session over one connection.
 
-    The session outlives its connection: where that was lost, or an interrupt had to close it, the next call connects
-    again and attaches. One call at a time; a second one meanwhile, from another thread or task or inside the loop over
-    an open stream, raises SessionBusy.
+    The session outlives its connection: where that was lost, or an interrupt had to close it, or in a process that was
+    forked from the connection's, the next call connects again and attaches. One call at a time; a second one meanwhile,
+    from another thread or task or inside the loop over an open stream, raises SessionBusy.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -81,6 +83,7 @@ class SessionSteps:
         self._left: Hit | None = None  # by its last call; unmapping 20 MB takes a millisecond, and has time in the next
         self.interventions: Interventions | None = None
         self._ended = ""  # "closed" or "detached"
+        self._process = 0  # that has entered it, and ends it
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
         self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
 
@@ -183,30 +186,47 @@ class SessionSteps:
     def stopped_at(self, at: HitInfo | None) -> None:
         self.at, self.hit = at, None
 
+    @property
+    def ended(self) -> bool:
+        """It was closed or detached here."""
+        return bool(self._ended)
+
     def close(self) -> Steps[None]:
-        """Closes the session in the daemon, and does nothing where it is closed, detached or gone already."""
+        """Closes the session in the daemon, and does nothing where it is closed, detached or gone already. In a process
+        that was forked from the session's this hangs up only."""
         if self._ended or self._info is None:
+            return
+        if self._process != os.getpid():
+            self.detach()
             return
         self._close_stream()
         self._expect_idle()
         with self._turn:
             try:
-                if self._connection is None or self._connection.closed:
-                    self._connection = yield from connect(self._address)
-                yield from self._connection.call(build(CloseSession, session=self._info.id), Done)
-                self._ended = "closed"
-            except (ConnectionLost, SessionNotFound):
+                yield from self._close_there(build(CloseSession, session=self._info.id))
                 self._ended = "closed"
             finally:
                 self._hang_up()
 
+    def _close_there(self, request: CloseSession) -> Steps[None]:
+        """The connection may have been lost since the last call, with a daemon whose successor has the session."""
+        with suppress(ConnectionLost, SessionNotFound):
+            if self._connection is not None and not self._connection.closed:
+                with suppress(ConnectionLost):
+                    yield from self._connection.call(request, Done)
+                    return
+            self._connection = yield from connect(self._address)
+            yield from self._connection.call(request, Done)
+
     def detach(self) -> None:
-        """Closes the connection only. The daemon keeps the session for its grace time; `attach` takes it up again."""
+        """Closes the connection only. The daemon keeps the session for its grace time; `attach` takes it up again. Does
+        nothing where it is not open yet."""
         self._close_stream()
         self._expect_idle()
         with self._turn:
-            self._ended = self._ended or "detached"
-            self._hang_up()
+            if self._info is not None:
+                self._ended = self._ended or "detached"
+                self._hang_up()
 
     def next_of(self, stream: StreamSteps) -> Steps[Delivery]:
         """The stream's next reply; the first time, this sends its request. From then on the session is the stream's."""
@@ -263,6 +283,7 @@ class SessionSteps:
         self._expect_idle()
         with self._turn:
             if self._info is None:
+                self._process = os.getpid()
                 yield from self._begin(request, on_progress, fds)
 
     def _begin(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -10,16 +11,20 @@ import os
 import weakref
 
 from djinn_client.errors import OutOfMemory, ProtocolError
+from djinn_client.host_memory import available
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 IMAGE_SEALS = SEALS | fcntl.F_SEAL_WRITE  # of what a client hands over for good
 FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE: who has it mapped may go on writing, nobody else, nor punch holes into it
+LARGE = 64 << 20  # bytes; what the host has left is not asked for less
 
 
 def new_window(name: str, nbytes: int) -> int:
     """The descriptor of a new memfd of so many bytes, all reserved, sealed against shrinking and growing.
 
     Raises OSError where the host has no memory for it."""
+    if nbytes >= LARGE and (left := available()) is not None and nbytes > left:
+        raise OSError(errno.ENOMEM, f"{left:,} bytes of the host's memory are available")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, nbytes)

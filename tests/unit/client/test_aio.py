@@ -263,6 +263,41 @@ def test_detach_and_attach(daemon: ScriptedDaemon) -> None:
     asyncio.run(main())
 
 
+def test_closing_finds_that_the_daemon_has_been_restarted(daemon: ScriptedDaemon) -> None:
+    asked = []
+
+    def restarted(line: Line) -> None:
+        line.welcome()
+        expect_close(line)
+        asked.append(line)
+
+    async def main() -> None:
+        async with djinn.AsyncSession("djinn-tiny", address=address):
+            pass
+
+    address = daemon.play(Line.open_session, restarted)
+    asyncio.run(main())
+    daemon.stop()
+    assert len(asked) == 1
+
+
+def test_what_is_not_open_yet_can_be_detached_and_closed_and_opened_then(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.open_session()
+        expect_generate(line, "hi")
+        expect_close(line)
+
+    async def main() -> None:
+        s = djinn.AsyncSession("djinn-tiny", address=address)
+        await s.detach()
+        await s.close()
+        async with s:
+            assert (await s.generate("x")).text == "hi"
+
+    address = daemon.play(script)
+    asyncio.run(main())
+
+
 def test_many_sessions_in_one_loop(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()

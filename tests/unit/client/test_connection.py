@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from djinn_client.connection import Connection
-from djinn_client.errors import ConnectionLost, ProtocolError, SessionNotFound
+from djinn_client.errors import ConnectionLost, InvalidRequest, ProtocolError, SessionNotFound
 from djinn_client.protocol import (
     MAX_REQUEST,
     Cancel,
@@ -23,6 +23,7 @@ from djinn_client.protocol import (
     ModelReply,
     Ping,
     Progress,
+    Signal,
     Timings,
     decode_request,
     encode,
@@ -84,6 +85,25 @@ def test_a_failure_is_raised_and_the_connection_goes_on(pair: Pair) -> None:
     assert caught.value.data == {"session": "x"}
     pair.reply(Done(id=2))
     assert run(pair.connection.call(Ping(id=0), Done)).message == Done(id=2)
+
+
+def test_what_cannot_be_sent_leaves_the_connection_as_it_is(pair: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        run(pair.connection.call(Generate(id=0, session="s", text="\ud800"), Done))
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        run(pair.connection.tell(Signal("s", "IO_WAIT", tool="\ud800")))
+    assert pair.arrived() == []
+    pair.reply(Done(id=1))
+    assert run(pair.connection.call(Ping(id=0), Done)).message == Done(id=1)
+
+
+def test_a_connection_that_was_closed_says_so(pair: Pair) -> None:
+    begun = pair.connection.call(Ping(id=0), Done)
+    next(begun)
+    pair.connection.close()
+    for steps in (begun, pair.connection.call(Ping(id=0), Done), pair.connection.receive()):
+        with pytest.raises(ConnectionLost, match="the connection to /test was closed here"):
+            run(steps)
 
 
 def test_progress_is_told(pair: Pair) -> None:

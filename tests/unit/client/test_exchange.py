@@ -152,6 +152,14 @@ def test_a_number_that_the_wire_cannot_carry_is_not_sent() -> None:
     assert exchange.settled
 
 
+def test_a_text_that_is_no_unicode_is_not_sent() -> None:
+    exchange = Exchange()
+    with pytest.raises(InvalidRequest, match=r"lone surrogate, '\\ud800' at position 1, .* a question mark") as caught:
+        exchange.start(Generate(id=0, session="s", text="x\ud800"))
+    assert caught.value.data == {"position": 1}
+    assert exchange.settled
+
+
 def test_descriptors_are_delivered_with_their_frame(descriptor: int) -> None:
     exchange = Exchange()
     exchange.start(Ping(id=0))

@@ -11,11 +11,12 @@ import torch
 from djinn_client import kv as kv_module
 from djinn_client import tensors
 from djinn_client.errors import InvalidRequest, OutOfMemory, ProtocolError
-from djinn_client.kv import KV, KvWindow, exported_kv, window_with
+from djinn_client.kv import KV, KvWindow, exported_kv, kv_window, window_with
 from djinn_client.kv_layout import KvLayout
-from djinn_client.protocol import SessionExported
+from djinn_client.protocol import LoadModel, ModelInfo, ModelReply, SessionExported
 from djinn_client.shm import new_window
 from tests.support.descriptors import open_descriptors
+from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 LAYOUT = KvLayout("float32", blocks=3, page_size=16, kv_heads=2, head_dim=4)
 TOKENS = 37
@@ -105,12 +106,44 @@ def test_without_torch_there_are_arrays(monkeypatch: pytest.MonkeyPatch) -> None
     assert KvWindow(KvLayout("bfloat16", 3, 16, 2, 4), 5).pages.dtype == np.uint16
 
 
+@pytest.mark.parametrize("tokens", [101, 10**12])
+def test_a_window_is_for_no_more_tokens_than_the_model_s_context(daemon: ScriptedDaemon, tokens: int) -> None:
+    address = daemon.play(loading)
+    with pytest.raises(InvalidRequest, match=f"for {tokens:,} tokens; the context of m has 100") as caught:
+        kv_window("m", tokens, address=address)
+    assert caught.value.data == {"tokens": tokens, "max_context": 100}
+
+
+def test_a_window_may_be_for_all_of_the_context(daemon: ScriptedDaemon) -> None:
+    assert kv_window("m", 100, address=daemon.play(loading)).length == 100
+
+
+def loading(line: Line) -> None:
+    line.welcome()
+    model = ModelInfo(
+        name="m", path="/m", dtype="float32", blocks=3, page_size=16, kv_heads=2, head_dim=4, max_context=100
+    )
+    line.send(ModelReply(id=line.expect(LoadModel).id, model=model))
+    line.expect_hang_up()
+
+
 # --- what from_kv takes ---------------------------------------------------------------------------------------------
 
 
 def test_a_window_is_taken_as_it_is(window: KvWindow) -> None:
     assert window_with("m", list(range(TOKENS)), window, None, None) is window
     assert window_with("m", list(range(TOKENS + 5)), window, None, None) is window
+
+
+def test_a_window_that_was_closed_is_refused_and_its_pages_are_not(
+    window: KvWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window.put(0, rows(0), rows(1))
+    window.close()
+    with pytest.raises(InvalidRequest, match="the window of 37 tokens was closed"):
+        window_with("m", list(range(TOKENS)), window, None, None)
+    monkeypatch.setattr(kv_module, "kv_window", lambda model, tokens, **more: KvWindow(LAYOUT, tokens))
+    assert torch.equal(window_with("m", list(range(TOKENS)), window.pages, None, None).key(0), rows(0))
 
 
 def test_other_kv_is_copied(window: KvWindow) -> None:

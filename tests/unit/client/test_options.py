@@ -15,7 +15,7 @@ from djinn_client.options import (
     token_ids,
 )
 from djinn_client.placing import Placing
-from djinn_client.protocol import Generate, LoadModel, OpenSession, Sampling
+from djinn_client.protocol import ForkSession, Generate, LoadModel, OpenSession, PauseSession, Request, Sampling
 
 
 def request(prompt: Any = "hi", **options: Any) -> Generate:
@@ -96,9 +96,26 @@ def test_what_is_no_token_id_of_any_model(token: int) -> None:
         token_ids([0, token])
 
 
-def test_a_priority_that_does_not_exist() -> None:
-    with pytest.raises(InvalidRequest, match="urgent"):
-        build(OpenSession, model="m", priority="urgent")
+@pytest.mark.parametrize(
+    ("message", "fields", "wrong"),
+    [
+        (OpenSession, {"model": "m", "priority": "urgent"}, "'urgent' .*priority.* one of interactive, agent, batch$"),
+        (ForkSession, {"session": "s", "priority": "a\nb"}, "one of interactive, agent, batch$"),
+        (PauseSession, {"session": "s", "tier": "tape"}, "'tape' .*tier.* one of device, host, disk$"),
+        (OpenSession, {"model": "m", "priority": 3}, "Expected `str`, got `int` - at `\\$.priority`$"),
+    ],
+)
+def test_a_word_that_does_not_exist_is_told_with_those_that_do(
+    message: type[Request], fields: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=wrong):
+        build(message, **fields)
+
+
+def test_more_tokens_than_a_call_may_generate() -> None:
+    assert request(max_tokens=(1 << 31) - 1).max_tokens == (1 << 31) - 1
+    with pytest.raises(InvalidRequest, match="max_tokens is 2147483648; it must be from 1 to 2147483647"):
+        request(max_tokens=1 << 31)
 
 
 def placing(**options: Any) -> Placing | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -327,6 +328,31 @@ def test_a_call_that_is_wrong_here_already_never_reaches_the_daemon(daemon: Scri
             s.generate("x", max_token=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.generate("\ud800"),
+        lambda s: s.generate("x", stop=["\ud800"]),
+        lambda s: next(s.stream("\ud800")),
+        lambda s: s.signal("IO_WAIT", tool="\ud800"),
+        lambda s: s.steer("\ud800", [1.0]),
+    ],
+)
+def test_a_text_that_is_no_unicode_leaves_the_session_usable(
+    daemon: ScriptedDaemon, call: Callable[[djinn.Session], object]
+) -> None:
+    def script(line: Line) -> None:
+        line.open_session()
+        request = line.expect(Generate)
+        line.send(generated(request.id, "fine"))
+        expect_close(line)
+
+    with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
+        with pytest.raises(InvalidRequest, match="lone surrogate"):
+            call(s)
+        assert s.generate("x").text == "fine"
+
+
 def test_detach_and_attach(daemon: ScriptedDaemon) -> None:
     def first(line: Line) -> None:
         line.open_session()
@@ -392,6 +418,36 @@ def test_closing_finds_the_daemon_gone(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=address):
         daemon.stop()
         os.unlink(address)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_closing_finds_that_the_daemon_has_been_restarted(daemon: ScriptedDaemon, there: bool) -> None:
+    asked = []
+
+    def restarted(line: Line) -> None:
+        line.welcome()
+        asked.append(line)
+        if there:
+            expect_close(line)
+        else:
+            request = line.expect(CloseSession)
+            line.send(Failure(id=request.id, code="session_not_found", message="gone"))
+            line.expect_hang_up()
+
+    with djinn.Session("djinn-tiny", address=daemon.play(Line.open_session, restarted)) as s:
+        pass
+    s.close()  # again does nothing
+    daemon.stop()
+    assert len(asked) == 1
+
+
+def test_closing_finds_that_the_daemon_goes_away_again(daemon: ScriptedDaemon) -> None:
+    def goes(line: Line) -> None:
+        line.welcome()
+        line.expect(CloseSession)
+
+    with djinn.Session("djinn-tiny", address=daemon.play(Line.open_session, goes)):
+        pass
 
 
 def test_what_happened_in_the_block_is_not_hidden_by_closing(daemon: ScriptedDaemon) -> None:

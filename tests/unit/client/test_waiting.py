@@ -105,6 +105,24 @@ def test_what_went_wrong_inside_io_wait_is_what_the_caller_sees(daemon: Scripted
         tool(s)
 
 
+def test_a_session_that_ends_inside_io_wait_computes_no_more(daemon: ScriptedDaemon) -> None:
+    def left(line: Line) -> None:
+        line.open_session()
+        expect_signals(line, WAITS)
+        line.expect_hang_up()
+
+    async def main() -> None:
+        async with djinn.AsyncSession("djinn-tiny", address=address) as s, s.io_wait():
+            await s.close()
+
+    address = daemon.play(expecting(WAITS), left, expecting(WAITS))
+    with djinn.Session("djinn-tiny", address=address) as s, s.io_wait():
+        s.close()
+    with djinn.Session("djinn-tiny", address=address) as s, s.io_wait():
+        s.detach()
+    asyncio.run(main())
+
+
 def test_asyncio_says_the_same(daemon: ScriptedDaemon) -> None:
     async def main() -> None:
         async with djinn.AsyncSession("djinn-tiny", address=address) as s:
