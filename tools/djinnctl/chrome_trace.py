@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def _gaps(track: str, pairs: Iterable[tuple[Span, Span]]) -> Iterator[Span]:
 
 def _start(span: Span) -> float:
     return span.start_us
+
+
+@contextmanager
+def writable(file: Path) -> Iterator[None]:
+    """Keeps it open, so that what is in the way is known before there is anything to write; what it has stays. A file
+    that was not there is removed again where the block fails. Raises OSError."""
+    was_there = file.exists()
+    with file.open("a"):
+        try:
+            yield
+        except BaseException:
+            if not was_there:
+                file.resolve().unlink(missing_ok=True)
+            raise
 
 
 def write(reply: TraceReply, file: Path) -> None:

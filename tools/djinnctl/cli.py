@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -18,6 +20,19 @@ class Commands(click.Group):
         except DjinnError as error:
             click.echo(f"djinnctl: {error.message}", err=True)
             ctx.exit(UNREACHABLE if isinstance(error, ConnectionLost) else FAILED)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """An OSError that names no file comes from writing to stdout. (Click itself ends where a pipe's reader has
+        gone.)"""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            click.echo(f"djinnctl: the output cannot be written: {error.strerror or error}", err=True)
+            with suppress(OSError):
+                sys.stdout.close()  # or Python tries to write the rest, and says so
+            sys.exit(FAILED)
 
 
 @click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})

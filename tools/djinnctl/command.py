@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
 from djinn_client import Client
+from djinn_client.address import candidates
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DONE, FAILED, UNREACHABLE = 0, 1, 2
+SILENCE_S = 5.0  # after which the user is told what is waited for
 
 EXIT_CODES = """\b
 Exit codes:
@@ -29,8 +34,29 @@ class Settings:
     address: str | None = None
     json: bool = False
 
-    def client(self) -> Client:
-        return Client(self.address)
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client that the daemon has answered. Raises ConnectionLost."""
+        with Client(self.address) as client:
+            with self.patience():
+                client.welcome()
+            yield client
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Says, once, where the block has waited SILENCE_S for the daemon's first answer, and lets it go on waiting."""
+        timer = threading.Timer(SILENCE_S, self._tell_of_silence)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell_of_silence(self) -> None:
+        paths = " or ".join(filter(os.path.exists, candidates(self.address)))
+        silence = f"the daemon at {paths} has not answered for {SILENCE_S:g} s"
+        click.echo(f"djinnctl: {silence}: waiting; Ctrl-C, or see `djinnctl doctor`", err=True)
 
 
 pass_settings = click.make_pass_decorator(Settings, ensure=True)

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import click
 
+from djinnctl.units import MOST, parse_resident, parse_seconds, parse_size
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+DAY_S = 86400.0
+
 
 def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from djinnctl.units import parse_size
-
     return _read(parse_size, ctx, param, value)
 
 
-def read_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    from djinnctl.units import parse_seconds
+def read_some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """For an option that has a default: 0 bytes, which would mean that default to the daemon, are wrong usage."""
+    size = read_size(ctx, param, value)
+    if size == 0:
+        raise click.BadParameter(f"{value!r} is no memory at all; leave the option out for the default", ctx, param)
+    return size
 
+
+def read_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     return _read(parse_seconds, ctx, param, value)
 
 
 def read_resident(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> int | float | Literal["auto"] | None:
-    from djinnctl.units import parse_resident
-
     return _read(parse_resident, ctx, param, value)
+
+
+def read_period(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Refuses nan, which click's ranges let through."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no time; write seconds, as 0.5", ctx, param)
+    return value
 
 
 def read_packing(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | None:
@@ -38,7 +52,8 @@ def read_packing(ctx: click.Context, param: click.Parameter, value: str | None) 
 watch_option = click.option(
     "--watch",
     metavar="[SECONDS]",
-    type=click.FloatRange(min=0.1),
+    type=click.FloatRange(min=0.1, max=DAY_S),
+    callback=read_period,
     is_flag=False,
     flag_value=2.0,
     default=None,
@@ -48,7 +63,7 @@ watch_option = click.option(
 
 def kv_option(command: F) -> F:
     what = "Memory for KV pages, as 4GiB. Default: what fits."
-    return click.option("--kv", callback=read_size, metavar="SIZE", help=what)(command)
+    return click.option("--kv", callback=read_some_size, metavar="SIZE", help=what)(command)
 
 
 def tier_options(command: F) -> F:
@@ -68,7 +83,7 @@ def placing_options(command: F) -> F:
             callback=read_packing,
             help="Whether bfloat16 blocks may be packed into the lossless 12-bit code.",
         ),
-        click.option("--slots", type=click.IntRange(min=0), metavar="N", help="Slots of the ring."),
+        click.option("--slots", type=click.IntRange(0, MOST), metavar="N", help="Slots of the ring."),
         click.option("--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes; or give slots."),
         click.option(
             "--resident",

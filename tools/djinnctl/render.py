@@ -196,13 +196,14 @@ def held_bytes(info: SessionInfo) -> int:
 
 
 def loaded(info: ModelInfo) -> str:
-    """One line about a model that has just been loaded."""
+    """A line about a model that has just been loaded, and one for each of its notes."""
     where = places(info)
-    return (
+    line = (
         f"{info.name} is {info.state}: {info.family}, {count(info.parameters)} parameters in {info.blocks} blocks"
         f"{f' ({where})' if where else ''}, {info.dtype}; weights {size(info.weight_bytes)}, "
         f"KV {size(info.kv_bytes)} in {info.pages} pages"
     )
+    return "\n".join((line, *(f"note: {note}" for note in info.notes)))
 
 
 def places(of: ModelInfo | ModelPlan) -> str:

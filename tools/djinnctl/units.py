@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+MOST = 2**63 - 1  # what the wire carries
 TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -62,10 +64,10 @@ def interval(seconds: float) -> str:
 
 
 def parse_resident(text: str) -> int | float | Literal["auto"]:
-    """`auto`, a count of blocks, or a share of them with a decimal point. Raises ValueError."""
+    """`auto`, a count of blocks up to MOST, or a share of them with a decimal point. Raises ValueError."""
     if text == "auto":
         return "auto"
-    if re.fullmatch(r"\d+", text):
+    if re.fullmatch(r"\d{1,19}", text) and int(text) <= MOST:
         return int(text)
     if re.fullmatch(r"\d*\.\d+", text) and float(text) <= 1.0:
         return float(text)
@@ -82,8 +84,11 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `4GiB`, `1.5 MiB`, `512B`. Raises ValueError for anything else, GB among it."""
+    """Bytes of `4GiB`, `1.5 MiB`, `512B`, up to MOST. Raises ValueError for anything else, GB among it."""
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write a number with {', '.join(UNITS)}, as 4GiB")
-    return int(float(match[1]) * 1024 ** UNITS.index(match[2]))
+    nbytes = int(Decimal(match[1]) * 1024 ** UNITS.index(match[2]))
+    if nbytes > MOST:
+        raise ValueError(f"{text!r} is too large a size; write less than {exact_size(MOST + 1)}")
+    return nbytes

@@ -8,7 +8,9 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -216,7 +218,32 @@ def answer(line: Line) -> None:
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner(env={"DJINND_ADDRESS": "", "NO_COLOR": "1", **environment}).invoke(main, arguments)
+    return CliRunner(env={"DJINND_ADDRESS": "", "NO_COLOR": "1", "COLUMNS": "", **environment}).invoke(main, arguments)
+
+
+def until_ctrl_c(ends: tuple[int, int], shown: bytes, *arguments: str) -> tuple[int, bytes]:
+    """Interrupts the command when it has `shown` something in its end of a pipe or a pseudo-terminal. Its exit code,
+    and all that came out."""
+    ours, theirs = ends
+    command = [sys.executable, "-m", "djinnctl", *arguments]
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        output = b""
+        try:
+            while shown not in output:
+                data = os.read(ours, 1 << 16)
+                assert data, output
+                output += data
+            process.send_signal(signal.SIGINT)
+            with suppress(OSError):  # EIO: nobody has the other end any more
+                while data := os.read(ours, 1 << 16):
+                    output += data
+            process.wait()
+        finally:
+            process.kill()
+            os.close(ours)
+    return process.returncode, output
 
 
 @pytest.fixture
@@ -261,7 +288,7 @@ def test_status_of_a_daemon_that_has_measured_nothing(daemon: ScriptedDaemon) ->
 
 @pytest.mark.parametrize("arguments", [("status",), ("ps",), ("top",), ("models",), ("status", "--check")])
 def test_every_table_fits_80_columns_and_has_no_colour_of_its_own(address: str, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments, "--address", address)
+    result = run(*arguments, "--address", address, COLUMNS="80")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "\x1b" not in result.stdout
 
@@ -372,20 +399,8 @@ def test_top_tells_the_rate_between_two_glances(daemon: ScriptedDaemon, monkeypa
 
 def test_top_on_a_terminal_goes_on_until_ctrl_c(address: str) -> None:
     """A pseudo-terminal, because a pipe gets one frame."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "djinnctl", "top", "--address", address]
-    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        shown = b""
-        while shown.count(b"tokens/s:") < 1:  # the second frame has a rate
-            shown += os.read(ours, 1 << 16)
-        process.send_signal(signal.SIGINT)
-        with suppress(OSError):  # EIO: nobody has the other end any more
-            while data := os.read(ours, 1 << 16):
-                shown += data
-    os.close(ours)
-    assert process.returncode == 0
+    code, shown = until_ctrl_c(pty.openpty(), b"tokens/s:", "top", "--address", address)  # the second frame has a rate
+    assert code == 0
     assert b"Traceback" not in shown and shown.endswith(b"\x1b[?25h"), "the cursor is back"
 
 
@@ -398,9 +413,13 @@ def test_session_ids_are_never_cut(daemon: ScriptedDaemon) -> None:
         info = session_info(id=long_id, model="meta-llama/Llama-2-13b-hf", tokens=131_072, kv_tokens=131_072)
         line.send(Sessions(id=request.id, sessions=[info]))
 
-    result = run("ps", "--address", daemon.play(script))
+    address = daemon.play(script)
+    result = run("ps", "--address", address, COLUMNS="80")
     assert long_id in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+    whole = run("ps", "--address", address).stdout
+    assert "…" in result.stdout and "…" not in whole, "a pipe gets everything"
+    assert "meta-llama/Llama-2-13b-hf interactive" in words(whole)
 
 
 def test_no_sessions_and_no_models(daemon: ScriptedDaemon) -> None:
@@ -434,13 +453,19 @@ def test_load_says_where_the_blocks_are(address: str) -> None:
     assert "in 40 blocks (29 plain, 0 packed, 11 streamed: 6.5 GiB a step), float32;" in words(result.stdout)
 
 
+def test_load_says_what_is_not_as_it_was_asked(address: str) -> None:
+    lines = run("load", "llama", "--resident", "auto", "--address", address).stdout.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("llama is ready")
+    assert lines[1] == f"note: {STREAMED.notes[0]}"
+
+
 def test_models_say_where_the_blocks_are_and_why(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.welcome()
         request = line.expect(ListModels)
         line.send(Models(id=request.id, models=[TINY, STREAMED]))
 
-    result = run("models", "--address", daemon.play(script))
+    result = run("models", "--address", daemon.play(script), COLUMNS="80")
     assert "llama: 29 plain, 0 packed, 11 streamed: 6.5 GiB a step" in result.stdout
     assert "llama: float16 blocks stay plain" in result.stdout
     assert "djinn-tiny:" not in result.stdout
@@ -587,6 +612,32 @@ def test_wrong_places_are_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [
+        ("9" * 400 + "GiB", ("budget",)),
+        ("9" * 400 + "GiB", ("plan", "m", "--memory")),
+        ("8388608TiB", ("load", "m", "--kv")),
+        ("8388608TiB", ("load", "m", "--host-kv")),
+        (str(2**63), ("plan", "m", "--slots")),
+        (str(2**63), ("load", "m", "--resident")),
+        (str(2**63), ("prefix", "publish", "s", "--tokens")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value[:20],
+)
+def test_what_the_wire_cannot_carry_is_wrong_usage(value: str, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, value)
+    option = arguments[-1] if len(arguments) > 1 else "[SIZE]"
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("plan", "m", "--memory"), ("plan", "m", "--kv"), ("load", "m", "--kv")])
+def test_nothing_is_not_the_default(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "0B")
+    assert result.exit_code == 2
+    assert "'0B' is no memory at all; leave the option out for the default" in words(result.stderr)
+
+
 def test_free_lowers_the_budget_and_says_how_to_give_it_back(address: str) -> None:
     result = run("free", "4.5GiB", "--address", address)
     assert result.exit_code == 0, result.stderr
@@ -707,10 +758,74 @@ def test_watch_reads_again_until_the_daemon_is_gone(daemon: ScriptedDaemon) -> N
     assert "closed the connection" in result.stderr
 
 
-def test_watch_shows_the_last_table(daemon: ScriptedDaemon) -> None:
-    result = run("models", "--watch", "0.1", "--address", daemon.play(three_times))
+@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}], ids=["plain", "FORCE_COLOR"])
+def test_watch_shows_every_table_where_there_is_no_terminal(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, colour: dict[str, str]
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    result = run("models", "--watch", "0.1", "--address", daemon.play(three_times), **colour)
     assert result.exit_code == 2
-    assert "3/128" in result.stdout
+    assert [word for word in result.stdout.split() if word.endswith("/128")] == ["1/128", "2/128", "3/128"]
+
+
+@pytest.mark.parametrize("ends", [os.pipe, pty.openpty], ids=["a pipe", "a terminal"])
+def test_watch_shows_at_once_and_ends_with_whole_lines(
+    daemon: ScriptedDaemon, ends: Callable[[], tuple[int, int]]
+) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        line.send(replace(STATUS, id=line.expect(GetStatus).id))
+        line.expect_hang_up()
+
+    arguments = ("status", "--check", "--watch", "3600", "--address", daemon.play(script))
+    code, shown = until_ctrl_c(ends(), b"1m15s", *arguments)
+    assert code == 0
+    assert shown.replace(b"\x1b[?25h", b"").splitlines()[-1] == b"check: consistent"
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e12", "86401", "0"])
+def test_watch_at_times_that_cannot_be_slept(seconds: str) -> None:
+    result = run("ps", "--watch", seconds)
+    assert result.exit_code == 2 and "Invalid value for '--watch'" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("ps",), ("ps", "--json"), ("--help",)], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(address: str, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "djinnctl", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": ":".join(filter(None, sys.path)), "DJINND_ADDRESS": address},
+        )
+    told = "djinnctl: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+@pytest.mark.parametrize("arguments", [("ps", "--json"), ("fork", "s-1", "--json")], ids=" ".join)
+def test_a_daemon_that_does_not_answer_is_told_of_while_it_is_waited_for(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    timers: list[threading.Timer] = []
+
+    class Elapsed(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+            self.function()
+
+    def script(line: Line) -> None:
+        line.welcome()
+        if isinstance(request := line.receive(), ListSessions):
+            line.send(Sessions(id=request.id, sessions=[]))
+
+    monkeypatch.setattr(threading, "Timer", Elapsed)
+    result = run(*arguments, "--address", daemon.play(script))
+    silence = f"djinnctl: the daemon at {daemon.address} has not answered for 5 s: waiting; Ctrl-C, or see"
+    assert result.stderr.splitlines()[0] == f"{silence} `djinnctl doctor`"
+    assert result.stdout == ("[]\n" if "ps" in arguments else "")
+    (timer,) = timers
+    assert timer.interval == 5.0 and timer.finished.is_set(), "it is cancelled when the daemon has answered"
 
 
 def test_ctrl_c_ends_watching_well(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

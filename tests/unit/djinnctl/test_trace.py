@@ -156,10 +156,25 @@ def test_a_file_that_cannot_be_written(daemon: ScriptedDaemon, asked: list[GetTr
     result = run(daemon, "-o", str(tmp_path / "nowhere" / "trace.json"))
     assert result.exit_code == 1
     assert "No such file or directory" in result.stderr
+    assert asked == [], "it is known before anything is recorded"
+
+
+def test_a_refusal_leaves_the_file_that_was_there(
+    daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("of yesterday")
+    assert run(daemon, "-o", str(file), "--steps", "0").exit_code == 1
+    assert file.read_text() == "of yesterday"
+    assert run(daemon, "-o", str(file)).exit_code == 0
+    assert len(plot.spans(json.loads(file.read_text()))) == 3
 
 
 def test_no_daemon_and_wrong_usage(tmp_path: Path) -> None:
     for arguments in (("-o", str(tmp_path)), ("--steps", "some"), ("--seconds", "long"), ("m",)):
         assert CliRunner().invoke(main, ["trace", *arguments]).exit_code == 2, arguments
+    for steps in ("-1", str(2**63)):
+        result = CliRunner().invoke(main, ["trace", "--steps", steps])
+        assert result.exit_code == 2 and "Invalid value for '--steps'" in result.stderr
     result = CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "t.json"), "--address", "/nowhere/s"])
     assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])

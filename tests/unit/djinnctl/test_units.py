@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinnctl.units import (
+    MOST,
     UNITS,
     count,
     duration,
@@ -91,14 +92,17 @@ def test_interval(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "resident"), [("auto", "auto"), ("0", 0), ("29", 29), ("0.73", 0.73), (".5", 0.5), ("1.0", 1.0)]
+    ("text", "resident"),
+    [("auto", "auto"), ("0", 0), ("29", 29), (str(MOST), MOST), ("0.73", 0.73), (".5", 0.5), ("1.0", 1.0)],
 )
 def test_resident_blocks(text: str, resident: float | str) -> None:
     assert parse_resident(text) == resident
     assert type(parse_resident(text)) is type(resident)
 
 
-@pytest.mark.parametrize("text", ["-1", "1.5", "nan", "inf", "73%", "", "all", "1e3", "2.", " 3"])
+@pytest.mark.parametrize(
+    "text", ["-1", "1.5", "nan", "inf", "73%", "", "all", "1e3", "2.", " 3", str(2**63), "9" * 5000]
+)
 def test_what_is_no_number_of_blocks(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of blocks; write auto, a count as 29"):
         parse_resident(text)
@@ -106,7 +110,7 @@ def test_what_is_no_number_of_blocks(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("4GiB", 4 << 30), (" 1.5 MiB ", 3 << 19), ("512B", 512), ("0 KiB", 0), ("2TiB", 2 << 40)],
+    [("4GiB", 4 << 30), (" 1.5 MiB ", 3 << 19), ("512B", 512), ("0 KiB", 0), ("2TiB", 2 << 40), (f"{MOST}B", MOST)],
 )
 def test_parse_size(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -128,6 +132,12 @@ def test_what_is_no_time(text: str) -> None:
 @pytest.mark.parametrize("text", ["4GB", "4", "GiB", "-1GiB", "4gib", "4 GiB more", "", "1e3MiB", "٤GiB "[:-1] + "x"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size; write a number with B, KiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", [f"{2**63}B", "8388608TiB", "9" * 400 + "GiB", "9" * 5000 + "B"])
+def test_a_size_that_the_wire_cannot_carry(text: str) -> None:
+    with pytest.raises(ValueError, match="is too large a size; write less than 8388608TiB"):
         parse_size(text)
 
 

@@ -11,6 +11,7 @@ from djinn_client import DjinnError, __version__
 from djinn_client.protocol import VERSION
 from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
 from djinnctl.options import watch_option
+from djinnctl.units import MOST
 
 
 @click.command(epilog=EXIT_CODES)
@@ -67,7 +68,7 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     show_default=True,
     help="Where to write it.",
 )
-@click.option("--steps", type=int, default=4, show_default=True, help="Steps to record, up to 100.")
+@click.option("--steps", type=click.IntRange(0, MOST), default=4, show_default=True, help="Steps to record, up to 100.")
 @click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
 @pass_settings
 def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
@@ -77,10 +78,10 @@ def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
     """
     from djinnctl import chrome_trace, screen
 
-    with settings.client() as client:
-        reply = client.trace(steps=steps, seconds=seconds)
     try:
-        chrome_trace.write(reply, output)
+        with chrome_trace.writable(output), settings.client() as client:
+            reply = client.trace(steps=steps, seconds=seconds)
+            chrome_trace.write(reply, output)
     except OSError as error:
         raise click.FileError(str(output), error.strerror) from error
     screen.show(lambda: chrome_trace.summary(reply, output), chrome_trace.told, as_json=settings.json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
-from djinnctl.options import kv_option, placing_options, read_seconds, read_size, tier_options, watch_option
+from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -74,7 +74,12 @@ def load(
 @click.command(epilog=EXIT_CODES)
 @everywhere
 @click.argument("model")
-@click.option("--memory", callback=read_size, metavar="SIZE", help="Device memory to plan for. Default: the budget.")
+@click.option(
+    "--memory",
+    callback=read_some_size,
+    metavar="SIZE",
+    help="Device memory to plan for. Default: the budget.",
+)
 @kv_option
 @placing_options
 @pass_settings

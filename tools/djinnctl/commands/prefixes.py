@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.units import MOST
 
 
 @click.group(epilog=EXIT_CODES)
@@ -16,7 +17,7 @@ def prefix() -> None:
 @prefix.command(epilog=EXIT_CODES)
 @everywhere
 @click.argument("session")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="The first N tokens. Default: all it has.")
+@click.option("--tokens", type=click.IntRange(1, MOST), metavar="N", help="The first N tokens. Default: all it has.")
 @pass_settings
 def publish(settings: Settings, session: str, tokens: int | None) -> None:
     """Make the beginning of SESSION public, as far as it fills pages.

@@ -124,7 +124,8 @@ def fork(settings: Settings, session: str) -> None:
     """
     from djinnctl import screen
 
-    parent = attach(session, address=settings.address)
+    with settings.patience():
+        parent = attach(session, address=settings.address)
     forked = parent.fork()
     for each in (forked, parent):
         each.detach()
