@@ -268,8 +268,8 @@ def test_captures_that_cannot_be(tenant: Tenant) -> None:
         (["blocks.*", "blocks.*.*"], 1, "has two stars"),
         (["b" * (1 << 20)], 1, "1,048,576 characters"),
         ([f"blocks.{n}" for n in range(100_000)], 1, "100,000 points are too many"),
-        ([POINT], -1, "max_tokens is -1; it must be 0 or more"),
-        ([], 0, "max_tokens is 0; it must be 1 or more"),
+        ([POINT], -1, "max_tokens is -1; it must be from 0 to 2147483647"),
+        ([], 0, "max_tokens is 0; it must be from 1 to 2147483647"),
     ):
         reply = tenant.capture(PROMPT, names, count)
         assert isinstance(reply, Failure)
