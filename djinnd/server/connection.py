@@ -78,7 +78,7 @@ class Connection:
         self._closing: asyncio.TimerHandle | None = None
         self._is_behind = False  # whole frames may wait in the decoder; the socket is not read meanwhile
         self._is_read = True  # the socket is watched for what comes
-        self._reads_on: asyncio.Handle | None = None
+        self._reads_on = False  # in the next turn, whatever is said of the socket
         self._loop.add_reader(sock, self._readable)
 
     @property
@@ -185,12 +185,16 @@ class Connection:
     def _readable(self) -> None:
         """Until there is nothing more, be it in turns: that a peer has gone and has left something unread, epoll says
         as an error, and of that uvloop calls once."""
-        self._reads_on = None
         for _ in range(READS_A_TURN):
             if not self._read():
                 return
-        if self._reads_on is None:
-            self._reads_on = self._loop.call_soon(self._readable)
+        if not self._reads_on:
+            self._reads_on = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._reads_on = False
+        self._readable()
 
     def _read(self) -> bool:
         """→ whether there may be more."""
