@@ -30,7 +30,7 @@ PIECE_BYTES = 64 << 20  # of one copy, at most
 HELD_BYTES = 16 << 20  # the same of what is held to a rate, so that each step beside has as many of them as the others
 IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
-AHEAD_S = 0.004  # from a step's launch until it may begin: that takes 1.4 to 1.7 ms, on a busy machine twice as long
+AHEAD_S = 0.004  # from a step's launch until it may begin: that takes 1.4 to 1.7 ms, and of 3 many were late
 HALF_BYTES = 2 << 20  # of a page's half, at least: each is a copy of its own
 _LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
 

@@ -70,10 +70,12 @@ class Composition:
         decode, and have all it takes: they get their rows here, and `room` hears of them together. The others are
         asked."""
         room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
-        step, aged, turn, klass = self._step, self._aged, self._turn, sessions[0].klass
+        step, turn, klass = self._step, self._turn, sessions[0].klass
         decodes_no_more = self._decoders[klass].discard
         is_part, moves_now = self._is_part, pages.moves
-        ones = 0  # rows that there is room for; nobody knows before somebody of the class has been asked
+        ones = (
+            0  # rows that there is room for; 0: the first is asked, as the aged one has to be, alone in its list
+        )
         taken = shielding = 0  # of these, and how many of them shield
         for session in sessions:
             if session is turn or (moves is not None and moves(session)):
@@ -86,7 +88,6 @@ class Composition:
                 or request.state is not _RUNNING
                 or request.stops
                 or session.stage is not None
-                or session is aged
                 or is_part
                 or (moves_now is not None and moves_now(session))
                 or (start % page_size == 0 and not pages.grow(session))  # else it holds the page

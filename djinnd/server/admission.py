@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
+from djinn_client.options import MAX_NEW_TOKENS
 from djinn_client.points import Point
 from djinn_client.protocol import (
     Forward,
@@ -20,7 +21,6 @@ from djinn_client.protocol import (
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
 MAX_DEADLINE_S = 86400.0
-MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
