@@ -73,9 +73,7 @@ class Composition:
         step, turn, klass = self._step, self._turn, sessions[0].klass
         decodes_no_more = self._decoders[klass].discard
         is_part, moves_now = self._is_part, pages.moves
-        ones = (
-            0  # rows that there is room for; 0: the first is asked, as the aged one has to be, alone in its list
-        )
+        ones = 0  # rows that there is room for; 0: the first is asked, as the aged one has to be, alone in its list
         taken = shielding = 0  # of these, and how many of them shield
         for session in sessions:
             if session is turn or (moves is not None and moves(session)):
