@@ -54,6 +54,7 @@ class Company:
         self._counted = 0  # of the rows; of those:
         self._blocks = range(0)  # that they run
         self._further = 0  # what they bring beyond one token each
+        self._kv = 0  # tokens of KV that those of one token read
 
     def is_slower_with(self, way: Way, count: int) -> bool:
         """Whether a row more takes less time in a step of its own."""
@@ -67,8 +68,8 @@ class Company:
         if (first, last) == (blocks.start, blocks.stop) or (count == 1 and both == blocks) or not further + count - 1:
             return False
         predict = self._times.predict
-        together = len(both) * predict(rows + 1, further + count - 1)
-        alone = len(blocks) * predict(rows, further) + (last - first) * predict(1, count - 1)
+        together = len(both) * predict(rows + 1, further + count - 1, self._kv)
+        alone = len(blocks) * predict(rows, further, self._kv) + (last - first) * predict(1, count - 1)
         return together > alone
 
     def _count(self) -> None:
@@ -76,6 +77,7 @@ class Company:
             first, last = row.first_block, row.last_block
             self._blocks = _joined(self._blocks, first, last) if self._counted else range(first, last)
             self._further += row.count - 1
+            self._kv += row.start if row.count == 1 else 0
             self._counted += 1
 
 

@@ -15,7 +15,7 @@ from djinnd.scheduler.ageing import Ageing
 from djinnd.scheduler.composition import Composition, Decoders
 from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.line import Line
-from djinnd.scheduler.policy import BRIEF, LATELY_S, Policy, Room
+from djinnd.scheduler.policy import BRIEF, LATELY_S, KvRead, Policy, Room
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.step_pages import Evictable, Order, StepPages
@@ -24,6 +24,7 @@ from djinnd.scheduler.why import QUOTA
 
 SHORT_STEPS = 64  # in which pages are taken to be short, after they were
 ROW_S = 1e-3  # device seconds of a row, while nobody knows
+USUALLY = 256  # steps that what a class usually reads is learnt from
 Account = tuple[Class, int]  # of a tenant in a class
 
 
@@ -57,6 +58,7 @@ class Composer:
         self._seated: set[str] = set()  # who held pages before it, where they are short
         self._lengthy: set[str] = set()  # who had much to read
         self._waiting_since: dict[Class, float] = {}  # when a row was last had by who has waited longest to read on
+        self._kv_read: dict[Class, KvRead] = {}  # of those who decode; of a class of which nobody does, what they did
         self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
 
     def set_policy(self, policy: Policy) -> None:
@@ -97,7 +99,7 @@ class Composer:
         request = session.request
         assert request is not None
         missing = (request.expected_tokens or request.max_tokens) - (len(session.tokens) - request.prompt_end)
-        return request.deadline - max(missing, 1) * self.times.predict(1)
+        return request.deadline - max(missing, 1) * self.times.predict(1, kv=len(session.tokens))
 
     def tenants(self, klass: Class) -> Collection[int]:
         """Those with a session of that class that waits for a row."""
@@ -188,27 +190,35 @@ class Composer:
         return self._kv.fits(session.id, len(session.tokens))
 
     def _survey(self) -> Decoders:
-        """Those that decode and can have a row. Notes of the others who has much to read, and since when one has had no
-        row."""
+        """Those that decode and can have a row. Notes how much KV they read, and of the others who has much to read,
+        and since when one has had no row."""
         is_moving = self._residence.is_moving if self._residence.sessions_move else None
         decoders: Decoders = {klass: set() for klass in CLASSES}
         self._lengthy, self._waiting_since = set(), {}
         for klass, some in decoders.items():
-            since = math.inf
+            since, kv = math.inf, 0
             for session in self._line.of(klass):
                 stage, tokens = session.stage, session.tokens
                 # session.remaining, spelt out: in every step, for all that stand in line
-                remaining = len(tokens) - (session.computed if stage is None else stage.done)
+                length = len(tokens)
+                remaining = length - (session.computed if stage is None else stage.done)
                 if remaining == 1:
                     if is_moving is None or not is_moving(session):
                         some.add(session)
+                        kv += length
                     continue
-                if remaining > BRIEF and len(tokens) - session.left_at > BRIEF:  # else little, once its KV is back
+                if remaining > BRIEF and length - session.left_at > BRIEF:  # else little, once its KV is back
                     self._lengthy.add(session.id)
                 if session.row_at < since and (is_moving is None or not is_moving(session)):
                     since = session.row_at
             self._waiting_since[klass] = since
+            if some:
+                self._note_kv(klass, kv / len(some))
         return decoders
+
+    def _note_kv(self, klass: Class, now: float) -> None:
+        usual = self._kv_read[klass].usual if klass in self._kv_read else now
+        self._kv_read[klass] = KvRead(now, usual + (now - usual) / USUALLY)
 
     def _next_apart(self) -> tuple[Session | None, int]:
         """Whose turn it is of those who wait for a step apart, and its tokens. It holds its pages, so that it can go
@@ -237,7 +247,7 @@ class Composer:
                 self._called_at[klass] = now
         waited = {klass: max(now - since, 0.0) for klass, since in self._waiting_since.items()}
         lately = [klass for klass, at in self._called_at.items() if now - at < LATELY_S]
-        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited)
+        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited, self._kv_read)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:
@@ -251,10 +261,11 @@ class Composer:
             return
         chunks = [row for row in rows if row.count > 1]
         further = sum([row.count for row in chunks]) - len(chunks)
+        kv = sum([row.start for row in rows if row.count == 1])
         if any(row.first_block == 0 for row in rows) and any(row.last_block == self._num_blocks for row in rows):
-            self.times.note(len(rows), further, seconds)
+            self.times.note(len(rows), further, seconds, kv)
         alone = seconds * len(rows) / (len(rows) + further)
-        alike = min(seconds, self.times.predict(len(rows)) or alone) if further else seconds
+        alike = min(seconds, self.times.predict(len(rows), kv=kv) or alone) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
         by_account: Counter[Account] = Counter([(row.session.klass, row.session.tenant) for row in rows])
         charges = {account: count * a_row for account, count in by_account.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
@@ -23,9 +24,10 @@ LEAST_CHUNK = 64
 # then lower classes take the device for as long as so many steps of one row, at most.
 LATELY_S = 10.0
 BUSY_STEPS = 3.0
-# Where those that decode take longer by themselves than `Policy.slowdown` allows for, what joins them makes the step at
-# most so many times as long.
+# Where those that decode take longer by themselves than `Policy.slowdown` allows for, prompts of their class make the
+# step at most so many times as long, and lower classes so many: these have other steps.
 CROWDED_SLOWDOWN = 1.1
+CROWDED_BY_LOWER = 1.05
 
 # Who has to read and has had no row for longer than this slows down those that decode in its class: a step may take as
 # many times longer as it has waited such times. Else each of them would have its tokens in time, and wake-ups would
@@ -85,6 +87,16 @@ def _touched(session: Session) -> int:
     return session.touched
 
 
+class KvRead(NamedTuple):
+    """Tokens of KV that a session of a class reads for a token, on average: of those that decode now, and usually."""
+
+    now: float = 0.0
+    usual: float = 0.0
+
+
+UNKNOWN: Mapping[Class, KvRead] = {}
+
+
 class Room:
     """What a step can still take, in rows, tokens and seconds, while sessions are asked in their order.
 
@@ -94,10 +106,11 @@ class Room:
     Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own;
     where nobody decodes, of a prompt that is read, from lower classes. With them, a step that decodes may take
     `slowdown` times as long as one of a single row does, and one that reads so many times as long as without them;
-    while nobody knows how long that is, they stay out of it until it has been measured. Who may call in a moment is
-    protected from finding the device busy with lower classes for long. Nobody is protected in the lowest class, nor who
-    has said that it works in bulk. Where reading the weights takes the time, as with a streamed model, joining costs
-    nothing, and all join.
+    while nobody knows how long that is, they stay out of it until it has been measured. Those rows take what reading
+    their class's usual KV takes: where that of the sessions at hand is longer, who joins makes way. Who may call in a
+    moment is protected from finding the device busy with lower classes for long. Nobody is protected in the lowest
+    class, nor who has said that it works in bulk. Where reading the weights takes the time, as with a streamed model,
+    joining costs nothing, and all join.
     """
 
     def __init__(
@@ -110,9 +123,11 @@ class Room:
         protected: Mapping[Class, int],
         lately: Collection[Class] = (),
         waited: Mapping[Class, float] = NOBODY,
+        kv: Mapping[Class, KvRead] = UNKNOWN,
     ) -> None:
-        """`decoding`: sessions by class that need one token; `protected`: of these, those that are. `lately`: classes
-        of which somebody may call in a moment. `waited`: seconds, for a row, of who has waited longest to read on."""
+        """`decoding`: sessions by class that need one token, which read so much `kv`; `protected`: of these, those that
+        are. `lately`: classes of which somebody may call in a moment. `waited`: seconds, for a row, of who has waited
+        longest to read on."""
         self._times = times
         self._policy = policy
         self._rows = max_rows  # that are left
@@ -121,30 +136,52 @@ class Room:
         self._protected = protected
         self._lately = lately
         self._waited = waited
+        self._kv = kv
         self._taken = self._further = 0  # rows, and what they bring beyond one token each
+        self._chunks = 0  # of these rows, those of a prompt
         self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
+        self._kv_decoders = 0.0  # tokens of KV that these usually read; those of the class being asked do not count
+        self._before = self._decoders_before = 0  # rows that decode, and decoders, when this class was asked first
+        self._kv_before = 0.0  # tokens of KV that those rows read
         self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
         self._spared = math.inf  # seconds of the step, for the sake of classes that have rows in it
         self._limit = math.inf  # the same for the class that is being asked, also where none of those has
+        self._klass = CLASSES[0]
         self._enter(CLASSES[0])
 
     def _enter(self, klass: Class) -> None:
+        self._leave()
         self._klass = klass
-        self._spared = min(self._spared, self._longest(self._decoders) if self._decoders else self._reading())
+        decoders, kv_decoders = self._decoders, self._kv_decoders
+        longest = self._longest(decoders, kv_decoders, CROWDED_BY_LOWER) if decoders else self._reading()
+        self._spared = min(self._spared, longest)
         self._limit = self._until_free(klass) if self._spared == math.inf else self._spared
         own = min(self._protected[klass], self._rows, self._tokens)
         self._chunk_limit = self._limit
         if own:
-            self._chunk_limit = min(self._limit, self._longest(self._decoders + own) * self._indulgence(klass))
+            kv_decoders += own * self._kv_read(klass).usual
+            longest = self._longest(decoders + own, kv_decoders, CROWDED_SLOWDOWN)
+            self._chunk_limit = min(self._limit, longest * self._indulgence(klass))
         self._owed = LEAST_CHUNK if own and self._limit > 0 else 0
         self._measure()
 
-    def _longest(self, decoders: int) -> float:
-        """Seconds that a step may take for the sake of so many rows that decode. 0: these are to be measured."""
+    def _leave(self) -> None:
+        """The class that was asked is not any more: what its rows read is counted."""
+        kv, decoding = self._kv_read(self._klass), self._taken - self._chunks
+        self._kv_before += (decoding - self._before) * kv.now
+        self._kv_decoders += (self._decoders - self._decoders_before) * kv.usual
+        self._before, self._decoders_before = decoding, self._decoders
+
+    def _kv_read(self, klass: Class) -> KvRead:
+        return self._kv.get(klass, KvRead())
+
+    def _longest(self, decoders: int, kv: float, crowded: float) -> float:
+        """Seconds that a step may take for the sake of so many rows that decode, and usually read so many tokens of KV.
+        0: these are to be measured."""
         if self._times.wants(decoders):
             self._times.ask(decoders)
             return 0.0
-        return self._longest_of(self._times.predict(1), self._times.predict(decoders))
+        return self._longest_of(self._times.predict(1, kv=kv / decoders), self._times.predict(decoders, kv=kv), crowded)
 
     def _indulgence(self, klass: Class) -> float:
         """How many times longer than else a step of those that decode may take, for the sake of who has waited."""
@@ -155,7 +192,7 @@ class Room:
     def _reading(self) -> float:
         """The same for the sake of the prompts that are read, where nobody decodes."""
         alone = self._times.predict(self._readers, self._read) if self._readers else 0.0
-        return self._longest_of(alone, alone)
+        return self._longest_of(alone, alone, 1.0)
 
     def _until_free(self, klass: Class) -> float:
         """Seconds for which the device may be this class's, for the sake of higher ones that have no row."""
@@ -164,28 +201,31 @@ class Room:
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
         return max(BUSY_STEPS * row, least, self._policy.between_tokens) if row else math.inf
 
-    def _longest_of(self, usual: float, alone: float) -> float:
+    def _longest_of(self, usual: float, alone: float, crowded: float) -> float:
         """Seconds of a step that without those who join takes `alone`; inf where nobody knows."""
         policy = self._policy
         if not alone:
             return math.inf
-        return max(policy.slowdown * usual, min(policy.slowdown, CROWDED_SLOWDOWN) * alone, policy.between_tokens)
+        return max(policy.slowdown * usual, min(policy.slowdown, crowded) * alone, policy.between_tokens)
 
     def _measure(self) -> None:
         """What there is room for in this class: rows in the step, and tokens of a chunk beside all of the class that
         decode."""
-        self._most_rows = max(self._times.rows_within(self._limit, self._further), int(self._spared == math.inf))
+        each = self._kv_read(self._klass).now
+        kv = self._kv_before - (self._before + self._chunks) * each
+        within = self._times.rows_within(self._limit, self._further, kv, each)
+        self._most_rows = max(within, int(self._spared == math.inf))
         decoding = min(self._decoding[self._klass], self._rows, max(self._most_rows - self._taken, 0))
         rows = self._taken + decoding + 1
         self._chunk = self._tokens_within(self._chunk_limit, rows)
         if self._owed:
             self._chunk = max(self._chunk, min(self._owed, self._tokens_within(self._limit, rows)))
-        elif not self._taken and self._spared == math.inf:
-            self._chunk = max(self._chunk, 1)
 
     def _tokens_within(self, seconds: float, rows: int) -> int:
-        """Of the chunk that is the last of these rows."""
-        further = self._times.further_within(seconds, rows) - self._further
+        """Of the chunk that is the last of these rows. What it reads of KV is in what chunks take."""
+        decoding = rows - 1 - self._chunks
+        kv = self._kv_before + (decoding - self._before) * self._kv_read(self._klass).now
+        further = self._times.further_within(seconds, rows, kv) - self._further
         return further + 1 if further > 0 else 0
 
     @property
@@ -204,7 +244,8 @@ class Room:
         reserved = min(self._decoding[klass], self._rows - spared, self._tokens - spared)
         if reserved == self._rows:
             return 0
-        return max(min(remaining, self._tokens - reserved, self._chunk), 0)
+        least = int(not self._taken and not self._owed and self._spared == math.inf)
+        return max(min(remaining, self._tokens - reserved, max(self._chunk, least)), 0)
 
     def ones(self, klass: Class) -> int:
         """Rows of one token that this step has room for."""
@@ -226,6 +267,7 @@ class Room:
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Uses up `count` tokens, of those that `share` answered for `remaining`."""
         self._taken += 1
+        self._chunks += remaining > 1
         self._further += count - 1
         self._tokens -= count
         self._rows -= 1

@@ -1,8 +1,9 @@
 """How long steps take: as measured, without a model of the device.
 
-A step takes what its rows take if each brings one token, and more by the further tokens of those that read a prompt:
+A step takes what its rows take if each brings one token, more by the further tokens of those that read a prompt, and
+more by the KV that the others read:
 
-    seconds = rows(how many) + further(how many)
+    seconds = rows(how many) + further(how many) + kv_time * tokens of KV
 
 Few rows take the time of reading the weights, many that of multiplying with them, a streamed model's that of the bus;
 a device that runs prompts otherwise than single tokens shows it in `further`. Both are curves that never fall, known at
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+
+from djinnd.scheduler.kv_time import KvTime
 
 _KEPT = 5  # measurements of a size, of which the median counts: a hiccup does not
 _FORGOTTEN = 1024  # measurements after which a size is tried again: what was slow once need not be so
@@ -28,33 +31,43 @@ class StepTimes:
     def __init__(self) -> None:
         self._rows = Curve()
         self._further = Curve()
+        self._kv = KvTime()
         self._asked: Counter[int] = Counter()  # for how long so many rows alone take, by bucket
 
-    def note(self, rows: int, further: int, seconds: float) -> None:
-        """A step of so many rows, that brought so many tokens beyond one each."""
+    def note(self, rows: int, further: int, seconds: float, kv: int = 0) -> None:
+        """A step of so many rows, that brought so many tokens beyond one each. `kv`: tokens of KV that those of one
+        token read."""
         if further:
-            self._further.note(further, max(seconds - self._rows.at(rows), 0.0))
+            self._further.note(further, max(seconds - self._alone(rows, kv), 0.0))
             return
+        if self._kv.note(rows, kv, seconds):
+            self._rows.set_kv_token(self._kv.token_s)
         known = self._rows.largest
-        for forgotten in self._rows.note(rows, seconds):
+        for forgotten in self._rows.note(rows, seconds, kv):
             del self._asked[forgotten]
         if self._rows.largest > known:
             self._further.forget()
 
-    def predict(self, rows: int, further: int = 0) -> float:
+    def predict(self, rows: int, further: int = 0, kv: float = 0.0) -> float:
         """Seconds. Beyond what is known: what the largest took. 0: nobody knows."""
-        return self._rows.at(rows) + self._beside(further)
+        return self._alone(rows, kv) + self._beside(further)
+
+    def _alone(self, rows: int, kv: float) -> float:
+        seconds = self._rows.at(rows)
+        return seconds + self._kv.token_s * kv if seconds else 0.0
 
     def _beside(self, further: int) -> float:
         return self._further.at(further) if further else 0.0
 
-    def rows_within(self, seconds: float, further: int = 0) -> int:
-        """How many rows a step may have that brings so many further tokens, and take no longer than that."""
-        return self._rows.within(seconds - self._beside(further))
+    def rows_within(self, seconds: float, further: int = 0, kv: float = 0.0, each: float = 0.0) -> int:
+        """How many rows a step may have that brings so many further tokens, and take no longer than that. They read
+        `kv` tokens of KV, and `each` of them so many more."""
+        token_s = self._kv.token_s
+        return self._rows.within(seconds - self._beside(further) - token_s * kv, token_s * each)
 
-    def further_within(self, seconds: float, rows: int) -> int:
+    def further_within(self, seconds: float, rows: int, kv: float = 0.0) -> int:
         """How many tokens beyond one each so many rows may bring in a step that takes no longer than that."""
-        return self._further.within(seconds - self._rows.at(rows))
+        return self._further.within(seconds - self._alone(rows, kv))
 
     def wants(self, rows: int) -> bool:
         """Whether such a step should have so many rows and nothing else, so that it is known what they take: where
@@ -68,32 +81,42 @@ class StepTimes:
 
 
 class Curve:
-    """Seconds by how many, in buckets: two to a doubling."""
+    """Seconds by how many, in buckets: two to a doubling. What reading KV took of them is not in it."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}  # the last few, by bucket
+        self._kv_token_s = 0.0
+        self._measured: dict[int, deque[tuple[float, int]]] = {}  # the last few, by bucket: seconds, and tokens of KV
+        self._medians: dict[int, float] = {}  # likewise, without KV
         self._seen: dict[int, int] = {}  # the note that last was of such a size, by bucket
         self._notes = 0
         self._points: list[tuple[int, float]] = []  # both rising
 
-    def note(self, count: int, seconds: float) -> list[int]:
+    def note(self, count: int, seconds: float, kv: int = 0) -> list[int]:
         """The first of a size tells nothing: kernels were being compiled, graphs captured. → buckets that have been
         forgotten."""
         self._notes += 1
         bucket = _bucket(count)
         if bucket in self._seen:
-            self._seconds.setdefault(bucket, deque(maxlen=_KEPT)).append(seconds)
+            self._measured.setdefault(bucket, deque(maxlen=_KEPT)).append((seconds, kv))
+            self._medians[bucket] = self._median(bucket)
         self._seen[bucket] = self._notes
         forgotten = []
         if self._notes % _FORGOTTEN == 0:
-            forgotten = [old for old in self._seconds if self._notes - self._seen[old] >= _FORGOTTEN]
+            forgotten = [old for old in self._measured if self._notes - self._seen[old] >= _FORGOTTEN]
             for old in forgotten:
-                del self._seconds[old]
+                del self._measured[old], self._medians[old]
         self._draw()
         return forgotten
 
+    def set_kv_token(self, seconds: float) -> None:
+        """What a token of KV takes, of those that have been measured, too."""
+        self._kv_token_s = seconds
+        self._medians = {bucket: self._median(bucket) for bucket in self._measured}
+        self._draw()
+
     def forget(self) -> None:
-        self._seconds.clear()
+        self._measured.clear()
+        self._medians.clear()
         self._points.clear()
 
     @property
@@ -102,15 +125,21 @@ class Curve:
         return self._points[-1][0] if self._points else 0
 
     def measured(self, bucket: int) -> int:
-        return len(self._seconds.get(bucket, ()))
+        return len(self._measured.get(bucket, ()))
+
+    def _median(self, bucket: int) -> float:
+        """The lower of two."""
+        measured = self._measured[bucket]
+        without_kv = sorted([max(seconds - self._kv_token_s * kv, 0.0) for seconds, kv in measured])
+        return without_kv[(len(measured) - 1) // 2]
 
     def _draw(self) -> None:
         """What more took, fewer take no more: so a size that was slow, for whatever reason, says nothing of larger ones
         that were not."""
         self._points.clear()
         fastest = math.inf
-        for bucket in sorted(self._seconds, reverse=True):
-            fastest = min(fastest, _median(self._seconds[bucket]))
+        for bucket in sorted(self._medians, reverse=True):
+            fastest = min(fastest, self._medians[bucket])
             self._points.append((_middle(bucket), fastest))
         self._points.reverse()
 
@@ -123,22 +152,22 @@ class Curve:
             below = point
         return below[1]
 
-    def within(self, seconds: float) -> int:
-        """How many take no longer, as far as is known. Beyond the largest that is known twice as many are tried; below
-        the smallest, as many as if they took their part of its time."""
+    def within(self, seconds: float, each: float = 0.0) -> int:
+        """How many take no longer, as far as is known, if each takes so much more. Beyond the largest that is known
+        twice as many are tried, as if they took no longer but for that; below the smallest, as many as if they took
+        their part of its time."""
         if seconds < 0.0:
             return 0
+        if seconds == math.inf:
+            return NO_LIMIT
         below = (0, 0.0)
-        for count, takes in self._points:
+        for count, known in self._points:
+            takes = known + each * count
             if takes > seconds:
                 return int(below[0] + (count - below[0]) * (seconds - below[1]) / (takes - below[1]))
             below = (count, takes)
-        return NO_LIMIT if seconds == math.inf else max(2 * below[0], _FIRST)
-
-
-def _median(values: deque[float]) -> float:
-    """The lower of two."""
-    return sorted(values)[(len(values) - 1) // 2]
+        further = int((seconds - below[1]) / each) if each else NO_LIMIT
+        return min(max(2 * below[0], _FIRST), below[0] + further)
 
 
 def _bucket(count: int) -> int:

@@ -93,6 +93,7 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
 SITES = st.fixed_dictionaries(
     {
         "seconds": st.sampled_from(CURVES),
+        "kv_s": st.sampled_from([0.0, 1e-5, 1e-4]),
         "pages": st.sampled_from([100, 1 << 12]),
         "max_tokens": st.sampled_from([4, 64, 512]),
         "max_rows": st.sampled_from([1, 3, 8]),

@@ -18,14 +18,17 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.composer import Composer
+from djinnd.scheduler.kv_time import SLOPES, TELLING
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
+    CROWDED_BY_LOWER,
     CROWDED_SLOWDOWN,
     DEFAULT,
     INDULGENCE,
     LATELY_S,
     LEAST_CHUNK,
     PATIENCE_S,
+    KvRead,
     Policy,
 )
 from djinnd.scheduler.scheduler import Scheduler
@@ -34,6 +37,7 @@ from djinnd.scheduler.step_times import StepTimes
 PAGE = 16  # tokens
 MAX_CONTEXT = 1 << 14
 FOREVER = 1 << 13  # tokens: no test runs so long
+LONGEST = 1 << 10  # tokens: no session becomes longer meanwhile by more than that, where KV takes time
 EVERY = 16  # steps, between two audits
 
 
@@ -52,9 +56,17 @@ def measured(times: StepTimes, seconds: Callable[[int], float]) -> None:
         times.note(1, size, seconds(1 + size))
 
 
+def measured_kv(times: StepTimes, seconds: float, kv_s: float) -> None:
+    """Steps of one row have read much and little, which takes `seconds` and so much more for each token of KV."""
+    for number in range(2 * SLOPES):
+        kv = number % 2 * TELLING
+        times.note(1, 0, seconds + kv * kv_s, kv)
+
+
 class VirtualDevice:
     """Requests are served until they end. `used` is device time by class and tenant: that of a step that only decodes
-    is shared out evenly between its rows, what further tokens add to it by tokens."""
+    is shared out evenly between its rows, what further tokens add to it by tokens. `kv_s`: seconds more of a step, for
+    each token of KV that rows of one token read."""
 
     def __init__(
         self,
@@ -65,14 +77,18 @@ class VirtualDevice:
         max_rows: int = 64,
         policy: Policy = DEFAULT,
         weights: Mapping[int, float] | None = None,
+        kv_s: float = 0.0,
     ) -> None:
         """How long steps take has been measured already."""
         self.scheduler = Scheduler(max_tokens, max_rows, policy)
         self.seconds = seconds
+        self.kv_s = kv_s
         self.kv = {name: KvManager(pages + 1, PAGE, 1 << 20, MAX_CONTEXT) for name in models or ("m",)}
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, num_blocks=2)
             measured(self.composer(name).times, seconds)
+            if kv_s:
+                measured_kv(self.composer(name).times, seconds(1), kv_s)
         for tenant, weight in (weights or {}).items():
             self.scheduler.set_tenant(tenant, weight, None)
         self.now = 0.0
@@ -157,8 +173,9 @@ class VirtualDevice:
 
     def _take(self, batch: Batch) -> None:
         self.batches.append([(row.session.id, row.count) for row in batch.rows])
-        seconds = self.seconds(batch.tokens)
-        each = self.seconds(len(batch.rows)) / len(batch.rows)
+        reading = self.kv_s * sum(row.start for row in batch.rows if row.count == 1)
+        seconds = self.seconds(batch.tokens) + reading
+        each = (self.seconds(len(batch.rows)) + reading) / len(batch.rows)
         extra = (seconds - each * len(batch.rows)) / max(batch.tokens - len(batch.rows), 1)
         for row in batch.rows:
             self.used[row.session.klass, row.session.tenant] += each + (row.count - 1) * extra
@@ -176,7 +193,9 @@ class VirtualDevice:
         """From now on: ageing serves those first who have waited longer. Without lower tiers, it takes its pages from
         nobody who reads a prompt."""
         active = self.active(session.model)
-        longest = self.seconds(self.scheduler.max_batch_tokens) * len(self.kv)
+        kv = max((len(other.tokens) for other in active), default=0) + LONGEST
+        reading = self.kv_s * self.scheduler.max_rows * kv
+        longest = (self.seconds(self.scheduler.max_batch_tokens) + reading) * len(self.kv)
         period = max(self.scheduler.policy.ageing, ROWS * longest) + longest
         self._due[session.id] = self.now + len(active) * period
         if self._pages_to_come(session.model) > self.kv[session.model].pool.free:
@@ -204,6 +223,8 @@ class Step:
         self.waited = waited  # see VirtualDevice._waited
         self.remaining = remaining  # tokens by session, before the step was composed
         self.times: StepTimes = device.composer(batch.model).times
+        self.kv = device.composer(batch.model)._kv_read
+        self.reads_kv = bool(device.kv_s)
         self.policy = device.scheduler.policy
         calls = ((klass, at) for (name, klass), at in device.called_at.items() if name == batch.model)
         self.lately = {klass for klass, at in calls if device.now - at < LATELY_S}
@@ -219,9 +240,13 @@ class Step:
     def reads(self, row: Row) -> bool:
         return self.remaining[row.session.id] > 1
 
-    def takes(self, rows: Sequence[Row]) -> float:
-        """Seconds, of a step with these rows."""
-        return self.times.predict(len(rows), sum(row.count - 1 for row in rows)) if rows else 0.0
+    def takes(self, rows: Sequence[Row], *, kv: bool = True) -> float:
+        """Seconds, of a step with these rows, if each reads what its class does on average; or nothing."""
+        tokens = sum(self.reading(row.session.klass).now for row in rows if not self.reads(row)) if kv else 0.0
+        return self.times.predict(len(rows), sum(row.count - 1 for row in rows), tokens) if rows else 0.0
+
+    def reading(self, klass: Class) -> KvRead:
+        return self.kv.get(klass, KvRead())
 
     def protected(self, klass: Class) -> int:
         """Those of a class that decode, and must not be slowed down."""
@@ -229,13 +254,15 @@ class Step:
         return sum(s.klass == klass and not s.bulk and self.remaining[s.id] == 1 for s in here)
 
     def allowed(self, *classes: Class, own: int = 0) -> float:
-        """Seconds that a step may take for the sake of these classes' rows that decode, and `own` more; where nobody
-        does, of those that read."""
+        """Seconds that a step may take for the sake of these classes' rows that decode, and `own` more, of the class
+        that joins them; where nobody does, of those that read."""
         shielded = [row for row in self.of(*classes) if not row.session.bulk]
-        decoders = sum(not self.reads(row) for row in shielded) + own
-        alone = self.times.predict(decoders) if decoders else self.takes(shielded)
-        slowdown, usual = self.policy.slowdown, self.times.predict(1) if decoders else alone
-        longest = max(slowdown * usual, min(slowdown, CROWDED_SLOWDOWN) * alone, self.policy.between_tokens)
+        decode = [row.session.klass for row in shielded if not self.reads(row)] + own * [CLASSES[len(classes)]]
+        kv = sum(self.reading(klass).usual for klass in decode)
+        alone = self.times.predict(len(decode), kv=kv) if decode else self.takes(shielded, kv=False)
+        slowdown, usual = self.policy.slowdown, self.times.predict(1, kv=kv / len(decode)) if decode else alone
+        crowded = min(slowdown, CROWDED_SLOWDOWN if own else CROWDED_BY_LOWER)
+        longest = max(slowdown * usual, crowded * alone, self.policy.between_tokens)
         return longest + 1e-9 if alone else math.inf
 
     def indulgence(self, klass: Class) -> float:
@@ -253,8 +280,9 @@ class Step:
     def check_protection(self) -> None:
         took = self.takes(self.batch.rows)
         highest = min((row.session.klass for row in self.rows), key=CLASSES.index, default=CLASSES[0])
-        own = self.takes(self.of(highest))  # what joins them is held to the slowdown, see below
-        assert own <= self.until_free(highest) or self.batch.tokens == 1, "who calls now finds the device taken"
+        first = self.of(highest)  # what joins them is held to the slowdown, see below
+        is_least = sum(row.count for row in first) == 1  # somebody has a token in any case
+        assert is_least or self.takes(first) <= self.until_free(highest), "who calls now finds the device taken"
         for place, klass in enumerate(CLASSES[:-1]):
             above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
             assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
@@ -275,7 +303,11 @@ class Step:
             may = min(may, self.until_free(session.klass))
             own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
             reads = self.remaining[session.id] > 1
+            if reads and self.reads_kv:
+                continue  # room was kept for what those read who decode and have not been asked yet
             if reads and own:
                 may = min(may, self.allowed(*above, own=own) * self.indulgence(session.klass))
-            with_it = self.times.predict(rows + 1, further + reads)
+            kv = sum(self.reading(row.session.klass).now for row in self.batch.rows if not self.reads(row))
+            kv += 0.0 if reads else self.reading(session.klass).now
+            with_it = self.times.predict(rows + 1, further + reads, kv)
             assert with_it >= may - 1e-6, f"{session.id} is left out though there is room"

@@ -12,6 +12,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
+from djinnd.scheduler.composer import USUALLY
 from djinnd.scheduler.policy import BUSY_STEPS, LATELY_S, Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import QUOTA, ROOM
@@ -324,6 +325,56 @@ def test_a_step_that_nobody_waited_for_is_paid_for_by_who_had_it_when_another_mo
     charged = [scheduler._shares.clock(klass, tenant) for klass, tenant in (("agent", MINE), ("interactive", THEIRS))]
     assert charged == [pytest.approx(1.0), pytest.approx(0.01)]
     assert device.composer("n").times.predict(1) == known
+
+
+# --- KV that takes time to read -------------------------------------------------------------------------------------
+
+KV_S = 1e-6  # seconds, of a token of KV
+
+
+def beside(device: VirtualDevice, session: Session) -> int:
+    """How many of the batch class have a row in the next step, which is the session's, too."""
+    rows = [name for name, _ in (device.step(), device.batches[-1])[1]]
+    assert session.id in rows
+    return len(rows) - 1
+
+
+def test_the_longer_the_kv_of_who_decodes_the_fewer_join_until_that_is_what_is_usual() -> None:
+    device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S, max_tokens=8192, policy=Policy(slowdown=2.0))
+    short = device.open("short", "interactive")
+    for number in range(30):
+        device.open(f"b{number}", "batch")
+    for _ in range(4):
+        device.step()
+    usual = beside(device, short)
+    device.scheduler.cancel(1)
+    long = device.open("long", "interactive", prompt=6000)
+    device.step()  # reads it
+    at_first = beside(device, long)
+    assert usual - 8 <= at_first < usual - 4  # 6 ms, of rows that take 1 ms and read next to nothing
+    for _ in range(3 * USUALLY):
+        device.step()
+    assert beside(device, long) >= usual
+
+
+def test_what_a_step_takes_for_its_kv_is_no_reason_to_ask_prompts_for_more() -> None:
+    """A token of a chunk is charged with what chunks take, and not with what the others read."""
+    device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S)
+    device.open("long", "agent", tenant=MINE, prompt=510)
+    while device.active()[0].remaining > 1:
+        device.step()
+    device.open("prompt", "agent", tenant=THEIRS, prompt=64)
+    scheduler = device.scheduler
+    batch = scheduler.next_batch()
+    assert batch and [row.count for row in batch.rows] == [1, 64]
+    before = [scheduler._shares.clock("agent", tenant) for tenant in (MINE, THEIRS)]
+    kv = batch.rows[0].start
+    scheduler.complete(batch, [5, 5], 0.012 + 0.063 + kv * KV_S)
+    charged = [
+        scheduler._shares.clock("agent", tenant) - was for tenant, was in zip((MINE, THEIRS), before, strict=True)
+    ]
+    alike = (0.012 + kv * KV_S) / 2
+    assert charged == [pytest.approx(alike, rel=0.05), pytest.approx(alike + 0.063, rel=0.05)]
 
 
 # --- why ------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,15 @@ from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.scheduler.kv_time import SLOPES
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
     INDULGENCE,
     LEAST_CHUNK,
     NOBODY,
     PATIENCE_S,
+    UNKNOWN,
+    KvRead,
     Policy,
     Room,
     eviction_order,
@@ -53,11 +56,12 @@ def room(
     policy: Policy = Policy(),  # noqa: B008
     lately: Collection[Class] = (),
     waited: Mapping[Class, float] = NOBODY,
+    kv: Mapping[Class, KvRead] = UNKNOWN,
 ) -> Room:
     decoding = Counter(session.klass for session in order if session.remaining == 1)
     protected = Counter(s.klass for s in order if s.remaining == 1 and s.klass != "batch" and not s.bulk)
     by_class = {klass: decoding[klass] for klass in CLASSES}
-    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately, waited)
+    return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately, waited, kv)
 
 
 def test_spared_is_who_decodes_and_not_in_bulk() -> None:
@@ -166,11 +170,53 @@ FLAT = dict.fromkeys(SIZES, 0.1)  # as a streamed model's
 NOTHING = dict.fromkeys(SIZES, 0.0)
 
 
-@pytest.mark.parametrize(("slowdown", "rows"), [(15.001, 15), (1.501, 11), (1.05, 10), (1.0, 10)])
+@pytest.mark.parametrize(("slowdown", "rows"), [(25.001, 25), (1.501, 21), (1.04, 20), (1.0, 20)])
 def test_lower_classes_join_as_far_as_the_slowdown_lets_them(slowdown: float, rows: int) -> None:
-    """So many times the step of one row; where those who decode take longer by themselves, a tenth more than they."""
-    order = [session(f"i{n}", klass="interactive") for n in range(10)] + [session(f"b{n}") for n in range(10)]
+    """So many times the step of one row; where those who decode take longer by themselves, a twentieth more than
+    they."""
+    order = [session(f"i{n}", klass="interactive") for n in range(20)] + [session(f"b{n}") for n in range(10)]
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown)), order)) == rows
+
+
+KV_S = 1e-7  # seconds, of a token of KV
+USUAL = 1000  # tokens of KV that a session has, which take a tenth of what a row does
+
+
+def knowing_kv() -> StepTimes:
+    times = known(LINEAR)
+    for number in range(2 * SLOPES):
+        kv = number % 2 * USUAL
+        times.note(1, 0, LINEAR[1] + kv * KV_S, kv)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lower"), [(USUAL, 5), (2 * USUAL, 4), (10 * USUAL, 3), (20 * USUAL, 1), (40 * USUAL, 0)]
+)
+def test_lower_classes_make_way_where_kv_is_longer_than_usual(tokens: int, lower: int) -> None:
+    """Seven usual rows may take 7 ms and 0.7 beside two that decode: a row of the batch class reads as much as usual,
+    and the two of theirs as much more as is said."""
+    order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
+    kv = {"interactive": KvRead(tokens, USUAL), "batch": KvRead(USUAL, USUAL)}
+    given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=7.001), kv=kv), order)
+    assert given == [1, 1] + [1] * lower + [0] * (10 - lower)
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(USUAL, 198), (200 * USUAL, 178)])
+def test_so_do_prompts(tokens: int, chunk: int) -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session("p", 2000, klass="interactive")]
+    kv = {"interactive": KvRead(tokens / 2, USUAL)}
+    given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=182.0), kv=kv), order)
+    assert given[:2] == [1, 1] and abs(given[2] - chunk) <= 4
+
+
+def test_where_all_have_long_kv_nobody_is_held_back_for_it() -> None:
+    """As usual: what is protected is the time of such a step, and not of one that there never is."""
+    order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
+    long = KvRead(100 * USUAL, 100 * USUAL)  # a step of one takes 11 ms
+    kv = {"interactive": long, "batch": KvRead(0.0, 0.0)}
+    given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=3.0), kv=kv), order)
+    assert given == [1] * 12  # 12 + 2 * 10 of 33
 
 
 def test_nobody_is_held_back_where_a_row_costs_nothing_or_nobody_knows() -> None:

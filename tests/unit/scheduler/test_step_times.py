@@ -5,6 +5,7 @@ import math
 import pytest
 
 from djinnd.scheduler import step_times
+from djinnd.scheduler.kv_time import SLOPES
 from djinnd.scheduler.step_times import NO_LIMIT, Curve, StepTimes
 
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -159,3 +160,62 @@ def test_but_not_for_ever() -> None:
 def test_the_question_alone_is_not_counted() -> None:
     times = StepTimes()
     assert all(times.wants(4) for _ in range(1000))
+
+
+# --- what reading KV takes ------------------------------------------------------------------------------------------
+
+LONG = 10_000
+TOKEN_S = 1e-5
+
+
+def learn_kv(times: StepTimes, rows: int, seconds: float) -> None:
+    """In steps of so many rows, which take so long without KV."""
+    for number in range(2 * SLOPES):
+        kv = number % 2 * LONG
+        times.note(rows, 0, seconds + kv * TOKEN_S, kv)
+
+
+def test_what_kv_takes_comes_on_top_of_rows_and_prompts() -> None:
+    times = StepTimes()
+    learn_kv(times, 4, 1.0)
+    measured(times, 4, 64, 1.5)
+    assert times.predict(4) == pytest.approx(1.0)
+    assert times.predict(4, kv=LONG) == pytest.approx(1.1)
+    assert times.predict(4, 64, kv=LONG) == pytest.approx(1.6)
+
+
+def test_steps_are_known_without_the_kv_that_they_read_also_from_before_that_was_known() -> None:
+    times = StepTimes()
+    for _ in range(5):
+        times.note(16, 0, 2.1, LONG)
+    assert times.predict(16) == 2.1
+    learn_kv(times, 4, 1.0)
+    assert times.predict(16) == pytest.approx(2.0)
+    for _ in range(5):
+        times.note(16, 64, 2.6, LONG)
+    assert times.predict(16, 64) == pytest.approx(2.5)
+
+
+def test_the_more_kv_is_read_the_less_there_is_room_for() -> None:
+    times = StepTimes()
+    learn_kv(times, 4, 1.0)
+    measured(times, 8, 0, 2.0)
+    measured(times, 4, 64, 1.5)
+    assert times.rows_within(1.76) == times.rows_within(1.86, kv=LONG) == 7
+    assert times.rows_within(1.76, kv=LONG) == 6
+    assert times.rows_within(1.76, each=LONG / 5) == 6  # 1.5 and 0.12
+    assert times.further_within(2.5, 8) == times.further_within(2.6, 8, kv=LONG) == 128
+    assert times.further_within(2.5, 8, kv=LONG) == 51
+
+
+def test_beyond_all_that_are_known_no_more_are_tried_than_their_kv_leaves_room_for() -> None:
+    curve = known((16, 0.4), (64, 0.8))
+    assert (curve.within(1.5, 0.01), curve.within(1.45, 0.01), curve.within(3.0, 0.01)) == (70, 65, 128)
+    assert curve.within(math.inf, 0.01) == NO_LIMIT
+
+
+def test_where_nobody_knows_what_rows_take_kv_makes_no_difference() -> None:
+    times = StepTimes()
+    learn_kv(times, 4, 1.0)
+    assert StepTimes().predict(4, kv=LONG) == 0.0
+    assert times.predict(4, kv=LONG) > times.predict(4)
