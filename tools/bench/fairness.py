@@ -36,6 +36,7 @@ from tools.bench.live_load import expect_tenants, open_to_all, serve, user_of
 from tools.bench.load import Group, Load
 from tools.bench.load_course import WINDOW_S, Figures, Outcome, outcome
 from tools.bench.load_process import LoadProcess
+from tools.bench.loads import ASKING, BULK
 from tools.bench.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S
 from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
@@ -99,16 +100,8 @@ class Bench:
 
     def interactive(self) -> None:
         sizes = self._sizes
-        asking = Group(
-            klass="interactive",
-            sessions=sizes.asking,
-            context=(32, 64),
-            prompt=(16, 32),
-            answer=(24, 48),
-            calls=50,
-            pause_s=(0.2, 0.6),
-        )
-        batch = Group(klass="batch", sessions=sizes.batch, context=(64, 128), answer=(100, 200))
+        asking = msgspec.structs.replace(ASKING, sessions=sizes.asking)
+        batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
         load = Load(seconds=sizes.seconds, groups={"asking": asking})
         alone = self._serve("asking alone", load)
         others = Load(seconds=sizes.seconds + 2 * BESIDE_S, groups={"batch": batch})
@@ -129,7 +122,7 @@ class Bench:
 
     def idle(self) -> None:
         sizes = self._sizes
-        batch = Group(klass="batch", sessions=sizes.batch, context=(64, 128), answer=(100, 200))
+        batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
         silent = Group(  # whose prompts are next to nothing to read: that would be work, and no presence
             klass="interactive",
             sessions=sizes.idle,

@@ -1,4 +1,5 @@
-"""Loads that have a name. Figures of agents are those of the issue that `tools/bench/agents.py` measures."""
+"""Loads that have a name. Figures of agents are those of the issue that `tools/bench/agents.py` measures; the two of
+`asking` are what `tools/bench/fairness.py` measures of interactive ones."""
 
 from __future__ import annotations
 
@@ -28,12 +29,25 @@ _CHAT = Group(
 )
 _BATCH = Group(klass="batch", sessions=32, context=(400, 800), answer=(200, 400))
 
+ASKING = Group(
+    klass="interactive",
+    sessions=4,
+    context=(32, 64),
+    prompt=(16, 32),
+    answer=(24, 48),
+    calls=50,
+    pause_s=(0.2, 0.6),
+)
+BULK = Group(klass="batch", sessions=32, context=(64, 128), answer=(100, 200))
+
 DAY = 86_400.0
 
 LOADS = {
     "agents": Load(seconds=140, groups={"agents": _AGENT}),
     "silent agents": Load(seconds=140, groups={"agents": msgspec.structs.replace(_AGENT, tells="none")}),
     "mix": Load(seconds=120, groups={"chat": _CHAT, "batch": _BATCH}),
+    "asking": Load(seconds=60, groups={"asking": ASKING}),
+    "asking beside bulk": Load(seconds=60, groups={"asking": ASKING, "batch": BULK}),
     "tenants": Load(
         seconds=120,
         groups={
