@@ -1,5 +1,5 @@
-"""Loads that have a name. Figures of agents are those of the issue that `tools/bench/agents.py` measures; the two of
-`asking` are what `tools/bench/fairness.py` measures of interactive ones."""
+"""Loads that have a name. Figures of agents are those of the issue that `tools/bench/agents.py` measures; `asking` and
+`asking beside bulk` are what `tools/bench/fairness.py` measures of interactive sessions."""
 
 from __future__ import annotations
 

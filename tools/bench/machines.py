@@ -18,7 +18,9 @@ from tools.bench.paged_model import MODEL, PagedModel
 from tools.bench.simulated_engine import Curve, Machine, at
 from tools.bench.traced_steps import Step
 
-H200_13B = Machine(  # Llama-2-13B, 80 GiB budget: steps and kv of docs/results; beyond 48 rows by arithmetic
+# Llama-2-13B, 80 GiB budget: steps and kv of docs/results, rows with the 0.5 ms between two steps and without what
+# their KV takes; beyond 48 rows by arithmetic.
+H200_13B = Machine(
     name="H200, Llama-2-13B",
     rows=((1, 0.0075), (2, 0.0079), (16, 0.0081), (32, 0.0084), (48, 0.0090), (256, 0.020)),
     chunk=((0, 0.0), (1, 0.0008), (32, 0.001), (64, 0.0015), (128, 0.003), (256, 0.0061), (512, 0.0135), (2048, 0.066)),
