@@ -173,7 +173,9 @@ class Room:
         self._before, self._decoders_before = decoding, self._decoders
 
     def _kv_read(self, klass: Class) -> KvRead:
-        return self._kv.get(klass, KvRead())
+        """What is usual protects nobody who reads less now: those who come behind long sessions may be short."""
+        kv = self._kv.get(klass, KvRead())
+        return KvRead(kv.now, min(kv.now, kv.usual))
 
     def _longest(self, decoders: int, kv: float, crowded: float) -> float:
         """Seconds that a step may take for the sake of so many rows that decode, and usually read so many tokens of KV.
@@ -199,7 +201,7 @@ class Room:
         if not any(CLASSES.index(higher) < CLASSES.index(klass) for higher in self._lately):
             return math.inf
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
-        return max(BUSY_STEPS * row, least, self._policy.between_tokens) if row else math.inf
+        return max(BUSY_STEPS * row, least, self._policy.between_tokens) if least else math.inf
 
     def _longest_of(self, usual: float, alone: float, crowded: float) -> float:
         """Seconds of a step that without those who join takes `alone`; inf where nobody knows."""

@@ -53,8 +53,8 @@ class StepTimes:
         return self._alone(rows, kv) + self._beside(further)
 
     def _alone(self, rows: int, kv: float) -> float:
-        seconds = self._rows.at(rows)
-        return seconds + self._kv.token_s * kv if seconds else 0.0
+        """Rows may take nothing beside their KV, as when a device has become faster since that was learnt."""
+        return self._rows.at(rows) + self._kv.token_s * kv if self._rows.largest else 0.0
 
     def _beside(self, further: int) -> float:
         return self._further.at(further) if further else 0.0

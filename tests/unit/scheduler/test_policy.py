@@ -202,7 +202,7 @@ def test_lower_classes_make_way_where_kv_is_longer_than_usual(tokens: int, lower
     assert given == [1, 1] + [1] * lower + [0] * (10 - lower)
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(USUAL, 198), (200 * USUAL, 178)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(2 * USUAL, 198), (200 * USUAL, 178)])
 def test_so_do_prompts(tokens: int, chunk: int) -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session("p", 2000, klass="interactive")]
     kv = {"interactive": KvRead(tokens / 2, USUAL)}
@@ -217,6 +217,39 @@ def test_where_all_have_long_kv_nobody_is_held_back_for_it() -> None:
     kv = {"interactive": long, "batch": KvRead(0.0, 0.0)}
     given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=3.0), kv=kv), order)
     assert given == [1] * 12  # 12 + 2 * 10 of 33
+
+
+def test_short_sessions_are_not_protected_as_the_long_ones_before_them_were() -> None:
+    order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
+    given = []
+    for usual in (USUAL, 100 * USUAL):
+        kv = {"interactive": KvRead(USUAL, usual), "batch": KvRead(USUAL, USUAL)}
+        given.append(shares(room(order, times=knowing_kv(), policy=Policy(slowdown=7.001), kv=kv), order))
+    assert given[0] == given[1] == [1, 1] + [1] * 5 + [0] * 5
+
+
+def faster() -> StepTimes:
+    """Of a device that has become so much faster that steps of one row take less than their KV was found to."""
+    times = StepTimes()
+    for number in range(2 * SLOPES):
+        kv = number % 2 * 10 * USUAL
+        times.note(1, 0, LINEAR[1] + kv * KV_S, kv)
+    for _ in range(5):
+        times.note(1, 0, LINEAR[1] / 2, 10 * USUAL)
+    assert times.predict(1) == 0.0
+    return times
+
+
+def test_that_rows_take_nothing_beside_their_kv_is_not_that_nobody_knows() -> None:
+    order = [session("i", klass="interactive"), *(session(f"b{n}") for n in range(40))]
+    kv = {"interactive": KvRead(10 * USUAL, 10 * USUAL), "batch": KvRead(10 * USUAL, 10 * USUAL)}
+    given = shares(room(order, times=faster(), policy=Policy(slowdown=3.001), kv=kv), order)
+    assert given == [1] * 3 + [0] * 38
+    times = faster()
+    for further in 5 * [LEAST_CHUNK, 16 * LEAST_CHUNK]:
+        times.note(1, further, further * 1e-4)
+    reader = [session("b", 2000)]
+    assert shares(room(reader, times=times, lately=["interactive"], kv=kv), reader) == [LEAST_CHUNK + 1]
 
 
 def test_nobody_is_held_back_where_a_row_costs_nothing_or_nobody_knows() -> None:

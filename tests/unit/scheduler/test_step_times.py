@@ -219,3 +219,12 @@ def test_where_nobody_knows_what_rows_take_kv_makes_no_difference() -> None:
     learn_kv(times, 4, 1.0)
     assert StepTimes().predict(4, kv=LONG) == 0.0
     assert times.predict(4, kv=LONG) > times.predict(4)
+
+
+def test_a_step_takes_what_its_kv_does_where_a_device_that_became_faster_leaves_nothing_for_rows() -> None:
+    times = StepTimes()
+    learn_kv(times, 4, 1.0)
+    for _ in range(5):
+        times.note(4, 0, 0.5 * LONG * TOKEN_S, LONG)
+    assert times.predict(4) == 0.0
+    assert times.predict(4, kv=LONG) == pytest.approx(LONG * TOKEN_S)
