@@ -151,15 +151,17 @@ class Connection:
     def _send(self, frame: Callable[[], bytes], fds: Sequence[int] = ()) -> Steps[None]:
         """`frame` is made in here: one that is counted as sent, and is not, would be waited for."""
         try:
-            rest = memoryview(frame())
+            rest: bytes | memoryview = frame()
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            while rest:
+            while True:
                 try:
                     if rights:
                         count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
                     else:
                         count = self._socket.send(rest, socket.MSG_NOSIGNAL)  # a microsecond less
-                    rest = rest[count:]
+                    if count == len(rest):
+                        return
+                    rest = memoryview(rest)[count:]
                     rights = []  # they went with the first byte
                 except BlockingIOError:
                     yield Wait("write", self._socket.fileno())
