@@ -49,7 +49,7 @@ class StepTimes:
             self._further.forget()
 
     def predict(self, rows: int, further: int = 0, kv: float = 0.0) -> float:
-        """Seconds. Beyond what is known: what the largest took. 0: nobody knows."""
+        """Seconds. Beyond what is known: what the largest took. 0: nobody knows, or nothing beside KV."""
         return self._alone(rows, kv) + self._beside(further)
 
     def _alone(self, rows: int, kv: float) -> float:
