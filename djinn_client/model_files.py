@@ -1,0 +1,201 @@
+"""The files of one checkpoint, each opened once with the rights of the process that opens them.
+
+A path is a promise that its owner may break between two looks: the file may become a pipe, another file, or a shorter
+one. So each file is opened once, looked at through its descriptor, and read through that descriptor from then on. A
+descriptor also carries its opener's rights: a client that hands over open files proves that it may read them, and the
+daemon, whoever runs it, opens nothing on the client's behalf.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from djinn_client.errors import InvalidRequest, ModelNotFound, ModelRejected
+
+MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
+MAX_NAMES = 4096  # entries of a folder that are looked at
+SMALL_FILE = 64 << 20  # bytes of a file that is read whole, such as tokenizer.json
+
+_NAMED = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "chat_template.json",
+        "adapter_config.json",
+    }
+)
+_ENDINGS = (".safetensors", ".safetensors.index.json")
+_NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease keeps nobody waiting
+
+
+class ModelFiles:
+    """Name → descriptor. Owns the descriptors until `close`. Reads leave the descriptors' offsets alone, so that
+    several threads, and processes that were passed duplicates, may read at once.
+
+    `folder` is what the files' opener called their folder; it stands in messages and is never opened again. `others`
+    are names of entries of the folder that are no part of a checkpoint that djinnd reads: they explain a refusal."""
+
+    def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.others = list(others)
+        self._descriptors = dict(descriptors)
+
+    @classmethod
+    def open(cls, folder: str) -> Self:
+        """All files of `folder` that a checkpoint may have. Symbolic links are followed, as the hub's cache is made of
+        them: they lead no further than this process's own rights do.
+
+        Raises ModelNotFound where there is no such folder or this process may not look into it, InvalidRequest for a
+        file that is no regular one, and for more than MAX_FILES."""
+        try:
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelNotFound(f"{folder}: {error.strerror}", path=folder) from error
+        descriptors: dict[str, int] = {}
+        others: list[str] = []
+        try:
+            for name in sorted(_names(directory)):
+                if name not in _NAMED and not name.endswith(_ENDINGS):
+                    others.append(name)
+                    continue
+                if len(descriptors) == MAX_FILES:
+                    raise InvalidRequest(f"{folder} has more than {MAX_FILES} files of a checkpoint", limit=MAX_FILES)
+                with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that has just gone
+                    descriptors[name] = _open_regular(folder, name, directory)
+        except BaseException:
+            _close(descriptors.values())
+            raise
+        finally:
+            os.close(directory)
+        return cls(folder, descriptors, others)
+
+    @classmethod
+    def handed_over(cls, folder: str, names: Sequence[str], descriptors: Sequence[int]) -> Self:
+        """Files that a peer has opened and sent. Takes the descriptors, also where it raises InvalidRequest: for names
+        that are no file names, and for descriptors that cannot be read or are no regular files."""
+        try:
+            if len(names) != len(descriptors) or len(set(names)) != len(names):
+                raise InvalidRequest(f"{len(names)} names of files came with {len(descriptors)} descriptors")
+            for name, descriptor in zip(names, descriptors, strict=True):
+                if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+                    raise InvalidRequest(f"{name[:80]!r} is no name of a file")
+                _expect_regular(folder, name, descriptor)
+        except BaseException:
+            _close(descriptors)
+            raise
+        return cls(folder, dict(zip(names, descriptors, strict=True)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._descriptors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._descriptors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def descriptor(self, name: str) -> int:
+        """Stays this object's."""
+        return self._descriptors[name]
+
+    def stat(self, name: str) -> os.stat_result:
+        return os.fstat(self._descriptors[name])
+
+    def size(self, name: str) -> int:
+        """Bytes, at this moment."""
+        return self.stat(name).st_size
+
+    def read(self, name: str, limit: int = SMALL_FILE) -> bytes:
+        """The whole file. Raises ModelRejected where it has more than `limit` bytes, is not there, or cannot be
+        read."""
+        if name not in self:
+            raise ModelRejected(f"{self.folder} has no {name}", file=name)
+        size = self.size(name)
+        if size > limit:
+            raise ModelRejected(f"{name} has {size:,} bytes; at most {limit:,} are read", file=name, limit=limit)
+        return self.read_at(name, 0, size)
+
+    def read_at(self, name: str, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset`: fewer where the file ends. Raises ModelRejected on a read error."""
+        pieces: list[bytes] = []
+        try:
+            while count and (piece := os.pread(self._descriptors[name], min(count, 16 << 20), offset)):
+                pieces.append(piece)
+                offset, count = offset + len(piece), count - len(piece)
+        except OSError as error:
+            raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
+        return b"".join(pieces)
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> int:
+        """Fills `memory` from `offset`. → bytes read: fewer than it has where the file ends, as one that was cut does.
+        Raises ModelRejected where the file cannot be read."""
+        done = 0
+        try:
+            while done < len(memory) and (count := os.preadv(self._descriptors[name], [memory[done:]], offset + done)):
+                done += count
+        except OSError as error:
+            raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
+        return done
+
+    def duplicate(self) -> Self:
+        """The same open files with descriptors of their own. Raises OSError."""
+        copies: dict[str, int] = {}
+        try:
+            for name, descriptor in self._descriptors.items():
+                copies[name] = os.dup(descriptor)
+        except BaseException:
+            _close(copies.values())
+            raise
+        return type(self)(self.folder, copies, self.others)
+
+    def close(self) -> None:
+        """Does nothing the second time."""
+        descriptors, self._descriptors = self._descriptors, {}
+        _close(descriptors.values())
+
+
+def _names(directory: int) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
+
+
+def _open_regular(folder: str, name: str, directory: int) -> int:
+    """Raises FileNotFoundError, ModelRejected, InvalidRequest."""
+    try:
+        descriptor = os.open(name, _NO_WAIT, dir_fd=directory)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelRejected(f"{folder}/{name} cannot be opened: {error.strerror}", file=name) from error
+    try:
+        _expect_regular(folder, name, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _expect_regular(folder: str, name: str, descriptor: int) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise InvalidRequest(f"{folder}/{name} is no regular file", file=name)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

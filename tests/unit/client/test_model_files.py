@@ -1,0 +1,82 @@
+"""Files of a checkpoint are opened once, are regular, and are read through their descriptors with a limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from djinn_client.errors import InvalidRequest, ModelNotFound, ModelRejected
+from djinn_client.model_files import ModelFiles
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(100)))
+    (tmp_path / "readme.md").write_bytes(b"other")
+    return tmp_path
+
+
+def test_a_folder_is_opened_as_the_files_that_checkpoints_have(folder: Path) -> None:
+    with ModelFiles.open(str(folder)) as files:
+        assert sorted(files) == ["config.json", "model.safetensors"]
+        assert files.others == ["readme.md"]
+        assert files.read("config.json") == b"{}"
+        assert files.read_at("model.safetensors", 90, 50) == bytes(range(90, 100))
+
+
+def test_what_was_opened_stays_although_the_name_leads_elsewhere(folder: Path) -> None:
+    with ModelFiles.open(str(folder)) as files:
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")
+        assert files.read("config.json") == b"{}"
+
+
+def test_a_pipe_is_refused_without_waiting(folder: Path) -> None:
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json is no regular file"):
+        ModelFiles.open(str(folder))
+
+
+def test_no_folder_is_not_found(folder: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        ModelFiles.open(str(folder / "nothing"))
+
+
+def test_a_large_file_is_refused_before_it_is_read(folder: Path) -> None:
+    with ModelFiles.open(str(folder)) as files, pytest.raises(ModelRejected, match="at most 99"):
+        files.read("model.safetensors", limit=99)
+
+
+def test_a_file_that_was_cut_gives_fewer_bytes_and_no_signal(folder: Path) -> None:
+    with ModelFiles.open(str(folder)) as files:
+        os.truncate(folder / "model.safetensors", 10)
+        memory = memoryview(bytearray(100))
+        assert files.read_into("model.safetensors", 0, memory) == 10
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 256])
+def test_names_that_are_paths_are_refused_and_the_descriptors_closed(folder: Path, name: str) -> None:
+    descriptor = os.open(folder / "config.json", os.O_RDONLY)
+    with pytest.raises(InvalidRequest):
+        ModelFiles.handed_over("there", [name], [descriptor])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_pipe_that_is_handed_over_is_refused(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(InvalidRequest, match="no regular file"):
+        ModelFiles.handed_over("there", ["config.json"], [reading])
+
+
+def test_duplicates_outlive_the_original(folder: Path) -> None:
+    files = ModelFiles.open(str(folder))
+    copy = files.duplicate()
+    files.close()
+    files.close()
+    with copy:
+        assert copy.read("config.json") == b"{}"
