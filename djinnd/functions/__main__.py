@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 
 from djinnd import interventions
-from djinnd.functions import sandbox
+from djinnd.confinement import sandbox
 
 _NICE = 10  # engines come first
 

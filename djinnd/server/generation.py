@@ -19,8 +19,8 @@ from collections.abc import Collection
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
-from djinnd.server.detokenizer import TextStream
-from djinnd.server.stop_strings import StopMatcher
+from djinnd.text.detokenizer import TextStream
+from djinnd.text.stop_strings import StopMatcher
 
 READ_AT_ONCE = 16  # tokens: some tens of microseconds
 

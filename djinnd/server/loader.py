@@ -24,7 +24,7 @@ from djinnd.server.keep_alive import KeepAlive
 from djinnd.server.model import Model
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
-from djinnd.server.vocabulary import Vocabulary
+from djinnd.text.vocabulary import Vocabulary
 
 log = logging.getLogger("djinnd.server")
 

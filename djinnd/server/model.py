@@ -18,7 +18,7 @@ from djinnd.messages import Loading
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.kv_sizes import KvSizes
 from djinnd.server.share import Share
-from djinnd.server.vocabulary import Vocabulary
+from djinnd.text.vocabulary import Vocabulary
 
 ModelState = Literal["available", "loading", "ready", "asleep", "failed"]
 OnLoading = Callable[[Loading], None]

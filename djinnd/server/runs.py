@@ -28,7 +28,7 @@ from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
 from djinnd.server.queueing import Place
 from djinnd.server.sessions import SessionRecord
-from djinnd.server.vocabulary import Vocabulary
+from djinnd.text.vocabulary import Vocabulary
 
 log = logging.getLogger("djinnd.server")
 

@@ -20,7 +20,7 @@ from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import SessionRecord, SessionTable
-from djinnd.server.vocabulary import Vocabulary
+from djinnd.text.vocabulary import Vocabulary
 
 LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from djinnd.server.detokenizer import BROKEN, Detokenizer
-from djinnd.server.stop_strings import StopMatcher
+from djinnd.text.detokenizer import BROKEN, Detokenizer
+from djinnd.text.stop_strings import StopMatcher
 from tests.support import toy_tokenizers
 
 texts = st.text() | st.text(alphabet="a é€😀\ufffd▁\n", max_size=60)

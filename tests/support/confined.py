@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from djinnd.functions import landlock, seccomp
+from djinnd.confinement import landlock, seccomp
 from tests.support.daemon import Daemon, descendants_of, is_alive
 
 _LACKING = landlock.missing() or seccomp.missing()

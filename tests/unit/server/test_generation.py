@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from djinn_client.protocol import Generate, Logprobs
-from djinnd.server.detokenizer import Detokenizer
 from djinnd.server.generation import READ_AT_ONCE, Generation
+from djinnd.text.detokenizer import Detokenizer
 
 STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
 PROMPT = [5, 6]

@@ -14,12 +14,12 @@ from djinnd.config import Quota
 from djinnd.messages import CancelRun, Finished, Truncate
 from djinnd.server.breakpoint_list import BreakpointList, Reach
 from djinnd.server.call_breakpoints import CallBreakpoints
-from djinnd.server.detokenizer import Detokenizer
 from djinnd.server.latency import Latencies, SessionLatency
 from djinnd.server.queueing import Queue
 from djinnd.server.quotas import Rule, Tenant
 from djinnd.server.runs import GenerateRun
 from djinnd.server.sessions import SessionRecord
+from djinnd.text.detokenizer import Detokenizer
 
 PROMPT = [5, 6]
 

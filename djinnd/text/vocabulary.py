@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from djinn_client.errors import ModelRejected
-from djinnd.server.detokenizer import Detokenizer, TextStream
+from djinnd.text.detokenizer import Detokenizer, TextStream
 
 
 class Vocabulary:

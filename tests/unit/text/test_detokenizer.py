@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from djinnd.server.detokenizer import BROKEN, MAX_PENDING, Detokenizer, TextStream
+from djinnd.text.detokenizer import BROKEN, MAX_PENDING, Detokenizer, TextStream
 from tests.support import toy_tokenizers
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from djinnd.server.stop_strings import StopMatcher
+from djinnd.text.stop_strings import StopMatcher
 
 
 def run(stops: Sequence[str], texts: Sequence[str]) -> tuple[list[str], StopMatcher]:

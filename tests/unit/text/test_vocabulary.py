@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from djinn_client.errors import ModelRejected
-from djinnd.server.vocabulary import Vocabulary
+from djinnd.text.vocabulary import Vocabulary
 
 
 @pytest.fixture

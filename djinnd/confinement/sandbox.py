@@ -24,7 +24,7 @@ from pathlib import Path
 
 import djinn_client
 import djinnd
-from djinnd.functions import landlock, seccomp
+from djinnd.confinement import landlock, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from djinnd.functions.seccomp import (
+from djinnd.confinement.seccomp import (
     ALLOW,
     ALLOWED,
     DEADLY,

@@ -19,7 +19,7 @@ pytestmark = confined
 NOBODY = 65534
 CLOSED = """
 import ctypes, json, mmap, os, socket, sys, threading
-from djinnd.functions import sandbox
+from djinnd.confinement import sandbox
 out = int(sys.argv[1])
 assert sandbox.missing() == ""
 sandbox.close(int(sys.argv[2]), os.getppid(), 64 << 20)
@@ -129,7 +129,7 @@ def test_root_becomes_the_tenant() -> None:
 def test_one_thread_is_asked_for() -> None:
     body = """
     import os, threading
-    from djinnd.functions import sandbox
+    from djinnd.confinement import sandbox
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     print(sandbox.missing(), flush=True)
     os._exit(0)
