@@ -78,7 +78,7 @@ def write(path: str | os.PathLike[str], session: SavedSession, pages: memoryview
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside it that takes its place when all is on the disk."""
+    """A file beside it, which is renamed to the path when its bytes are on the disk."""
     fd, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
         with open(fd, "wb") as file:
@@ -86,10 +86,20 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(fd)
         os.replace(beside, path)
+        _sync_folder(path.parent)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(beside)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is in the folder, and so on the disk when the folder is."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class SavedFile:

@@ -14,6 +14,7 @@ import uvloop
 
 from djinnd import __version__
 from djinnd.config import ConfigError, Key, load, show
+from djinnd.standard_streams import open_standard_streams
 from djinnd.telemetry import FORMATS, LEVELS, configure_logging
 
 log = logging.getLogger("djinnd.server")
@@ -36,6 +37,7 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
 
     Settings come from /etc/djinnd/djinnd.yaml or --config, then from DJINND_* variables, then from these flags.
     """
+    open_standard_streams()
     given: dict[Key, str | None] = {(key,): text for key, text in flags.items()}
     given |= {("log", "level"): log_level, ("log", "format"): log_format}
     read = partial(load, config, os.environ.copy(), given)

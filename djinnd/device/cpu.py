@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -14,8 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from djinn_client.host_memory import anonymous_bytes, tightest
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.device import Device, Lane, Mark, Rates
+
+log = logging.getLogger("djinnd.device")
 
 _DEFAULT_SHARE = 0.5  # of the memory that is available when the engine starts
 _RATE_BYTES = 64 << 20
@@ -97,7 +101,9 @@ class CpuDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cpu")
         self.description = f"CPU, {torch.get_num_threads()} threads"
-        self.budget = MemoryBudget(memory or int(_available_memory() * _DEFAULT_SHARE))
+        self.budget = MemoryBudget(memory or _default_budget())
+        self._touched_at_start = anonymous_bytes()
+        _warn_of_overcommitment(memory)
         self._rates: Rates | None = None
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
@@ -119,6 +125,11 @@ class CpuDevice(Device):
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         memory = mmap.mmap(-1, nbytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+
+    @property
+    def untouched_host_bytes(self) -> int:
+        touched = anonymous_bytes() - self._touched_at_start
+        return max(self.budget.used - max(touched, 0), 0)
 
     def trim(self) -> None:
         pass  # the C library's allocator knows no streams
@@ -198,9 +209,14 @@ def _least_seconds(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def _available_memory() -> int:
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _default_budget() -> int:
+    bound = tightest()
+    free = bound.left if bound else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(int(free * _DEFAULT_SHARE), 1)
+
+
+def _warn_of_overcommitment(memory: int) -> None:
+    """A configured budget is kept as it is: memory that the machine lacks at this moment may come back."""
+    bound = tightest()
+    if bound is not None and memory > bound.left:
+        log.warning("memory_overcommitted budget=%d available=%d bound=%s", memory, bound.left, bound.name)

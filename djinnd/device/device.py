@@ -104,6 +104,11 @@ class Device(ABC):
         """Gives a label's bytes back to the budget. The owner has dropped its tensors before."""
         self.budget.release(label)
 
+    @property
+    def untouched_host_bytes(self) -> int:
+        """Host memory that the device has reserved and not touched yet: the kernel still counts it as available."""
+        return 0
+
     @abstractmethod
     def trim(self) -> None:
         """Hands memory that nobody holds any more back to the driver: whatever stream it was used on, any may then

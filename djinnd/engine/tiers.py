@@ -66,7 +66,7 @@ class Tiers:
     def add(self, runner: ModelRunner) -> Paging:
         """For the scheduler's `add_model`. The tiers come later."""
         load, plan = runner.load, runner.plan
-        room = host_room(load.disk_folder)
+        room = host_room(load.disk_folder, self._device.untouched_host_bytes)
         pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
         fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
         paging = Paging(runner.kv)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import posix_ipc
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.host_memory import tightest
 from djinnd.messages import Holding
 from djinnd.server.arena_header import HEADER_BYTES, MAGIC, VERSION, Header, State, start_ticks
 
@@ -285,6 +286,15 @@ def _check_room(model: str, nbytes: int, holds: Holding) -> None:
     free = _free()
     if nbytes > free:
         raise _no_room(model, nbytes, free, holds)
+    bound = tightest()
+    if bound is not None and nbytes > bound.left:  # the kernel would kill a process, and return no error
+        what = model if holds == "weights" else f"host_kv of {model}"
+        raise OutOfMemory(
+            f"{what} needs {nbytes:,} bytes of host memory and {bound.name} leaves {bound.left:,}: "
+            "unload another model or ask for less",
+            needed=nbytes,
+            free=bound.left,
+        )
 
 
 def _free() -> int:

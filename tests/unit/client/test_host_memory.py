@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from djinn_client import host_memory, shm
-from djinn_client.host_memory import available
+from djinn_client.host_memory import Bound, anonymous_bytes, available, tightest
 from djinn_client.shm import LARGE, new_window
 from tests.support.descriptors import open_descriptors
 
@@ -65,6 +66,56 @@ def test_the_narrowest_of_several_limits_counts(groups: Path) -> None:
     limit(groups / "outer", max="30000\n")
     limit(groups / "outer/own")
     assert available() == 30000 - 20480 + 4096 + 1024
+
+
+def test_a_group_is_slowed_at_its_high_mark_which_counts_as_a_limit(groups: Path) -> None:
+    limit(groups / "outer/own", max="max\n", high="30000\n")
+    assert available() == 30000 - 20480 + 4096 + 1024
+
+
+def test_version_2_beside_version_1(groups: Path) -> None:
+    (groups / "unified/outer").mkdir(parents=True)
+    limit(groups / "unified/outer")
+    assert tightest() == Bound(20480 + 4096 + 1024, f"the control group {groups / 'unified/outer'}")
+
+
+V1 = {
+    "memory.limit_in_bytes": "40960\n",
+    "memory.usage_in_bytes": "30720\n",
+    "memory.stat": "inactive_file 1\ntotal_inactive_file 2048\ntotal_active_file 512\n",
+}
+
+
+@pytest.mark.parametrize("group", ["memory/elsewhere", "memory"])
+def test_a_limit_of_version_1_counts_in_its_own_hierarchy(groups: Path, group: str) -> None:
+    """In a container the group that the kernel names is not mounted, and the mount is the group."""
+    (groups / group).mkdir(parents=True)
+    for name, text in V1.items():
+        (groups / group / name).write_text(text)
+    assert available() == 10240 + 2048 + 512
+
+
+def test_no_limit_of_version_1_is_a_huge_number(groups: Path) -> None:
+    (groups / "memory").mkdir()
+    for name, text in (V1 | {"memory.limit_in_bytes": "9223372036854771712\n"}).items():
+        (groups / "memory" / name).write_text(text)
+    assert tightest() == Bound(64 << 10, "the machine")
+
+
+@pytest.mark.parametrize(("kind", "used"), [("RLIMIT_AS", 30), ("RLIMIT_DATA", 10)])
+def test_resource_limits_of_the_process_count(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, kind: str, used: int
+) -> None:
+    (groups.parent / "proc/self/status").write_text("Name:\tx y\nVmSize:\t 30 kB\nVmData:\t 10 kB\nRssAnon:\t 5 kB\n")
+    limits = {getattr(resource, kind): (40 << 10, resource.RLIM_INFINITY)}
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    assert tightest() == Bound((40 - used) << 10, kind)
+    assert anonymous_bytes() == 5 << 10
+
+
+def test_this_process_has_touched_memory() -> None:
+    assert anonymous_bytes() > 1 << 20
 
 
 def test_a_window_that_the_host_has_no_memory_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

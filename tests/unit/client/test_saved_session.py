@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -70,6 +71,15 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_one_of_before(tmp_path: 
         write(path, session(), "no bytes")  # type: ignore[arg-type]
     assert read(path) == (session(), PAGES)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_is_synced_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), replace(a, b)))
+    written(tmp_path)
+    assert [name.split("-")[0] for name in done] == [".s.djinn", "rename", tmp_path.name.split("-")[0]]
 
 
 @pytest.mark.parametrize("place", [16, 40, 4096, 4096 + len(PAGES) - 1])

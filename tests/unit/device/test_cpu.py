@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.host_memory import Bound
+from djinnd.device import cpu
 from djinnd.device.cpu import CpuDevice
 
 
@@ -207,3 +209,28 @@ def test_the_budget_may_change_while_memory_is_held(device: CpuDevice) -> None:
         device.resize(1 << 18)
     device.resize(1 << 21)
     device.allocate("more", (1 << 20,), torch.uint8)
+
+
+def test_a_pool_that_nobody_has_touched_is_memory_that_is_promised() -> None:
+    """As the kernel still counts it as available."""
+    device = CpuDevice(1 << 30)
+    assert device.untouched_host_bytes == 0
+    pool = device.allocate("pool", (512 << 20,), torch.uint8, zero=True)
+    before = device.untouched_host_bytes
+    assert (512 << 20) - (64 << 20) <= before <= 512 << 20
+    pool[: 256 << 20].fill_(1)
+    assert before - device.untouched_host_bytes > 128 << 20
+    device.close()
+
+
+def test_a_budget_beyond_what_is_available_is_kept_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "tightest", lambda: Bound(100 << 20, "the control group /x"))
+    device, own = CpuDevice(1 << 30), CpuDevice(0)
+    assert (device.budget.total, own.budget.total) == (1 << 30, 50 << 20)
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory_overcommitted budget=1073741824 available=104857600 bound=the control group /x"
+    ]
+    for each in (device, own):
+        each.close()

@@ -71,6 +71,12 @@ def test_this_python_has_what_the_project_asks_for() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("left", "state"), [(1 << 30, "warn"), (64 * GIB, "ok")])
+def test_host_memory(left: int, state: str) -> None:
+    result = memory.judge_memory(memory.Bound(left, "the control group /x"))
+    assert result.state == state and "the control group /x" in result.finding
+
+
 def test_memlock() -> None:
     assert memory.judge_memlock(UNLIMITED, UNLIMITED).state == "ok"
     can_raise = memory.judge_memlock(8 << 20, UNLIMITED)

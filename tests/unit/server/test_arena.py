@@ -13,6 +13,8 @@ import posix_ipc
 import pytest
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.host_memory import Bound
+from djinnd.server import arena as arena_module
 from djinnd.server.arena import Arena
 from djinnd.server.arena_header import HEADER_BYTES, VERSION, Header, State, start_ticks
 
@@ -214,3 +216,13 @@ def test_the_lock_is_not_inherited_by_other_processes(arena):
     assert "BlockingIOError" in locked.stderr
     for there in arena._objects.values():
         assert fcntl.fcntl(there.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+def test_an_object_that_a_memory_limit_has_no_room_for_is_an_error_and_no_kill(arena, monkeypatch):
+    bound = Bound(1 << 20, "the control group /x")
+    monkeypatch.setattr(arena_module, "tightest", lambda: bound)
+    with pytest.raises(OutOfMemory, match=r"the control group /x leaves 1,048,576") as caught:
+        arena.grant("llama", 1 << 20, FINGERPRINT)
+    assert caught.value.data["free"] == 1 << 20
+    assert arena.models == set()
+    arena.grant("llama", 1 << 19, FINGERPRINT)

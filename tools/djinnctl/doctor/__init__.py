@@ -22,6 +22,7 @@ def checks(address: str | None, fix: bool) -> list[tuple[str, Check]]:
         ("Python", software.check_python),
         ("packages", software.check_packages),
         ("GPU", gpu.check),
+        ("memory", memory.check_memory),
         ("memlock", memory.check_memlock),
         ("/dev/shm", memory.check_shm),
         ("socket", partial(daemon.check, address)),

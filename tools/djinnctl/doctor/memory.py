@@ -8,13 +8,22 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from djinn_client.host_memory import Bound, tightest
 from djinnctl.doctor.result import Result, fail, ok, warn
 from djinnctl.units import size
 
 SHM = "/dev/shm"
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE_PAGES = f"mount -o remount,huge=within_size {SHM}, and the same in /etc/fstab; takes effect for models loaded then"
+LEAST_MEMORY = 2 << 30  # bytes: server and engine take 1 GiB without any model
 LEAST_SHM = 1 << 30  # bytes: less holds no model that is worth a daemon
+
+
+def check_memory() -> Iterator[Result]:
+    """As this process may take it; a service has a control group of its own."""
+    bound = tightest()
+    if bound is not None:
+        yield judge_memory(bound)
 
 
 def check_memlock() -> Iterator[Result]:
@@ -32,6 +41,15 @@ def check_shm() -> Iterator[Result]:
     yield judge_shm(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, physical)
     if SHMEM_ENABLED.exists():  # else the kernel has no huge pages for shared memory
         yield judge_huge_pages(Path("/proc/self/mounts").read_text(), SHMEM_ENABLED.read_text())
+
+
+def judge_memory(bound: Bound) -> Result:
+    finding = f"{size(bound.left)} of host memory available, bounded by {bound.name}"
+    if bound.left >= LEAST_MEMORY:
+        return ok("memory", finding)
+    return warn(
+        "memory", finding, "raise that limit (MemoryMax= of the unit, --memory of the container), or end others"
+    )
 
 
 def judge_memlock(soft: int, hard: int) -> Result:
