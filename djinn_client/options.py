@@ -36,6 +36,10 @@ class GenerateOptions(TypedDict, total=False):
                          part of the text
     stop_token_ids       tokens that end the output, at most 256
     ignore_eos           go on after the model's own end token
+    skip_special_tokens  False: special tokens such as "<tool_call>" appear in the text; default True
+    parse_special        False: control strings in the prompt, such as "<|im_end|>", stay ordinary text; default True
+    prefix_space         whether the space that SentencePiece tokenizers put before a text is put before this one; None
+                         (the default): if the text is the session's first, as a text that goes on continues a word
     logprobs             None (the default) is off; n, from 0 to 20: natural-log probability of each chosen token and
                          the n likeliest
     expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
@@ -54,6 +58,9 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Iterable[int]
     ignore_eos: bool
+    skip_special_tokens: bool
+    parse_special: bool
+    prefix_space: bool | None
     logprobs: int | None
     expected_tokens: int
     deadline_s: float

@@ -32,8 +32,9 @@ MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
 
 
-def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
-    """What can be seen before the prompt is in tokens. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
+def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
+    """What can be seen before the prompt is in tokens. `lacking`: why the model takes no text; "" where
+    it takes some. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
     request.sampling.validate()
     if request.text is not None and request.token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not as both")
@@ -50,8 +51,8 @@ def check_generate(request: Generate, model: ModelInfo, has_text: bool) -> None:
         raise InvalidRequest(f"{count} stop tokens are too many: at most {MAX_STOP_TOKENS}", field="stop_token_ids")
     check_tokens(request.stop_token_ids, model)
     _check_stops(request.stop)
-    if not has_text and (request.text is not None or request.stop):
-        raise NoTokenizer(f"{model.name} has no tokenizer.json: give token ids, and no stop strings")
+    if lacking and (request.text is not None or request.stop):
+        raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
 
 
 def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int) -> None:

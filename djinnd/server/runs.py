@@ -160,7 +160,7 @@ class GenerateRun(SessionRun):
         )
         self._send_off()
         try:  # while the engine has its work
-            text = vocabulary.text_after(session.tokens)
+            text = vocabulary.text_after(session.tokens, request.skip_special_tokens)
             self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
         except BaseException as fault:
             self._blame(fault)

@@ -158,7 +158,9 @@ class Status:
         described = {info.name: info for info in report.models} if report else {}
         info = described.get(model.name) or model.info or ModelInfo(name=model.name, path=model.source.path)
         sessions = len(self._sessions.of_model(model.name))
-        notes = info.notes if model.share is None else [f"shared by user {model.share.user}", *info.notes]
+        notes = [*info.notes, *(model.vocabulary.notes if model.vocabulary is not None else [])]
+        if model.share is not None:
+            notes.insert(0, f"shared by user {model.share.user}")
         return msgspec.structs.replace(
             info,
             name=model.name,

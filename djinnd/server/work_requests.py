@@ -20,6 +20,7 @@ from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
 LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
@@ -35,12 +36,12 @@ class WorkRequests:
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:
             info, vocabulary = (await self._models.once_ready(session)).described
-            admission.check_generate(request, info, vocabulary.has_text)
+            admission.check_generate(request, info, vocabulary.lacking)
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
             admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)
-            stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else vocabulary.eos)
+            stop_tokens = _stop_tokens(request, vocabulary)
             engine = await self._models.ready(session.model)
             session.expect_model()
             if request.resume and session.is_paused:
@@ -75,6 +76,15 @@ class WorkRequests:
 async def _prompt(request: Generate, vocabulary: Vocabulary, first: bool) -> list[int]:
     if request.text is None:
         return request.token_ids or []
+    rules = TextRules(first, request.parse_special, request.prefix_space)
     if len(request.text) > LONG_TEXT:
-        return await asyncio.to_thread(vocabulary.encode, request.text, first)
-    return vocabulary.encode(request.text, first)
+        return await asyncio.to_thread(vocabulary.encode, request.text, rules)
+    return vocabulary.encode(request.text, rules)
+
+
+def _stop_tokens(request: Generate, vocabulary: Vocabulary) -> frozenset[int]:
+    """Raises InvalidRequest."""
+    stops = frozenset(request.stop_token_ids)
+    if request.stop:
+        stops |= vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
+    return stops if request.ignore_eos else stops | vocabulary.eos

@@ -16,6 +16,7 @@ raises on some bytes that are no UTF-8, holds back and decodes again the whole o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -34,26 +35,33 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
+        self._special = frozenset(self.special_ids.values())
 
-    def stream(self, context: Sequence[int] = ()) -> TextStream:
-        """The text of the tokens that follow `context`, the session's tokens so far."""
-        return TextStream(self, context)
+    def stream(self, context: Sequence[int] = (), skip_special: bool = True) -> TextStream:
+        """The text of the tokens that follow `context`, the session's tokens so far. `skip_special`: special tokens
+        have no text."""
+        return TextStream(self, context, skip_special)
 
-    def has_text(self, token: int) -> bool:
-        """False for special tokens and for ids that the tokenizer does not know: models are often padded past it."""
-        return token not in self._special and self._tokenizer.id_to_token(token) is not None
+    def has_text(self, token: int, skip_special: bool = True) -> bool:
+        """False for ids that the tokenizer does not know, as models are often padded past it, and for special tokens
+        where they are skipped."""
+        if token in self._special:
+            return not skip_special
+        return self._tokenizer.id_to_token(token) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)  # there are none in it
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)  # has_text has chosen them
 
 
 class TextStream:
     """The pieces of one request's text. Together they are what decoding the request's tokens behind the context adds to
     the context's text; a character that the context left unfinished comes whole."""
 
-    def __init__(self, detokenizer: Detokenizer, context: Sequence[int]) -> None:
-        last = list(islice(filter(detokenizer.has_text, reversed(context)), CONTEXT_TOKENS))[::-1]
+    def __init__(self, detokenizer: Detokenizer, context: Sequence[int], skip_special: bool = True) -> None:
+        self._has_text = partial(detokenizer.has_text, skip_special=skip_special)
+        last = list(islice(filter(self._has_text, reversed(context)), CONTEXT_TOKENS))[::-1]
         first, end = _whole(detokenizer, last)
         self._detokenizer = detokenizer
         self._context = last[first:end]
@@ -63,7 +71,7 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """The text that this token makes certain: none while a character is unfinished."""
-        if not self._detokenizer.has_text(token):
+        if not self._has_text(token):
             return ""
         self._pending.append(token)
         count = len(self._pending)
@@ -76,7 +84,7 @@ class TextStream:
         """As `feed` of each. Where no character is broken they are decoded at once, in a fraction of the time."""
         if len(tokens) > 1:
             held = len(self._pending)
-            self._pending += filter(self._detokenizer.has_text, tokens)
+            self._pending += filter(self._has_text, tokens)
             count = len(self._pending)
             added, alone = self._text_of(count)
             if BROKEN not in alone:

@@ -9,41 +9,82 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from djinn_client.errors import ModelRejected
+from djinn_client.errors import InvalidRequest, ModelRejected
 from djinnd.text.detokenizer import Detokenizer, TextStream
+from djinnd.text.encoder import Encoder, TextRules
+from djinnd.text.end_tokens import end_tokens
 
 
 class Vocabulary:
-    """`tokenizer` None: the model takes and gives tokens only."""
+    """`tokenizer` None: the model takes and gives tokens only. `lacking` then says why, and what helps."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos: frozenset[int], lacking: str = "") -> None:
         self.eos = eos
-        self._tokenizer = tokenizer
+        self.lacking = lacking
+        self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
 
     @classmethod
     def read(cls, name: str, folder: Path) -> Vocabulary:
-        """From tokenizer.json, generation_config.json and config.json, as far as they are there. Raises ModelRejected
-        for a file that cannot be read."""
-        eos = _json(name, folder / "generation_config.json").get("eos_token_id")
-        if eos is None:
-            eos = _json(name, folder / "config.json").get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [eos]
-        return cls(_tokenizer(name, folder / "tokenizer.json"), frozenset(i for i in ids if type(i) is int))
+        """From tokenizer.json, tokenizer_config.json, generation_config.json and config.json, as far as they are there.
+        Raises ModelRejected for a file that cannot be read."""
+        generation = _json(name, folder / "generation_config.json")
+        config = _json(name, folder / "config.json")
+        told = _json(name, folder / "tokenizer_config.json")
+        tokenizer = _tokenizer(name, folder / "tokenizer.json")
+        eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
+        return cls(tokenizer, eos, "" if tokenizer else _lacking(folder))
 
     @property
     def has_text(self) -> bool:
-        return self._tokenizer is not None
+        return self._encoder is not None
 
-    def encode(self, text: str, first: bool) -> list[int]:
-        """Where there is text. `first`: of a session, with the tokens that the tokenizer puts around a text."""
-        assert self._tokenizer is not None
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=first)[0].ids  # without the GIL
-        return ids
+    @property
+    def notes(self) -> list[str]:
+        """What somebody who uses the model should know."""
+        return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]
 
-    def text_after(self, context: Sequence[int]) -> TextStream | None:
+    def encode(self, text: str, rules: TextRules) -> list[int]:
+        """Where there is text."""
+        assert self._encoder is not None
+        return self._encoder.encode(text, rules)
+
+    def text_after(self, context: Sequence[int], skip_special: bool = True) -> TextStream | None:
         """The text of tokens that follow `context`."""
-        return None if self._detokenizer is None else self._detokenizer.stream(context)
+        return None if self._detokenizer is None else self._detokenizer.stream(context, skip_special)
+
+    def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
+        """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where
+        there is text. Raises InvalidRequest for a stop string that could never match, as it has a special token in the
+        midst of other text."""
+        assert self._detokenizer is not None
+        found = {self._detokenizer.special_ids.get(stop) for stop in stops}
+        if skip_special:
+            for stop in stops:
+                self._expect_text(stop)
+        return frozenset(token for token in found if token is not None)
+
+    def _expect_text(self, stop: str) -> None:
+        assert self._detokenizer is not None
+        special = self._detokenizer.special_ids
+        inside = [] if stop in special else [text for text in special if text and text in stop]
+        if inside:
+            raise InvalidRequest(
+                f"the stop string {stop!r} holds the special token {inside[0]!r}, whose text is left out of outputs: "
+                "pass skip_special_tokens=False, or stop at the token alone",
+                field="stop",
+            )
+
+
+def _lacking(folder: Path) -> str:
+    """Why there is no text, for a checkpoint without tokenizer.json."""
+    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (folder / name).is_file()]
+    if not slow:
+        return "it has no tokenizer.json"
+    return (
+        f"it has no tokenizer.json, only {' and '.join(slow)}; convert it once: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
 
 
 def _tokenizer(name: str, path: Path) -> Tokenizer | None:

@@ -26,7 +26,7 @@ def generate(**fields):
     ],
 )
 def test_what_may_be_asked(fields):
-    admission.check_generate(generate(**fields), MODEL, has_text=True)
+    admission.check_generate(generate(**fields), MODEL, lacking="")
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_what_may_be_asked(fields):
 )
 def test_what_may_not_be_asked(fields, words):
     with pytest.raises(InvalidRequest, match=words):
-        admission.check_generate(generate(**fields), MODEL, has_text=True)
+        admission.check_generate(generate(**fields), MODEL, lacking="")
 
 
 @pytest.mark.parametrize("fields", [{"text": "x"}, {"token_ids": [1], "stop": ["y"]}])
 def test_text_needs_a_tokenizer(fields):
-    with pytest.raises(NoTokenizer, match="m has no tokenizer"):
-        admission.check_generate(generate(**fields), MODEL, has_text=False)
+    with pytest.raises(NoTokenizer, match=r"m takes no text, as it has no tokenizer\.json"):
+        admission.check_generate(generate(**fields), MODEL, lacking="it has no tokenizer.json")
 
 
 def test_an_empty_session_needs_a_prompt():

@@ -53,7 +53,9 @@ class Stage:
         queue = Queue(8, 0.0)
         with queue.place(1000, 0.0) as place:
             message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-            vocabulary = SimpleNamespace(text_after=lambda tokens: self.did.append("read text") or text(tokens))
+            vocabulary = SimpleNamespace(
+                text_after=lambda tokens, skip_special: self.did.append("read text") or text(tokens)
+            )
             self.run = GenerateRun(
                 call,
                 self.session,

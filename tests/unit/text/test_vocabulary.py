@@ -5,7 +5,8 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from djinn_client.errors import ModelRejected
+from djinn_client.errors import InvalidRequest, ModelRejected
+from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
 
@@ -32,12 +33,12 @@ def checkpoint(tmp_path):
 
 def test_only_the_first_text_of_a_session_gets_the_special_tokens(checkpoint):
     vocabulary = Vocabulary.read("m", checkpoint())
-    assert vocabulary.encode("hello world", first=True) == [0, 3, 4]
-    assert vocabulary.encode("hello world", first=False) == [3, 4]
+    assert vocabulary.encode("hello world", TextRules(starts=True)) == [0, 3, 4]
+    assert vocabulary.encode("hello world", TextRules(starts=False)) == [3, 4]
 
 
 def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
-    assert len(Vocabulary.read("m", checkpoint()).encode("hello " * 50, first=False)) == 50
+    assert len(Vocabulary.read("m", checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,9 @@ def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
         ({"config": {"eos_token_id": 5}, "generation_config": {}}, {5}),
         ({"config": {"eos_token_id": 0}, "generation_config": {"eos_token_id": None}}, {0}),
         ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": 0}}, {0}),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, {1}),
+        ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, {1}),
+        ({"tokenizer_config": {"eos_token": "no such token"}}, set()),
     ],
 )
 def test_the_tokens_that_end_an_output(checkpoint, files, eos):
@@ -75,8 +79,34 @@ def test_the_shipped_model(tiny):
 
     folder = find_checkpoint("djinn-tiny", known_models({})["djinn-tiny"].path)
     vocabulary = Vocabulary.read("djinn-tiny", folder)
-    tokens = vocabulary.encode("def fibonacci(", first=True)
+    tokens = vocabulary.encode("def fibonacci(", TextRules(starts=True))
     assert tokens == tiny.encode("def fibonacci(").ids
     stream = vocabulary.text_after([])
     assert "".join(map(stream.feed, tokens)) + stream.finish() == "def fibonacci("
     assert vocabulary.eos == {0}
+
+
+def test_a_model_without_an_end_token_says_so(checkpoint):
+    assert "no end token" in Vocabulary.read("m", checkpoint()).notes[0]
+    assert not Vocabulary.read("m", checkpoint(config={"eos_token_id": 1})).notes
+
+
+def test_a_special_token_among_the_stop_strings_is_a_stop_token(checkpoint):
+    vocabulary = Vocabulary.read("m", checkpoint())
+    assert vocabulary.stop_tokens(["</s>", "hello"], skip_special=True) == {1}
+    assert vocabulary.stop_tokens(["</s>"], skip_special=False) == {1}
+
+
+def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
+    vocabulary = Vocabulary.read("m", checkpoint())
+    with pytest.raises(InvalidRequest, match="skip_special_tokens=False"):
+        vocabulary.stop_tokens(["world</s>"], skip_special=True)
+    assert vocabulary.stop_tokens(["world</s>"], skip_special=False) == set()
+
+
+def test_slow_tokenizers_are_named_with_the_remedy(checkpoint):
+    folder = checkpoint(tokenizer=False)
+    (folder / "tokenizer.model").write_bytes(b"x")
+    lacking = Vocabulary.read("m", folder).lacking
+    assert "tokenizer.model" in lacking
+    assert "save_pretrained" in lacking
