@@ -111,8 +111,9 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
 
     async def gone(self) -> None:
-        """After `kill`: returns when nothing of it is left."""
-        await self._exited
+        """After `kill`: returns when nothing of it is left. A caller that is cancelled cancels nothing else: another
+        one may wait, too."""
+        await asyncio.wait([self._exited])
         self.client.close()
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -283,9 +283,12 @@ class Server:
         log.info("engine_stopped seconds=%.3f", time.monotonic() - began)
 
     async def _beat(self) -> None:
+        """The watchdog is fed while there is an engine, or the next one has a time: a back-off of minutes is no reason
+        to restart the daemon, an end of the supervision is one."""
         notifier = self._notifier
         while True:
-            notifier.tell(WATCHDOG=1, STATUS=self._status.line())
+            is_sound = self._status.is_draining or not self._supervisor.is_over
+            notifier.tell(STATUS=self._status.line(), **({"WATCHDOG": 1} if is_sound else {}))
             await asyncio.sleep(min(_BEAT, notifier.watchdog_s / 3 or _BEAT))
 
     def _close_in_engine(self, session: SessionRecord) -> None:

@@ -1,16 +1,17 @@
 """Keeps one engine alive.
 
     starting ──Ready──► ready ──dies, silent, garbled──► lost ──delay──► starting …
-        └────── refuses the device, or crashes too often ──────────────► failed
+        └────── the first engine refuses the device ───────────────────► failed
 
-What needs an engine waits for the next one, within limits.engine_wait.
+There is always a next engine: only the very first one may refuse its device for good, which is a fault of the
+configuration. A call that needs an engine waits for the next one, up to limits.engine_wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -30,22 +31,25 @@ log = logging.getLogger("djinnd.server")
 
 EngineState = Literal["starting", "ready", "lost", "failed"]
 
-_DELAYS = (0.0, 0.5, 1.0, 2.0)  # seconds before the next start, by crashes of late; one more, and there is none
-_WINDOW = 60.0  # seconds that a crash counts
+_SHORTEST, _LONGEST = 0.25, 120.0  # seconds: the second delay, which doubles with each death, and the longest one
+_QUIET = 60.0  # seconds without a death, after which the delays begin anew
 
 
-class Crashes:
-    """When to start the next engine. Times come from the caller."""
+class BackOff:
+    """How long to wait before the next start of an engine. Times come from the caller."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque()
+        self._delay = 0.0
+        self._quiet_from = -math.inf  # a death after this finds a quiet engine
 
-    def record(self, at: float) -> float | None:
-        """Seconds until the next start, or None: too many."""
-        self._recent.append(at)
-        while at - self._recent[0] >= _WINDOW:
-            self._recent.popleft()
-        return _DELAYS[len(self._recent) - 1] if len(self._recent) <= len(_DELAYS) else None
+    def died(self, at: float) -> float:
+        """Seconds until the next start: 0 at first, then twice as long from death to death."""
+        if at >= self._quiet_from:
+            self._delay = 0.0
+        else:
+            self._delay = min(max(2 * self._delay, _SHORTEST), _LONGEST)
+        self._quiet_from = at + self._delay + _QUIET
+        return self._delay
 
 
 class Owner(Audience, Protocol):
@@ -85,7 +89,9 @@ class Supervisor:
         self._scheduling = scheduling
         self._owner = owner
         self._last = last
-        self.failure = ""  # why no engine will come
+        self.failure = ""  # why no engine will ever come
+        self._last_death = ""  # of the engine before
+        self._next_start = 0.0  # when the next engine is started, on the loop's clock; while the state is "lost"
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
         self._task: asyncio.Task[None] | None = None
@@ -103,6 +109,7 @@ class Supervisor:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
+        self._task.add_done_callback(_ended)
 
     async def stop(self, keep_pages: bool = False) -> None:
         """Ends supervision and asks the engine to end, too; what waits for it fails. `keep_pages`: the next engine is
@@ -150,15 +157,35 @@ class Supervisor:
         will come."""
         try:
             async with asyncio.timeout(self.limits.engine_wait):
-                while self.state not in ("ready", "failed"):
-                    await self._settled.wait()
+                return await self.next_engine()
         except TimeoutError:
-            seconds = f"{self.limits.engine_wait:g}"
-            raise EngineLost(f"an engine is being started, for more than {seconds} s now: try again later") from None
+            raise self._no_engine() from None
+
+    async def next_engine(self) -> EngineClient:
+        """The engine that is ready, however long that takes. Raises DjinnError where none will come."""
+        while self.state not in ("ready", "failed"):
+            await self._settled.wait()
         if self.state == "failed":
             raise DjinnError(f"the daemon has no engine, because {self.failure}: see its log, then restart djinnd")
         assert self._process is not None
         return self._process.client
+
+    def _no_engine(self) -> EngineLost:
+        """For a call that has waited long enough."""
+        waited, why = f"{self.limits.engine_wait:g}", f" since {self._last_death}" if self._last_death else ""
+        if self.state != "lost":
+            return EngineLost(f"an engine is being started, for more than {waited} s now{why}: try again later")
+        left = max(0.0, self._next_start - asyncio.get_running_loop().time())
+        return EngineLost(
+            f"there has been no engine for more than {waited} s{why}: the next one is started in {left:.0f} s: try "
+            "again then",
+            retry_s=round(left, 3),
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether supervision has ended: there is no engine, and none will come."""
+        return self._task is not None and self._task.done()
 
     async def set_budget(self, memory_bytes: int) -> BudgetSet:
         """Of this engine and of those after it; the change goes on also when the caller goes. Raises as `engine`, and
@@ -189,17 +216,19 @@ class Supervisor:
     # --- one engine after another -----------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        crashes = Crashes()
+        clock, back_off = asyncio.get_running_loop().time, BackOff()
         await self._last.gone()
         while True:
             death = await self._live()
-            delay = crashes.record(asyncio.get_running_loop().time())
-            if death.is_final or delay is None:
+            if death.is_final and self.restarts == 0:
                 break
+            delay = back_off.died(clock())
+            self.state, self._last_death, self._next_start = "lost", death.reason, clock() + delay
+            log.info("engine_restarts in_s=%g", delay)
             await asyncio.sleep(delay)
             self.restarts += 1
             self.state = "starting"
-        self.failure = death.reason if death.is_final else f"{death.reason}, {len(_DELAYS) + 1} times in {_WINDOW:g} s"
+        self.failure = death.reason
         self.state = "failed"
         log.error("engine_failed reason=%s", self.failure)
         self._settled.set()
@@ -235,3 +264,8 @@ class Supervisor:
         self.state = "lost"
         self._settled.clear()
         self._owner.engine_lost()
+
+
+def _ended(supervision: asyncio.Task[None]) -> None:
+    if not supervision.cancelled() and (fault := supervision.exception()) is not None:
+        log.critical("supervision_failed", exc_info=fault)

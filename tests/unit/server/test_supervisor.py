@@ -1,33 +1,38 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from djinn_client import DjinnError, OutOfMemory
+import djinn_client as djinn
+from djinn_client import DjinnError, EngineLost, OutOfMemory
 from djinn_client.protocol import Cancel, Done, Ping, SetBudget
-from djinnd.server.supervisor import Crashes
+from djinnd.server.engine_process import EngineProcess
+from djinnd.server.supervisor import BackOff
 from tests.support.engine import Script
 from tests.support.served import Wire, wait_for
 
 
-def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer():
-    crashes = Crashes()
-    delays = [crashes.record(at) for at in (0.0, 1.0, 2.0, 3.0)]
-    assert delays[0] == 0.0
-    assert delays == sorted(delays) and len(set(delays)) == 4
-    assert crashes.record(4.0) is None, "five in a minute are too many"
+def test_the_first_restart_is_at_once_and_delays_double_up_to_minutes():
+    back_off, at, delays = BackOff(), 0.0, []
+    for _ in range(14):
+        delays.append(back_off.died(at))
+        at += delays[-1] + 5.0  # it lives for five seconds
+    assert delays[:4] == [0.0, 0.25, 0.5, 1.0]
+    assert all(later == min(2 * sooner, 120.0) for sooner, later in pairwise(delays[1:]))
+    assert delays[-1] == 120.0, "and no longer, however often it dies"
 
 
-def test_crashes_of_long_ago_do_not_count():
-    crashes = Crashes()
-    assert [crashes.record(at) for at in (0.0, 61.0, 122.0, 183.0, 244.0, 305.0)] == [0.0] * 6
-    crashes = Crashes()
-    for at in (0.0, 10.0, 20.0, 30.0):
-        assert crashes.record(at) is not None
-    assert crashes.record(60.0) is not None, "the first one is a minute old"
-    assert crashes.record(61.0) is None
+@pytest.mark.parametrize(("life", "delay"), [(59.0, 1.0), (61.0, 0.0)])
+def test_an_engine_that_has_lived_for_long_begins_the_delays_anew(life, delay):
+    back_off, at = BackOff(), 1000.0
+    for _ in range(3):
+        at += back_off.died(at)
+    assert back_off.died(at + life) == delay
 
 
 def test_an_engine_that_fails_to_start_is_started_again(serve):
@@ -119,15 +124,54 @@ def test_who_waits_for_an_engine_waits_only_so_long(serve):
         client.load("djinn-tiny")
 
 
-def test_when_engines_crash_too_often_there_is_none_and_calls_say_so_at_once(serve):
-    """The daemon stays, for those who want to know."""
-    daemon = serve(Script(on_start={str(start): "die" for start in range(2, 9)}))
+def test_engines_that_crash_again_and_again_are_started_again_and_again(serve):
+    """Five deaths at once: the sixth engine serves those that have waited, and nothing of the daemon has ended."""
+    daemon = serve(Script(on_start={str(start): "die" for start in range(2, 6)}))
+    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: daemon.starts > 1)
+        assert session.generate([5], max_tokens=2).token_ids == [2, 3]
+        status = client.status(check=True)
+        assert (status.integrity, status.devices[0].restarts, daemon.starts) == ([], 5, 6)
+
+
+def test_a_call_is_told_when_the_next_engine_is_started(serve):
+    daemon = serve(Script(on_start={str(start): "die" for start in range(2, 12)}), limits={"engine_wait": "500ms"})
+    with daemon.client() as client:
+        wait_for(lambda: client.status().state == "ready")
+        client.load("djinn-tiny")
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: daemon.starts >= 5 and client.status().state == "lost")
+        with pytest.raises(EngineLost, match="the next one is started in") as caught:
+            client.load("djinn-tiny")
+        assert 0.0 <= caught.value.data["retry_s"] <= 8.0
+
+
+def test_a_device_that_is_refused_later_is_tried_again(serve):
+    daemon = serve(Script(on_start={"2": "refuse"}))
     with daemon.client() as client:
         client.load("djinn-tiny")
-
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
-        wait_for(lambda: client.status().state == "failed")
-        assert daemon.starts == 5
-        with pytest.raises(DjinnError, match="5 times in 60 s: see its log, then restart djinnd"):
-            client.load("djinn-tiny")
-        assert client.status(check=True).integrity == ["the engine did not report: it is failed"]
+        wait_for(lambda: daemon.starts == 3)
+        client.load("djinn-tiny")
+        assert client.status().state == "ready"
+
+
+def test_whoever_stops_waiting_for_the_end_of_an_engine_leaves_it_to_be_waited_for():
+    async def main():
+        ended = asyncio.get_running_loop().create_future()
+        process = EngineProcess(
+            SimpleNamespace(pid=os.getpid(), wait=lambda: _result(ended)), SimpleNamespace(close=int)
+        )
+        first = asyncio.create_task(process.gone())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        ended.set_result(0)
+        await process.gone()
+
+    asyncio.run(main())
+
+
+async def _result(future):
+    return await future
