@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from djinn_client.packed import PackedForm
@@ -40,6 +41,11 @@ class Product:
     def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
         """`weight` [out, in]. With `packed`, it holds the weights only for more than PACKED_ROWS rows."""
         self._weight, self._bias, self._packed = weight, bias, packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert self._weight is not None
+        return self._weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self._weight is not None
@@ -79,23 +85,43 @@ class SharedProduct:
         return part
 
 
-class Projection(nn.Module):
-    """Stands where a Linear stood whose product is its own."""
+class _InPlaceOfLinear(nn.Module):
+    """What a family's forward may ask of the Linear that stood here: shape and dtype, and no values."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._has_bias = linear.bias is not None
+        self._bound = product
+
+    @property
+    def weight(self) -> Tensor:
+        """On the meta device: a forward that computes with it gets no values, and is refused by the check at load."""
+        return torch.empty(self.out_features, self.in_features, dtype=self._bound.dtype, device="meta")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return torch.empty(self.out_features, dtype=self._bound.dtype, device="meta") if self._has_bias else None
+
+
+class Projection(_InPlaceOfLinear):
+    """Stands where a Linear stood that has a product of its own."""
+
+    def __init__(self, linear: nn.Linear, product: Product) -> None:
+        super().__init__(linear, product)
         self.product = product
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
 
 
-class SharedProjection(nn.Module):
+class SharedProjection(_InPlaceOfLinear):
     """Stands where one of several Linears stood: [..., in] → [..., out of this member], a view of the shared result."""
 
-    def __init__(self, product: SharedProduct, index: int) -> None:
-        super().__init__()
-        self.product = product
+    def __init__(self, linear: nn.Linear, product: Product, shared: SharedProduct, index: int) -> None:
+        super().__init__(linear, product)
+        self.product = shared
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,8 +136,8 @@ def install_products(block: nn.Module, layout: Layout) -> list[Product]:
         if not all(name.endswith(".weight") for name in unit):
             continue
         paths = [name.removesuffix(".weight") for name in unit]
-        members = [block.get_submodule(path) for path in paths]
-        if not all(type(member) is nn.Linear for member in members):
+        members = [member for path in paths if type(member := block.get_submodule(path)) is nn.Linear]
+        if len(members) < len(paths):
             continue
         biases = tuple(f"{path}.bias" for path in paths)
         has_bias = [member.bias is not None for member in members]
@@ -120,11 +146,11 @@ def install_products(block: nn.Module, layout: Layout) -> list[Product]:
         product = Product(unit, biases if any(has_bias) else ())
         products.append(product)
         if len(unit) == 1:
-            _put(block, paths[0], Projection(product))
+            _put(block, paths[0], Projection(members[0], product))
             continue
         shared = SharedProduct(product, [layout.entries[name].shape[0] for name in unit])
         for index, path in enumerate(paths):
-            _put(block, path, SharedProjection(shared, index))
+            _put(block, path, SharedProjection(members[index], product, shared, index))
     return products
 
 

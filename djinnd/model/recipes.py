@@ -28,7 +28,18 @@ class _Sources:
     """The tensors of one parameter, in the order in which experts are stacked."""
 
     converter: WeightConverter | None
+    first: str  # what the converter makes comes under names that it derives from this one
     tensors: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern of the converter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """What converters ask of a model, which has other modules in the places of its blocks when they are run."""
+
+    by_name: dict[str, Tensor]  # on the meta device
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self.by_name[name]
 
 
 class RecipeBook:
@@ -36,7 +47,8 @@ class RecipeBook:
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._model = model
+        self._config = model.config
+        self._parameters = _Parameters(model.state_dict())
         self._sources = _match(model, checkpoint)
 
     def require(self, names: Iterable[str], tied: dict[str, list[str]]) -> None:
@@ -82,9 +94,10 @@ class RecipeBook:
         converter = deepcopy(sources.converter)
         assert converter is not None
         for source, pattern in sources.tensors:
-            converter.add_tensor(name, source, pattern, partial(self._checkpoint.read, source))  # type: ignore[arg-type]
+            read: Any = partial(self._checkpoint.read, source)
+            converter.add_tensor(sources.first, source, pattern, read)
         try:
-            made = converter.convert(name, model=self._model, config=self._model.config)[name]
+            made = converter.convert(sources.first, model=self._parameters, config=self._config)[name]
         except Exception as error:  # transformers' own converters, on the checkpoint's tensors
             raise ModelRejected(f"tensors of {name} cannot be merged: {error}", tensor=name) from error
         return made[0] if isinstance(made, list) else made
@@ -105,5 +118,15 @@ def _match(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
         if target not in known:
             continue  # masks and frequencies that old checkpoints carry along
         converter = by_pattern[pattern] if pattern is not None else None
-        sources.setdefault(target, _Sources(converter)).tensors.append((name, pattern or name))
+        for made in _made_by(converter, target):
+            sources.setdefault(made, _Sources(converter, target)).tensors.append((name, pattern or name))
     return sources
+
+
+def _made_by(converter: WeightConverter | None, target: str) -> list[str]:
+    """The parameters that come of a tensor: transformers names the first of them, `target`, and a converter may split
+    the tensor into several."""
+    if converter is None or len(converter.target_patterns) == 1:
+        return [target]
+    first, *others = converter.target_patterns
+    return [target, *(target.replace(first, other) for other in others)]

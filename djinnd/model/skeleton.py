@@ -21,6 +21,7 @@ from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
 from djinnd.model.point_map import learn_points
 from djinnd.model.rope import fix_frequencies, stop_choosing
+from djinnd.model.switches import set_switches
 from djinnd.weights.layout import Layout
 
 # Kinds of blocks, as families' configurations name them. None: the configuration names none.
@@ -49,6 +50,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
             family=config.model_type,
         )
     fix_frequencies(config)
+    set_switches(config)
     if getattr(config, "quantization_config", None):
         raise ModelRejected(
             f"{folder}: quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type
@@ -67,8 +69,6 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         if error.args == (hf_attention.NAME,):  # looked for in a table of its own
             raise _past_the_interface(config) from error
         raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
-    if not (getattr(model, "_supports_attention_backend", False) or config.model_type in PATCHED):
-        raise _past_the_interface(config)
     model.eval()
     model.tie_weights()
     return model
@@ -169,7 +169,10 @@ class Skeleton:
         except NoPages as call:
             wanted = call.wanted
         else:
-            reason = f"block {index} of {self.family} never called the attention interface"
+            reason = (
+                f"block {index} of {self.family} never called transformers' attention interface, so djinnd cannot page "
+                "its KV"
+            )
             raise ModelRejected(reason, family=self.family)
         unserved = wanted.unserved
         if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):

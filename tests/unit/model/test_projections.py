@@ -106,6 +106,20 @@ def test_a_linear_with_an_input_of_its_own_is_a_product_of_its_own(bias: bool) -
     assert torch.equal(block(x()), wanted)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_forward_may_ask_for_shape_and_dtype_of_the_weights_and_gets_no_values(bias: bool) -> None:
+    block = Block(Attention(bias))
+    layout, buffer = bound(block)
+    linears = dict(block.self_attn.named_children())
+    bind_products(install_products(block, layout), layout, buffer)
+    for name, was in linears.items():
+        now = block.self_attn.get_submodule(name)
+        assert (now.in_features, now.out_features) == (was.in_features, was.out_features)
+        assert (now.weight.shape, now.weight.dtype) == (was.weight.shape, was.weight.dtype)
+        assert (now.bias is None) == (was.bias is None)
+        assert (x() @ now.weight.T).is_meta
+
+
 class Gated(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()

@@ -18,6 +18,7 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma4TextConfig,
     GemmaConfig,
+    GPTNeoConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
@@ -26,7 +27,6 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
-    StableLmConfig,
 )
 
 from djinn_client.errors import ModelRejected
@@ -104,16 +104,25 @@ def test_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "bloom does not use .* attention interface"),
+        (
+            BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+            "block 0 of bloom never called .* attention interface",
+        ),
         (FalconConfig(**SMALL, alibi=True), "attention of falcon wants .*: alibi"),
-        (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "mamba does not use .* attention interface"),
-        (Qwen3NextConfig(**SMALL, num_experts=2), "qwen3_next does not use .* attention interface"),
-        (StableLmConfig(**SMALL), "stablelm does not use .* attention interface"),
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "gpt_neo does not use .* interface"),
+        (
+            MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+            "block 0 of mamba .* cannot page",
+        ),
+        (Qwen3NextConfig(**SMALL, num_experts=2), "block 0 of qwen3_next .* cannot page: linear_attention"),
         (
             Gemma4TextConfig(**SMALL, layer_types=GEMMA_3N["layer_types"]),
             "gemma4_text has blocks with different shapes",
         ),
-        (JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1), "jamba does not use .* attention interface"),
+        (
+            JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1),
+            "block 0 of jamba .* cannot page",
+        ),
         (MiniMaxConfig(**SMALL), "block 1 of minimax is of a kind whose state .* cannot page: linear_attention"),
         (BertConfig(**SMALL), "attention of bert wants .*: attention to later tokens"),
         (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge wants .*: a mask of its own"),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     CohereConfig,
     FalconConfig,
     Gemma3TextConfig,
@@ -17,6 +19,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanMoEV1Config,
     Olmo3Config,
     OlmoeConfig,
     OPTConfig,
@@ -27,6 +30,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -100,13 +104,19 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "granite": GraniteConfig(  # its factors are 1 by default, as in no checkpoint: scores would drown in rounding
         **LLAMA, embedding_multiplier=12.0, attention_multiplier=1 / 16, residual_multiplier=0.22, logits_scaling=2.0
     ),
+    "hunyuan moe": HunYuanMoEV1Config(**LLAMA, head_dim=16, num_experts=4, moe_topk=2),
     "olmo-3": Olmo3Config(**LLAMA, **WINDOW),
     "olmoe": OlmoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2),
     "phi": PhiConfig(**LLAMA),
     "qwen2-moe": Qwen2MoeConfig(**EXPERTS, shared_expert_intermediate_size=32),
     "smollm-3": SmolLM3Config(**LLAMA),
+    "stablelm": StableLmConfig(**LLAMA),
     "starcoder-2": Starcoder2Config(**LLAMA, sliding_window=48),
 }
+
+
+if "sarvam_moe" in CONFIG_MAPPING:  # one stored matrix of q, k and v; transformers 5.17 does not know it yet
+    VARIANTS["sarvam moe"] = AutoConfig.for_model("sarvam_moe", **EXPERTS, head_dim=16, first_k_dense_replace=1)
 
 
 @pytest.fixture(params=VARIANTS)
