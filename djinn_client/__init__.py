@@ -92,7 +92,7 @@ from djinn_client.protocol import (
     TraceReply,
     Usage,
 )
-from djinn_client.scheduling import Latency, QuotaUse, Spread, Why
+from djinn_client.scheduling import Latency, QuotaUse, ResourceUse, Spread, Why
 from djinn_client.stream import Stream
 from djinn_client.version import __version__
 from djinn_client.whitebox import Capture, Edit
@@ -156,6 +156,7 @@ __all__ = [
     "ProtocolError",
     "QuotaExceeded",
     "QuotaUse",
+    "ResourceUse",
     "Retry",
     "Session",
     "SessionBusy",

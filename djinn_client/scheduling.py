@@ -43,6 +43,14 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     others_ahead: int = 0
 
 
+class ResourceUse(msgspec.Struct, frozen=True, array_like=True):
+    """A resource that the daemon counts for each user: what the user holds of it, and the most that it may hold."""
+
+    name: str
+    used: int
+    limit: int
+
+
 class QuotaUse(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may have, and has. A limit of None is none."""
 
@@ -60,3 +68,4 @@ class QuotaUse(msgspec.Struct, frozen=True, kw_only=True):
     disk_kv_limit: int | None
     tokens_per_s: float  # prompt and output, of late
     tokens_per_s_limit: float | None
+    resources: list[ResourceUse] = []

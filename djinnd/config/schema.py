@@ -52,10 +52,12 @@ class Limits(Struct, frozen=True):
     edit_bytes_per_session: Size = 64 << 20  # of their values, and 128 for each span of positions and each point
     breakpoints_per_session: Count = 1000  # one at positions counts for each span of them
     requests: Count = 4096  # unfinished, in all
+    requests_per_user: Count = 1024  # unfinished, of all connections of a user
     requests_per_connection: Count = 64
     queue: Count = 1024  # requests that wait for their first row; more are told to come back
     request_bytes: Size = 16 << 20  # of one frame from a client
     output_bytes: Size = 64 << 20  # that wait for a slow client before its connection is closed
+    journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     handshake: Seconds = 10  # from connecting to Hello
     session_grace: Seconds = 600  # that a session outlives its last connection, or the daemon's start
     session_ttl: Seconds = 7 * 86400  # that a session outlives its last use, attached or not; 0: no limit
@@ -126,7 +128,9 @@ class Quota(Struct, frozen=True):
     device_kv: LimitSize = None  # of pages in each tier
     host_kv: LimitSize = None
     disk_kv: LimitSize = None
-    tokens_per_s: LimitRate = None  # prompt and output
+    tokens_per_s: LimitRate = None  # computed for the user
+    requests: LimitCount = None  # None, here and below: as `limits.NAME_per_user`
+    journal_bytes: LimitSize = None
 
 
 class Functions(Struct, frozen=True):

@@ -19,9 +19,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ProtocolError, Retry
 from djinn_client.protocol import (
     Cancel,
+    CloseSession,
     Failure,
+    GetQuotas,
+    GetStatus,
     Hello,
     Piece,
+    Ping,
     Progress,
     Reply,
     Request,
@@ -35,9 +39,17 @@ from djinnd import __version__
 from djinnd.config import Limits
 from djinnd.messages import Loading
 from djinnd.server.connection import Connection, close_fds
+from djinnd.server.ledger import REQUESTS
+from djinnd.server.quotas import Tenant
 
 log = logging.getLogger("djinnd.server")
 
+_ALWAYS_ADMITTED = (
+    Ping,
+    GetStatus,
+    GetQuotas,
+    CloseSession,
+)  # by these, and by Cancel, users see and free what they hold
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -71,12 +83,13 @@ class Work(Protocol):
 
 class Call:
     """A request under way. `run` is set while an engine works for it; `fds` came with it, and what is left of them at
-    its end is closed."""
+    its end is closed. `is_ordinary`: it is counted among the requests of its connection and its user."""
 
-    def __init__(self, client: Client, request: Request, fds: list[int]) -> None:
+    def __init__(self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True) -> None:
         self.client = client
         self.id = request.id
         self.fds = fds
+        self.is_ordinary = is_ordinary
         self.received = time.monotonic()
         self.run: Work | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
@@ -114,6 +127,8 @@ class Desk(Protocol):
 
     def is_admin(self, user: int) -> bool: ...
 
+    def tenant_of(self, user: int) -> Tenant: ...
+
     def begun(self) -> None: ...
 
     def ended(self) -> None: ...
@@ -130,11 +145,13 @@ class Client:
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self.peer = Peer.of(sock)
         self.user = self.peer.user
+        self.tenant = desk.tenant_of(self.user)
         self.calls: dict[int, Call] = {}
         self._desk = desk
         self._introduced = False
         self._leaving = False  # nothing more of it is heard
         self._held_fds = 0  # with what the journal holds back
+        self._ordinary = 0  # of the calls: requests that are not always admitted
         limits = desk.limits
         self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes, accept_fds=True)
         loop = asyncio.get_running_loop()
@@ -247,22 +264,36 @@ class Client:
             self._fail(number, InvalidRequest(error.message))
 
     def _begin(self, request: Request, fds: list[int]) -> bool:
-        limits = self._desk.limits
-        if len(self.calls) >= limits.requests_per_connection:
-            error = Retry(f"this connection has {len(self.calls)} unfinished requests, its limit: wait for one of them")
+        is_ordinary = not isinstance(request, _ALWAYS_ADMITTED)
+        try:
+            self._expect_room(is_ordinary)
+            if is_ordinary:
+                self.tenant.ledger.charge(REQUESTS)
+                self._ordinary += 1
+        except DjinnError as error:
             self._fail(request.id, error)
             return False
-        if self._desk.unfinished >= limits.requests:
-            self._fail(request.id, Retry(f"the daemon has {limits.requests:,} unfinished requests, its limit"))
-            return False
-        call = self.calls[request.id] = Call(self, request, fds)
+        call = self.calls[request.id] = Call(self, request, fds, is_ordinary)
         self._desk.begun()
         call.task = asyncio.create_task(self._desk.handle(call, request))
         call.task.add_done_callback(lambda task: self._finish(call, task))
         return True
 
+    def _expect_room(self, is_ordinary: bool) -> None:
+        """For one more request on this connection and in the daemon. Requests that are always admitted have places of
+        their own on each connection. Raises Retry."""
+        limits = self._desk.limits
+        others = self._ordinary if is_ordinary else len(self.calls) - self._ordinary
+        if others >= limits.requests_per_connection:
+            raise Retry(f"this connection has {others} unfinished requests, its limit: wait for one of them")
+        if is_ordinary and self._desk.unfinished >= limits.requests:
+            raise Retry(f"the daemon has {limits.requests:,} unfinished requests, its limit")
+
     def _finish(self, call: Call, task: asyncio.Task[Answer]) -> None:
         del self.calls[call.id]
+        if call.is_ordinary:
+            self._ordinary -= 1
+            self.tenant.ledger.release(REQUESTS)
         close_fds(call.fds)
         self._desk.ended()
         error = call.fate if task.cancelled() else task.exception()

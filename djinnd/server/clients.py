@@ -12,6 +12,7 @@ from typing import Any
 from djinn_client.protocol import Request, Signal
 from djinnd.config import Limits
 from djinnd.server.client import Answer, Call, Client, Peer
+from djinnd.server.quotas import Tenant
 
 log = logging.getLogger("djinnd.server")
 
@@ -27,12 +28,14 @@ class Clients:
         signal: Callable[[Client, Signal], None],
         on_gone: Callable[[Client], None],
         after: Callable[..., None],
+        tenant_of: Callable[[int], Tenant],
     ) -> None:
         """`limits` may be replaced. `after`: see Journal."""
         self.limits = limits
         self.handle = handle
         self.signal = signal
         self.after = after
+        self.tenant_of = tenant_of
         self.unfinished = 0
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()

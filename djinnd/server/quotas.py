@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
 from djinn_client.scheduling import CLASSES, Class, QuotaUse
-from djinnd.config import Quota
+from djinnd.config import Limits, Quota
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.bucket import Bucket
+from djinnd.server.ledger import Ledger, Limit, Resource
 from djinnd.server.rate import Rate
 
 BURST = 10.0  # seconds of its rate that a tenant who used nothing may use at once
@@ -31,10 +32,13 @@ class Rule(NamedTuple):
 
 
 class Tenant:
-    """A user, the rule that holds for it, and the tokens that it uses. All of its sessions have this."""
+    """A user, the rule that holds for it, its ledger, and the tokens that it uses. All of its sessions and connections
+    share this. `limits` is called for the ones that hold now."""
 
-    def __init__(self, user: int, rule: Rule, at: float) -> None:
+    def __init__(self, user: int, rule: Rule, at: float, limits: Callable[[], Limits]) -> None:
         self.user = user
+        self.ledger = Ledger(self._limit_of)
+        self._limits = limits
         self._use = Rate(_WINDOW, at)
         self._bucket: Bucket | None = None  # where the rule has tokens_per_s
         self.follow(rule, at)
@@ -117,16 +121,27 @@ class Tenant:
             disk_kv_limit=quota.disk_kv,
             tokens_per_s=self._use.per_second(at),
             tokens_per_s_limit=quota.tokens_per_s,
+            resources=self.ledger.uses(),
         )
+
+    def _limit_of(self, resource: Resource) -> Limit:
+        most = getattr(self.quota, resource.name)
+        if most is not None:
+            return Limit(self._key(resource.name), self.rule.name, most)
+        name = f"{resource.name}_per_user"
+        return Limit(f"limits.{name}", "", getattr(self._limits(), name))
 
     def _key(self, quota: str) -> str:
         return f"quotas.{self.rule.name}.{quota}"
 
 
 class Quotas:
-    """The rules, and every tenant that was seen."""
+    """The rules, and every tenant that was seen. `limits` may be replaced."""
 
-    def __init__(self, rules: Mapping[str, Quota], groups_of: Callable[[int], Collection[int]]) -> None:
+    def __init__(
+        self, rules: Mapping[str, Quota], groups_of: Callable[[int], Collection[int]], limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
         self._rules = rules
         self._groups_of = groups_of
         self._tenants: dict[int, Tenant] = {}
@@ -138,7 +153,7 @@ class Quotas:
         """Always the same one, so that what was used does not go with a session."""
         tenant = self._tenants.get(user)
         if tenant is None:
-            tenant = self._tenants[user] = Tenant(user, self._rule_of(user), at)
+            tenant = self._tenants[user] = Tenant(user, self._rule_of(user), at, lambda: self.limits)
         return tenant
 
     def reload(self, rules: Mapping[str, Quota], at: float) -> None:

@@ -82,7 +82,7 @@ class Server:
         self._nursery = Nursery(nursery_command, environ, nursery)
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
-        self._quotas = Quotas(config.quotas, groups_of)
+        self._quotas = Quotas(config.quotas, groups_of, config.limits)
         self._queue = Queue(config.limits.queue, time.monotonic())
         self._sessions = SessionTable(config.limits, self._quotas, self._close_in_engine, self._journal)
         self._prefixes = PrefixTable(config.limits, self._journal)
@@ -118,6 +118,7 @@ class Server:
             lambda *c: self._handlers.signal(*c),
             self._gone,
             self._journal.after,
+            lambda user: self._quotas.tenant(user, time.monotonic()),
         )
         self._status = Status(
             self._sessions,
@@ -205,7 +206,7 @@ class Server:
             functions=config.functions,
             admins=config.admins,
         )
-        for part in (self._clients, self._sessions, self._prefixes, self._sharing, self._supervisor):
+        for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
         self._queue.places = held.limits.queue
         self._supervisor.set_scheduling(held.scheduling)

@@ -35,3 +35,7 @@ def _lines(use: QuotaUse) -> Iterator[tuple[str, str, str]]:
     rate, most_rate = use.tokens_per_s, use.tokens_per_s_limit
     if rate >= 0.05 or most_rate is not None:
         yield "tokens_per_s", f"{rate:.1f}", "none" if most_rate is None else f"{most_rate:g}"
+    for resource in use.resources:
+        if resource.used:
+            write = size if resource.name.endswith("_bytes") else str
+            yield resource.name, write(resource.used), write(resource.limit)

@@ -14,11 +14,14 @@ import pytest
 from djinn_client.protocol import (
     HEADER,
     Cancel,
+    CloseSession,
     Done,
     Failure,
     Generate,
+    GetStatus,
     GetTokens,
     Hello,
+    ListModels,
     OpenSession,
     Piece,
     Ping,
@@ -134,12 +137,31 @@ def test_too_many_unfinished_requests(serve):
         reply = wire.reply()
         assert (reply.id, reply.code) == (3, "retry") and "this connection" in reply.message
         other.send(Generate(id=1, session=sessions[4], token_ids=[5], max_tokens=1))
-        reply = other.ask(Ping(id=2))
+        reply = other.ask(ListModels(id=2))
         assert (reply.id, reply.code) == (2, "retry") and "the daemon" in reply.message
+        for each in (wire, other):
+            assert each.ask(Ping(id=9)) == Done(id=9)
+        assert other.ask(GetStatus(id=3)).state == "ready"
+        assert other.ask(CloseSession(id=3, session=sessions[3])) == Done(id=3)
         daemon.step(10)
         assert {wire.reply().id for _ in range(3)} == {0, 1, 2}
         assert other.reply().id == 1
         assert other.ask(Ping(id=3)) == Done(id=3)
+
+
+def test_too_many_unfinished_requests_of_one_user(serve):
+    daemon = serve(gated=True, limits={"requests_per_user": 2})
+    with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as other:
+        client.load("djinn-tiny")
+        sessions = [wire.ask(OpenSession(id=n, model="djinn-tiny")).session.id for n in range(2)]
+        wire.send(*(Generate(id=n, session=sessions[n], token_ids=[5], max_tokens=1) for n in range(2)))
+        wait_for(lambda: [use.used for use in client.quotas()[0].resources if use.name == "requests"] == [2])
+        reply = other.ask(ListModels(id=1))
+        assert (reply.id, reply.code) == (1, "quota_exceeded") and "limits.requests_per_user is 2" in reply.message
+        assert other.ask(Ping(id=2)) == Done(id=2)
+        daemon.step(10)
+        assert {wire.reply().id for _ in range(2)} == {0, 1}
+        assert other.ask(ListModels(id=3)).models
 
 
 def test_too_many_connections_of_one_user(serve):

@@ -1,0 +1,92 @@
+"""A user's ledger: how much of each resource of the daemon the user holds, and how much a user may hold.
+
+A resource is charged before the memory, the descriptor or the table entry is taken, and released when that is gone.
+The limit of a resource is `quotas.RULE.NAME` of the rule that matches the user, or else `limits.NAME_per_user`.
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from djinn_client.errors import QuotaExceeded
+from djinn_client.scheduling import ResourceUse
+
+
+class Resource(NamedTuple):
+    """`remedy`: what the user can do to get below the limit."""
+
+    name: str
+    what: str
+    remedy: str
+
+
+REQUESTS = Resource("requests", "unfinished requests", "wait for one of them")
+JOURNAL_BYTES = Resource("journal_bytes", "bytes in the journal", "close sessions, or end edits")
+RESOURCES = (REQUESTS, JOURNAL_BYTES)
+
+
+class Limit(NamedTuple):
+    """`key`: where the configuration has it. `rule`: the name of the quota, "" for one of `limits`."""
+
+    key: str
+    rule: str
+    most: int
+
+
+class Ledger:
+    """`limit_of` answers with the limit that holds now, which a reload may change."""
+
+    def __init__(self, limit_of: Callable[[Resource], Limit]) -> None:
+        self._limit_of = limit_of
+        self._used: Counter[str] = Counter()
+
+    def used(self, resource: Resource) -> int:
+        return self._used[resource.name]
+
+    def has_room(self, resource: Resource, amount: int = 1) -> bool:
+        return self._used[resource.name] + amount <= self._limit_of(resource).most
+
+    def charge(self, resource: Resource, amount: int = 1) -> None:
+        """Raises QuotaExceeded, and charges nothing then."""
+        self.expect_room(resource, amount)
+        self._used[resource.name] += amount
+
+    def expect_room(self, resource: Resource, amount: int = 1) -> None:
+        """Raises QuotaExceeded."""
+        used, limit = self._used[resource.name], self._limit_of(resource)
+        if used + amount <= limit.most:
+            return
+        raise QuotaExceeded(
+            f"you have {used:,} {resource.what}, this takes {amount:,} more, and {limit.key} is {limit.most:,}: "
+            f"{resource.remedy}",
+            quota=resource.name,
+            rule=limit.rule,
+            limit=limit.most,
+            used=used,
+        )
+
+    def add(self, resource: Resource, amount: int) -> bool:
+        """Charges what is there already. Returns whether the user is within the limit."""
+        self._used[resource.name] += amount
+        return self._used[resource.name] <= self._limit_of(resource).most
+
+    def release(self, resource: Resource, amount: int = 1) -> None:
+        used = self._used[resource.name] - amount
+        assert used >= 0, f"{-used:,} {resource.what} more were released than charged"
+        self._used[resource.name] = used
+
+    @contextmanager
+    def holding(self, resource: Resource, amount: int = 1) -> Iterator[None]:
+        """Raises QuotaExceeded."""
+        self.charge(resource, amount)
+        try:
+            yield
+        finally:
+            self.release(resource, amount)
+
+    def uses(self) -> list[ResourceUse]:
+        return [ResourceUse(each.name, self.used(each), self._limit_of(each).most) for each in RESOURCES]
