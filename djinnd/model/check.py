@@ -115,6 +115,6 @@ def _run(
     with device.computing(), torch.inference_mode():
         inputs.send()
         hidden = model.forward(inputs, max_query=count, max_kv=max_kv, fresh=start == 0)
-        logits = model.logits(hidden, inputs.picks(count)).to(model.pool.device, torch.float32)
+        logits = model.logits(hidden, inputs.picks(count)).float()
         device.synchronize()
     return logits

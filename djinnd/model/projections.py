@@ -42,10 +42,10 @@ class Product:
         """`weight` [out, in]. With `packed`, it holds the weights only for more than PACKED_ROWS rows."""
         self._weight, self._bias, self._packed = weight, bias, packed
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def described(self, *shape: int) -> Described:
+        """A part of the weight, or of the bias, that has this shape."""
         assert self._weight is not None
-        return self._weight.dtype
+        return Described(torch.Size(shape), self._weight.dtype, self._weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self._weight is not None
@@ -85,9 +85,17 @@ class SharedProduct:
         return part
 
 
-class _InPlaceOfLinear(nn.Module):
-    """What a family's forward may ask of the Linear that stood here: shape and dtype, and no values."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter's shape, dtype and device, which some forwards look at. It is no tensor: one that computes with it,
+    past the product, fails."""
 
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _InPlaceOfLinear(nn.Module):
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
         self.in_features = linear.in_features
@@ -96,13 +104,12 @@ class _InPlaceOfLinear(nn.Module):
         self._bound = product
 
     @property
-    def weight(self) -> Tensor:
-        """On the meta device: a forward that computes with it gets no values, and is refused by the check at load."""
-        return torch.empty(self.out_features, self.in_features, dtype=self._bound.dtype, device="meta")
+    def weight(self) -> Described:
+        return self._bound.described(self.out_features, self.in_features)
 
     @property
-    def bias(self) -> Tensor | None:
-        return torch.empty(self.out_features, dtype=self._bound.dtype, device="meta") if self._has_bias else None
+    def bias(self) -> Described | None:
+        return self._bound.described(self.out_features) if self._has_bias else None
 
 
 class Projection(_InPlaceOfLinear):
