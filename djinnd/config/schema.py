@@ -46,6 +46,10 @@ class Limits(Struct, frozen=True):
     detached_per_user: Count = 256  # that nobody is attached to; the longest unused of more than that are closed
     connections_per_user: Count = 1024
     shared_models_per_user: Count = 8
+    downloads: Count = 8  # from the hub, in all
+    downloads_per_user: Count = 2
+    hub_download: Seconds = 6 * 3600  # that one may take
+    files: Seconds = 30  # that a checkpoint's files may take to be opened, and its small ones to be read
     public_prefixes_per_model: Count = 256
     edits_per_session: Count = 1000
     edits_per_position: Count = 16  # at one point: they apply one after another, and all that run wait for that
@@ -68,7 +72,13 @@ class Limits(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        for name in ("handshake", "engine_start", "engine_silence"):  # at 0 nobody could connect, or no engine start
+        for name in (
+            "handshake",
+            "engine_start",
+            "engine_silence",
+            "hub_download",
+            "files",
+        ):  # at 0 nobody could connect, or no engine start
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")
         if self.request_bytes < LEAST_REQUEST_BYTES:

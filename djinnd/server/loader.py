@@ -11,19 +11,23 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory
+from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, Retry
+from djinn_client.model_files import ModelFiles
 from djinn_client.placing import ModelPlan, Placing
 from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
 from djinnd.server.arena import Arena
-from djinnd.server.checkpoints import find_checkpoint
+from djinnd.server.checkpoints import is_hub_id, open_checkpoint
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.granting import Granting
+from djinnd.server.hub import Hub
 from djinnd.server.keep_alive import KeepAlive
 from djinnd.server.model import Model
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.slow_files import SlowFiles
 from djinnd.text.vocabulary import Vocabulary
 
 log = logging.getLogger("djinnd.server")
@@ -42,6 +46,8 @@ class Loader:
         granting: Granting,
         engine_for: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
+        slow_files: SlowFiles,
+        hub: Hub,
         gone: Callable[[Model], None],
     ) -> None:
         self.keep_alive = KeepAlive(sessions, self.sleep)
@@ -52,14 +58,15 @@ class Loader:
         self._granting = granting
         self._engine_for = engine_for
         self._page_folder = page_folder
+        self._slow_files = slow_files
+        self._hub = hub
         self._gone = gone
-        self._download_lock = asyncio.Lock()  # one at a time: they hold a thread each, for long
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """What loading the model would come to. Raises ModelNotFound, and what the engine refuses."""
-        folder = await self._checkpoint(model)
+        files = await self._files(model)
         engine = await self._engine_for(model.name)
-        fields = model.load_fields(folder, model.placed(placing))
+        fields = model.load_fields(files, model.placed(placing))
         kv_bytes = kv_bytes or model.kv.device
         planned: Planned = await engine.call(Plan, **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes)
         return planned.plan
@@ -92,6 +99,7 @@ class Loader:
         await model.join()
 
     def stop(self) -> None:
+        self._hub.stop()
         for model in self._models:
             self.keep_alive.end(model)
             if model.changing is not None:
@@ -100,7 +108,7 @@ class Loader:
     async def close(self) -> None:
         """After `stop`. Returns when nothing changes any more."""
         changes = [model.changing for model in self._models if model.changing is not None]
-        await asyncio.gather(*changes, return_exceptions=True)
+        await asyncio.gather(*changes, self._hub.close(), return_exceptions=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -108,13 +116,13 @@ class Loader:
         """Between the engine's word that it has the model and telling it of prefixes and sessions nothing is awaited:
         whoever finds the model ready finds its sessions open there."""
         try:
-            folder = await self._checkpoint(model)
-            vocabulary = await asyncio.to_thread(Vocabulary.read, model.name, folder)
+            files = await self._files(model)
+            vocabulary = await self._slow_files.run(model.opener, partial(Vocabulary.read, model.name, files))
             await self._left_by_others()
             engine = await self._engine_for(model.name)
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")
-            fields = model.load_fields(folder, model.placing) | model.kv.fields
+            fields = model.load_fields(files, model.placing) | model.kv.fields
             loaded: Loaded = await engine.call(Load, **fields, disk_folder=self._disk_folder(model))
         except Exception as error:
             await self._load_failed(model, error, wakes)
@@ -144,14 +152,33 @@ class Loader:
         model.state, model.error = "asleep" if sleeps_on else "failed", message
         keep = sleeps_on or isinstance(error, EngineLost)
         await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
+        if not isinstance(error, OutOfMemory | Retry):
+            self.close_files(model)  # they may be what is wrong
         if sleeps_on:
             self._arena.rest(model.name)
         else:
             self._gone(model)
 
-    async def _checkpoint(self, model: Model) -> Path:
-        async with self._download_lock:
-            return await asyncio.to_thread(find_checkpoint, model.name, model.source.path)
+    async def _files(self, model: Model) -> ModelFiles:
+        """They are opened once, and stay the model's for as long as it is known or loaded."""
+        if model.files is None:
+            folder = model.source.path
+            if is_hub_id(folder):
+                folder = await self._hub.folder(folder, model.opener)
+            opened = await self._slow_files.run(
+                model.opener, partial(open_checkpoint, model.name, folder), ModelFiles.close
+            )
+            if model.files is not None:  # somebody else has opened them meanwhile
+                self._slow_files.let_go(opened.close)
+            else:
+                model.files = opened
+        return model.files
+
+    def close_files(self, model: Model) -> None:
+        """The next load opens them anew."""
+        if model.files is not None:
+            self._slow_files.let_go(model.files.close)
+            model.files = None
 
     def _disk_folder(self, model: Model) -> str:
         """Pages of weights that a client shares are not kept: the next weights of that name may be others, and nothing
@@ -177,6 +204,7 @@ class Loader:
             await self._granting.remove(model.name)
         finally:
             model.changing = None
+        self.close_files(model)
         self._gone(model)
         log.info("model_unloaded model=%s", model.name)
 

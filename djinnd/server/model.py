@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from djinn_client.model_files import ModelFiles
 from djinn_client.placing import Placing
 from djinn_client.protocol import ModelInfo
 from djinnd import config
@@ -44,6 +45,8 @@ class Model:
     changing: asyncio.Task[None] | None = None  # its load, its way to sleep, or its unload
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)
+    files: ModelFiles | None = None  # of its checkpoint, from its first load or plan until nobody has use for them
+    owner: int | None = None  # the user that has brought it; None: the administrator's
     share: Share | None = None  # where its weights are, of a model that a client shares
     used: float = field(default_factory=time.monotonic)
     in_use: int = 0
@@ -59,6 +62,11 @@ class Model:
         self.keep_alive = self.source.keep_alive
 
     @property
+    def opener(self) -> int:
+        """The user for whose sake its files are read."""
+        return os.geteuid() if self.owner is None else self.owner
+
+    @property
     def described(self) -> tuple[ModelInfo, Vocabulary]:
         """Of a model that has been ready."""
         assert self.info is not None and self.vocabulary is not None
@@ -71,11 +79,11 @@ class Model:
             return wish or self.placing
         return replace(wish, packing=self.share.placing.packing, keep_host=True)
 
-    def load_fields(self, folder: Path, placing: Placing) -> dict[str, Any]:
+    def load_fields(self, files: ModelFiles, placing: Placing) -> dict[str, Any]:
         """What Load and Plan have in common."""
         return {
             "model": self.name,
-            "path": str(folder),
+            "path": files.folder,
             "dtype": self.source.dtype,
             "max_context": self.source.max_context,
             "placing": placing,

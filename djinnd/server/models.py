@@ -31,6 +31,7 @@ from djinnd.server.checkpoints import known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.granting import Granting
+from djinnd.server.hub import Hub
 from djinnd.server.keep_alive import idle_seconds
 from djinnd.server.kv_sizes import AS_CONFIGURED, KvSizes
 from djinnd.server.loader import Loader
@@ -39,6 +40,7 @@ from djinnd.server.model import OnLoading as OnLoading
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.share import Share
+from djinnd.server.slow_files import SlowFiles
 
 log = logging.getLogger("djinnd.server")
 
@@ -55,6 +57,7 @@ class Models:
         engine_for: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
         prefixes: PrefixTable,
+        limits: config.Limits,
     ) -> None:
         self._known = known_models(configured)
         self._models = {name: Model.configured(name, source) for name, source in self._known.items()}
@@ -62,13 +65,29 @@ class Models:
         self._prefixes = prefixes
         self._arena = arena
         self._granting = Granting(arena)
+        self._slow_files = SlowFiles(limits.files)
+        self._hub = Hub(limits)
         self._loader = Loader(
-            self, sessions, prefixes, arena, self._granting, engine_for, page_folder, self._forget_unless_used
+            self,
+            sessions,
+            prefixes,
+            arena,
+            self._granting,
+            engine_for,
+            page_folder,
+            self._slow_files,
+            self._hub,
+            self._forget_unless_used,
         )
         self._closing = False
 
     def __iter__(self) -> Iterator[Model]:
         return iter(list(self._models.values()))
+
+    def follow(self, limits: config.Limits) -> None:
+        """From now on."""
+        self._slow_files.seconds = limits.files
+        self._hub.limits = limits
 
     def find(self, name: str) -> Model:
         """Raises ModelNotFound. A folder or a hub id becomes a known model when somebody loads it."""
@@ -290,6 +309,7 @@ class Models:
         model.forget_wishes()
         if model.name not in self._known:
             self._models.pop(model.name, None)
+            self._loader.close_files(model)
 
 
 def _taken_back(model: Model) -> ModelNotFound:

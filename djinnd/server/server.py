@@ -95,6 +95,7 @@ class Server:
             lambda model: self._router.engine_for(model),
             self._page_folder,
             self._prefixes,
+            config.limits,
         )
         self._supervisor = Supervisor(
             engine_command,
@@ -208,6 +209,7 @@ class Server:
         )
         for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
+        self._models.follow(held.limits)
         self._queue.places = held.limits.queue
         self._supervisor.set_scheduling(held.scheduling)
         self._functions.follow(held.functions)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from djinn_client.errors import InvalidRequest, ModelRejected
+from djinn_client.model_files import ModelFiles
 from djinnd.text.detokenizer import Detokenizer, TextStream
 from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
@@ -25,15 +25,15 @@ class Vocabulary:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
 
     @classmethod
-    def read(cls, name: str, folder: Path) -> Vocabulary:
+    def read(cls, name: str, files: ModelFiles) -> Vocabulary:
         """From tokenizer.json, tokenizer_config.json, generation_config.json and config.json, as far as they are there.
         Raises ModelRejected for a file that cannot be read."""
-        generation = _json(name, folder / "generation_config.json")
-        config = _json(name, folder / "config.json")
-        told = _json(name, folder / "tokenizer_config.json")
-        tokenizer = _tokenizer(name, folder / "tokenizer.json")
+        generation = _json(name, files, "generation_config.json")
+        config = _json(name, files, "config.json")
+        told = _json(name, files, "tokenizer_config.json")
+        tokenizer = _tokenizer(name, files, "tokenizer.json")
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
-        return cls(tokenizer, eos, "" if tokenizer else _lacking(folder))
+        return cls(tokenizer, eos, "" if tokenizer else _lacking(files))
 
     @property
     def has_text(self) -> bool:
@@ -76,9 +76,9 @@ class Vocabulary:
             )
 
 
-def _lacking(folder: Path) -> str:
+def _lacking(files: ModelFiles) -> str:
     """Why there is no text, for a checkpoint without tokenizer.json."""
-    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (folder / name).is_file()]
+    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if name in files]
     if not slow:
         return "it has no tokenizer.json"
     return (
@@ -87,25 +87,26 @@ def _lacking(folder: Path) -> str:
     )
 
 
-def _tokenizer(name: str, path: Path) -> Tokenizer | None:
-    if not path.is_file():  # nor is a pipe one, which would stop this process: the library reads with the GIL held
+def _tokenizer(name: str, files: ModelFiles, file: str) -> Tokenizer | None:
+    if file not in files:
         return None
+    content = files.read(file)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
-        raise ModelRejected(f"{name}: {path} cannot be read: {error}") from error
+        raise ModelRejected(f"{name}: {file} cannot be read: {error}") from error
     tokenizer.no_truncation()  # settings that some files carry, and that would change prompts
     tokenizer.no_padding()
     return tokenizer
 
 
-def _json(name: str, path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _json(name: str, files: ModelFiles, file: str) -> dict[str, Any]:
+    if file not in files:
         return {}
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelRejected(f"{name}: {path} cannot be read: {error}") from error
+        content = json.loads(files.read(file))
+    except ValueError as error:
+        raise ModelRejected(f"{name}: {file} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelRejected(f"{name}: {path} holds no JSON object")
+        raise ModelRejected(f"{name}: {file} holds no JSON object")
     return content

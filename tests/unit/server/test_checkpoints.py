@@ -2,12 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 
 from djinn_client.errors import ModelNotFound
 from djinnd.config import Model
-from djinnd.server.checkpoints import find_checkpoint, known_models, model_named
+from djinnd.server.checkpoints import known_models, model_named, open_checkpoint
 
 KNOWN = known_models({"llama": Model(path="/models/llama")})
 
@@ -50,32 +49,9 @@ def test_names_that_mean_nothing(name, words):
 
 def test_a_folder(tmp_path):
     with pytest.raises(ModelNotFound, match=r"m: .* no config\.json"):
-        find_checkpoint("m", str(tmp_path))
+        open_checkpoint("m", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    assert find_checkpoint("m", str(tmp_path)) == tmp_path
-    with pytest.raises(ModelNotFound, match="m: there is no folder"):
-        find_checkpoint("m", str(tmp_path / "not"))
-
-
-def test_a_hub_id_is_fetched_without_pickles(monkeypatch, tmp_path):
-    asked = {}
-
-    def fetch(hub_id, allow_patterns):
-        asked[hub_id] = allow_patterns
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert find_checkpoint("org/name", "org/name") == tmp_path
-    assert not any(Path("pytorch_model.bin").match(pattern) for pattern in asked["org/name"])
-    assert any(Path("model-00001-of-00002.safetensors").match(pattern) for pattern in asked["org/name"])
-
-
-@pytest.mark.parametrize(("offline", "words"), [("1", "HF_HUB_OFFLINE is set"), ("", "within reach")])
-def test_a_hub_that_does_not_answer(monkeypatch, offline, words):
-    def fetch(hub_id, allow_patterns):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    with pytest.raises(ModelNotFound, match=words):
-        find_checkpoint("org/name", "org/name")
+    with open_checkpoint("m", str(tmp_path)) as files:
+        assert list(files) == ["config.json"]
+    with pytest.raises(ModelNotFound, match="No such file"):
+        open_checkpoint("m", str(tmp_path / "not"))

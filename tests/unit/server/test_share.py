@@ -76,7 +76,7 @@ def models_with(made, tmp_path):
         PrefixTable(Limits(), journal),
     )
     arena = Arena(str(tmp_path))
-    models = Models({}, sessions, arena, lambda name: pytest.fail("no engine is needed"), tmp_path, prefixes)
+    models = Models({}, sessions, arena, lambda name: pytest.fail("no engine is needed"), tmp_path, prefixes, Limits())
     models.add_shared(made)
     return models
 

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from djinn_client.errors import InvalidRequest, ModelRejected
+from djinn_client.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
@@ -31,14 +32,19 @@ def checkpoint(tmp_path):
     return write
 
 
+def read(folder):
+    with ModelFiles.open(str(folder)) as files:
+        return Vocabulary.read("m", files)
+
+
 def test_only_the_first_text_of_a_session_gets_the_special_tokens(checkpoint):
-    vocabulary = Vocabulary.read("m", checkpoint())
+    vocabulary = read(checkpoint())
     assert vocabulary.encode("hello world", TextRules(starts=True)) == [0, 3, 4]
     assert vocabulary.encode("hello world", TextRules(starts=False)) == [3, 4]
 
 
 def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
-    assert len(Vocabulary.read("m", checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
+    assert len(read(checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
 
 
 @pytest.mark.parametrize(
@@ -56,11 +62,11 @@ def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
     ],
 )
 def test_the_tokens_that_end_an_output(checkpoint, files, eos):
-    assert Vocabulary.read("m", checkpoint(**files)).eos == eos
+    assert read(checkpoint(**files)).eos == eos
 
 
 def test_a_checkpoint_without_a_tokenizer(checkpoint):
-    vocabulary = Vocabulary.read("m", checkpoint(tokenizer=False, config={}))
+    vocabulary = read(checkpoint(tokenizer=False, config={}))
     assert not vocabulary.has_text
     assert vocabulary.text_after([1, 2]) is None
 
@@ -71,14 +77,13 @@ def test_a_damaged_file_is_named(checkpoint, name, content):
     folder = checkpoint(tokenizer=False)
     (folder / f"{name}.json").write_text(content)
     with pytest.raises(ModelRejected, match=rf"m: .*{name}\.json"):
-        Vocabulary.read("m", folder)
+        read(folder)
 
 
 def test_the_shipped_model(tiny):
-    from djinnd.server.checkpoints import find_checkpoint, known_models
+    from djinnd.server.checkpoints import known_models
 
-    folder = find_checkpoint("djinn-tiny", known_models({})["djinn-tiny"].path)
-    vocabulary = Vocabulary.read("djinn-tiny", folder)
+    vocabulary = read(known_models({})["djinn-tiny"].path)
     tokens = vocabulary.encode("def fibonacci(", TextRules(starts=True))
     assert tokens == tiny.encode("def fibonacci(").ids
     stream = vocabulary.text_after([])
@@ -87,18 +92,18 @@ def test_the_shipped_model(tiny):
 
 
 def test_a_model_without_an_end_token_says_so(checkpoint):
-    assert "no end token" in Vocabulary.read("m", checkpoint()).notes[0]
-    assert not Vocabulary.read("m", checkpoint(config={"eos_token_id": 1})).notes
+    assert "no end token" in read(checkpoint()).notes[0]
+    assert not read(checkpoint(config={"eos_token_id": 1})).notes
 
 
 def test_a_special_token_among_the_stop_strings_is_a_stop_token(checkpoint):
-    vocabulary = Vocabulary.read("m", checkpoint())
+    vocabulary = read(checkpoint())
     assert vocabulary.stop_tokens(["</s>", "hello"], skip_special=True) == {1}
     assert vocabulary.stop_tokens(["</s>"], skip_special=False) == {1}
 
 
 def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
-    vocabulary = Vocabulary.read("m", checkpoint())
+    vocabulary = read(checkpoint())
     with pytest.raises(InvalidRequest, match="skip_special_tokens=False"):
         vocabulary.stop_tokens(["world</s>"], skip_special=True)
     assert vocabulary.stop_tokens(["world</s>"], skip_special=False) == set()
@@ -107,6 +112,6 @@ def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
 def test_slow_tokenizers_are_named_with_the_remedy(checkpoint):
     folder = checkpoint(tokenizer=False)
     (folder / "tokenizer.model").write_bytes(b"x")
-    lacking = Vocabulary.read("m", folder).lacking
+    lacking = read(folder).lacking
     assert "tokenizer.model" in lacking
     assert "save_pretrained" in lacking
