@@ -9,12 +9,13 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test lint types layers check clean
+.PHONY: help demo test fuzz lint types layers check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to it, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
+	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
 	@echo "make check    lint, types, layers and tests"
 	@echo "make clean    remove .venv and caches"
 
@@ -28,6 +29,12 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+CASES ?= 1000000
+SEED ?= 1
+fuzz: $(VENV)/fuzz.stamp
+	@echo "==> $(CASES) cases of fuzzing"
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
 lint: $(VENV)/dev.stamp
 	@echo "==> lint"
@@ -57,6 +64,11 @@ $(VENV)/dev.stamp: pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
 	@$(RUN) -m pip install --disable-pip-version-check -e '.[dev]' '$(TESTED)'
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/fuzz.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
+	@echo "==> installing the fuzzer into $(VENV)"
+	@$(RUN) -m pip install --disable-pip-version-check -e '.[fuzz]' '$(TESTED)'
+	@touch $@
 
 $(RUN):
 	@for python in $(PYTHONS); do \
