@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +67,7 @@ class Kept(NamedTuple):
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # likewise
+    now: float  # the journal's time, as in `sessions`
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
         file = self._file
-        kept = Kept(file.sessions(), file.prefixes(), file.edits(), file.breakpoints())
+        kept = Kept(file.sessions(), file.prefixes(), file.edits(), file.breakpoints(), file.clock.now())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -118,8 +121,16 @@ class Journal:
         await self.settled()
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join)
+        with suppress(sqlite3.Error, ValueError):  # the next daemon has it from the changes
+            await asyncio.to_thread(self._file.leave)
         self._file.close()
         self._thread = self._file = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What an administrator should know."""
+        files = [] if self._file is None else self._file.damaged_files
+        return [f"the journal was damaged; what could not be read is in {path}: remove it when done" for path in files]
 
     # --- what happens to sessions -----------------------------------------------------------------------------------
 
@@ -134,7 +145,9 @@ class Journal:
             )
 
     def opened(self, session: Journalled) -> None:
-        created = time.time() - (time.monotonic() - session.created)
+        if self._file is None:
+            return
+        created = self._file.clock.at(session.created)
         self._note(Opened(session.id, session.user, session.model, session.shared, session.priority, created))
         if session.tokens:
             self.changed(session)

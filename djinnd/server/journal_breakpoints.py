@@ -12,6 +12,7 @@ import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.journal_rows import BREAKPOINT, Row
 
 TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
 
@@ -40,10 +41,9 @@ _decoder = msgspec.msgpack.Decoder(BreakpointList)
 
 
 def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict[str, BreakpointList]:
-    """By session; of one only, or of all that have had any."""
-    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", ())
-    rows = db.execute(f"SELECT session, list FROM breakpoint {where}", values)
-    return {name: _decoder.decode(encoded) for name, encoded in rows}
+    """By session; of one only, or of all that have had any. Raises DamagedRow."""
+    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
+    return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
 
 
 class BreakpointFold:
@@ -71,11 +71,16 @@ class BreakpointFold:
         self._are.pop(session, None)
         self._closed.append((session,))
 
+    @property
+    def touched(self) -> set[str]:
+        """Sessions whose breakpoints this fold is about."""
+        return set(self._are)
+
     def write(self) -> None:
         """In the fold's transaction."""
         self._db.executemany("DELETE FROM breakpoint WHERE session = ?", self._closed)
-        rows = [(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
-        self._db.executemany("INSERT OR REPLACE INTO breakpoint VALUES (?, ?)", rows)
+        rows = [BREAKPOINT.sealed(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
+        self._db.executemany(BREAKPOINT.insert, rows)
 
     def _of(self, session: str) -> BreakpointList:
         if session not in self._are:

@@ -14,6 +14,7 @@ import msgspec
 
 from djinnd.core.edits import Edit
 from djinnd.server.edit_list import EditList
+from djinnd.server.journal_rows import EDIT, EDIT_COUNT, Row
 
 TABLES = """
     CREATE TABLE edit (session TEXT, number INTEGER, names BLOB, edit BLOB, PRIMARY KEY (session, number));
@@ -50,13 +51,12 @@ _names = msgspec.msgpack.Decoder(list[str])
 
 
 def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, EditList]:
-    """By session; of one only, or of all that have had any."""
-    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", ())
+    """By session; of one only, or of all that have had any. Raises DamagedRow."""
+    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
     lists: dict[str, EditList] = defaultdict(EditList)
-    rows = db.execute(f"SELECT session, names, edit FROM edit {where} ORDER BY session, number", values)
-    for name, names, edit in rows:
+    for name, _, names, edit in EDIT.read(db, f"{where} ORDER BY session, number", values):
         lists[name].add(_edit.decode(edit), _names.decode(names))
-    for name, given in db.execute(f"SELECT session, given FROM edit_count {where}", values):
+    for name, given in EDIT_COUNT.read(db, where, values):
         lists[name].given = given
     return dict(lists)
 
@@ -88,6 +88,11 @@ class EditFold:
         self._are.pop(session, None)
         self._closed.append((session,))
 
+    @property
+    def touched(self) -> set[str]:
+        """Sessions that have, or had, edits that this fold is about."""
+        return set(self._are)
+
     def write(self) -> None:
         """In the fold's transaction. What has not changed is not written."""
         self._db.executemany("DELETE FROM edit WHERE session = ?", self._closed)
@@ -96,13 +101,13 @@ class EditFold:
             was = {edit.number: edit for edit in self._were[session].edits}
             gone = [(session, number) for number in was.keys() - edits.names.keys()]
             rows = [
-                (session, edit.number, _encoder.encode(edits.names[edit.number]), _encoder.encode(edit))
+                EDIT.sealed(session, edit.number, _encoder.encode(edits.names[edit.number]), _encoder.encode(edit))
                 for edit in edits.edits
                 if was.get(edit.number) != edit
             ]
             self._db.executemany("DELETE FROM edit WHERE session = ? AND number = ?", gone)
-            self._db.executemany("INSERT OR REPLACE INTO edit VALUES (?, ?, ?, ?)", rows)
-            self._db.execute("INSERT OR REPLACE INTO edit_count VALUES (?, ?)", (session, edits.given))
+            self._db.executemany(EDIT.insert, rows)
+            self._db.execute(EDIT_COUNT.insert, EDIT_COUNT.sealed(session, edits.given))
 
     def _of(self, session: str) -> EditList:
         if session not in self._are:

@@ -1,18 +1,21 @@
 """The journal's file: `journal.db` in the state directory, SQLite, one daemon's for as long as that lives.
 
-    change    what has happened since the last fold, a row a commit
-    session   the sessions as they were at the last fold
-    edit      their edits, likewise: see journal_edits.py
+    change       what has happened since the last fold, a row a commit
+    session      the sessions as they were at the last fold
+    edit, edit_count   their edits, likewise: see journal_edits.py
     breakpoint   and breakpoints: see journal_breakpoints.py
+    prefix       public prefixes, likewise
+    mark         when that fold was, and the number of its last change
 
 A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
 one page of the write-ahead log, where a row of each would cost sixty. Folding brings the rows of `change` into
-the other tables and removes them, in one transaction: at start, and whenever `change` has grown to FOLD_BYTES. Until
-then what is to be folded is in memory, too, in as few changes as say the same (journal_changes.py). A commit is a write
-to memory, and takes a twentieth of a millisecond; what takes longer, `tidy` does.
+the other tables and removes them, in one transaction: at start, at a clean stop, and whenever `change` has grown to
+FOLD_BYTES. Until then what is to be folded is in memory, too, in as few changes as say the same (journal_changes.py). A
+commit is a write to memory, and takes a twentieth of a millisecond; what takes longer, `tidy` does.
 
 What is committed survives the death of the process. The log is not synchronised with each commit (synchronous=NORMAL):
-a power cut or a crash of the kernel may lose the last commits, never the file and never the order.
+a power cut or a crash of the kernel may lose the last commits, never the file and never the order. Each row has a
+checksum (journal_rows.py), and what is damaged is left out at start (journal_database.py).
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +45,11 @@ from djinnd.server.journal_changes import (
     Unfolded,
     Withdrawn,
 )
+from djinnd.server.journal_clock import JournalClock, resumed
+from djinnd.server.journal_database import damaged_files, open_database
 from djinnd.server.journal_edits import Edited, EditFold, EditsCut, EditsEnded
+from djinnd.server.journal_examination import Examined, changes_in
+from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, SESSION, Row
 from djinnd.server.socket_path import StartError
 
 NAME = "journal.db"
@@ -51,30 +57,14 @@ FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms a session that has changed, a
 LOG_BYTES = 16 << 20  # of the write-ahead log, after which it is copied into the file, and both are synchronised
 
 _TOKEN = "I"  # an array of them is what a session's blob holds: uint32
-_UPGRADES = (  # of tables and changes, from each version to the next; a new file is of version 0
-    """
-    CREATE TABLE session (
-        id TEXT PRIMARY KEY, user INTEGER, model TEXT, shared INTEGER, priority TEXT,
-        created REAL, used REAL, tokens BLOB
-    );
-    CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
-    """,
-    "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
-    "",  # Reclassified may be among the changes
-    journal_edits.TABLES,
-    journal_breakpoints.TABLES,
-)
-VERSION = len(_UPGRADES)
-
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Change])
 
 
 @dataclass(slots=True)
 class KeptSession:
-    """A session as the journal has it. Times are seconds since 1970; `used` is that of its tokens' last
-    change."""
+    """A session as the journal has it. Times are the journal's (journal_clock.py); `used` is that of its tokens' last
+    change. `parts`: rows of its edits and breakpoints."""
 
     id: str
     user: int
@@ -84,49 +74,53 @@ class KeptSession:
     created: float
     used: float
     tokens: array[int]
+    parts: int = 0
 
 
 class JournalFile:
     """Open until `close`. For one thread at a time. Once it is open, what fails raises sqlite3.Error."""
 
     def __init__(self, folder: str) -> None:
-        """Raises StartError where the folder is another daemon's, or what is there cannot be used. It is left alone
-        then: whether sessions may be lost is not for a daemon to decide."""
+        """Raises StartError where the folder is another daemon's, or a later version has written there, or nothing can
+        be. It is left alone then."""
         self.path = Path(folder, NAME)
         self._log = Path(folder, f"{NAME}-wal")
         self._log_limit = LOG_BYTES
         self._unfolded = Unfolded()
         self._unfolded_bytes = 0
+        self._db, found = open_database(self.path)
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # SQLite would make it readable to others; its other files follow this one
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.Error) as error:
-            raise StartError(f"no journal at {self.path}: {error}; choose another place with --state-dir") from error
-        try:
-            self._prepare()
-            for at, encoded in self._db.execute("SELECT at, changes FROM change ORDER BY number"):
-                self._unfolded.add(at, _decoder.decode(encoded))
-            self.fold()
+            self._resume(found)
         except BaseException as error:
             self._db.close()
             if isinstance(error, (sqlite3.Error, msgspec.DecodeError, ValueError)):
-                raise StartError(self._told(error)) from error
+                raise StartError(f"{self.path} cannot be used: {error}") from error
             raise
+
+    def _resume(self, found: Examined) -> None:
+        self._number, last = found.folded or 0, None
+        for row in CHANGE.read(self._db, "ORDER BY number"):
+            self._number, last, _ = row
+            self._unfolded.add(last, changes_in(row))
+        if last is None and found.mark is None:
+            (last,) = self._db.execute("SELECT max(used) FROM session").fetchone()
+        self.clock = JournalClock(resumed(found.mark, last, time.time()))
+        self.fold()
+
+    @property
+    def damaged_files(self) -> list[Path]:
+        """What earlier damage has left, for people."""
+        return damaged_files(self.path.parent)
 
     def sessions(self) -> list[KeptSession]:
         """As of the last fold."""
-        columns = "id, user, model, shared, priority, created, used, tokens"
-        rows = self._db.execute(f"SELECT {columns} FROM session ORDER BY created")
-        return [_kept(*row) for row in rows]
+        return [_kept(*row) for row in SESSION.read(self._db, "ORDER BY created")]
 
     def prefixes(self) -> list[Published]:
         """As of the last fold."""
-        rows = self._db.execute("SELECT id, model, user, created, tokens FROM prefix ORDER BY created")
         return [
             Published(name, model, user, created, array(_TOKEN, tokens).tolist())
-            for name, model, user, created, tokens in rows
+            for name, model, user, created, tokens in PREFIX.read(self._db, "ORDER BY created")
         ]
 
     def edits(self) -> dict[str, EditList]:
@@ -139,8 +133,9 @@ class JournalFile:
 
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
-        encoded, at = _encoder.encode(changes), time.time()
-        self._db.execute("INSERT INTO change (at, changes) VALUES (?, ?)", (at, encoded))
+        encoded, at = _encoder.encode(changes), self.clock.now()
+        self._db.execute(CHANGE.insert, CHANGE.sealed(self._number + 1, at, encoded))
+        self._number += 1
         self._unfolded.add(at, changes)
         self._unfolded_bytes += len(encoded)
 
@@ -184,18 +179,22 @@ class JournalFile:
         for at, change in self._unfolded:
             self._apply(change, at, images, prefixes, edits, breakpoints)
         gone = [(name,) for name, image in images.items() if image is None]
-        kept = [_row(image) for image in images.values() if image is not None]
         withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
         published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany("DELETE FROM session WHERE id = ?", gone)
-            self._db.executemany("INSERT OR REPLACE INTO session VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
             edits.write()
             breakpoints.write()
+            for name in edits.touched | breakpoints.touched:
+                if (image := images[name]) is not None:
+                    image.parts = self._count_parts(name)
+            kept = [_row(image) for image in images.values() if image is not None]
+            self._db.executemany(SESSION.insert, kept)
             self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
-            self._db.executemany("INSERT OR REPLACE INTO prefix VALUES (?, ?, ?, ?, ?)", published)
+            self._db.executemany(PREFIX.insert, published)
             self._db.execute("DELETE FROM change")
+            self._write_mark()
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
@@ -203,32 +202,16 @@ class JournalFile:
             raise
         self._unfolded.clear()
 
+    def leave(self) -> None:
+        """At a clean stop, before `close`: what time it is, and all that was said folded."""
+        self.fold()
+        self._write_mark()
+
     def close(self) -> None:
         self._db.close()
 
-    def _prepare(self) -> None:
-        db = self._db
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; no shared index file is needed then
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if not tables:
-            version = 0
-        elif not 1 <= version <= VERSION:
-            raise StartError(
-                f"{self.path} has version {version} and this djinnd reads {VERSION}: start the djinnd that wrote it, "
-                "or move the file away to begin without its sessions"
-            )
-        if version < VERSION:
-            upgrade = "".join(_UPGRADES[version:])
-            db.executescript(f"BEGIN; {upgrade} PRAGMA user_version = {VERSION}; COMMIT;")
-
-    def _told(self, error: Exception) -> str:
-        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-            return f"{self.path.parent} is the state directory of a daemon that runs: stop it, or use --state-dir"
-        return f"{self.path} cannot be used: {error}; repair it, or move it away to begin without its sessions"
+    def _write_mark(self) -> None:
+        self._db.execute(MARK.insert, MARK.sealed(0, self._number, *self.clock.mark()))
 
     def _apply(
         self,
@@ -274,21 +257,34 @@ class JournalFile:
         return images[session]
 
     def _read(self, session: str) -> KeptSession | None:
-        columns = "id, user, model, shared, priority, created, used, tokens"
-        row = self._db.execute(f"SELECT {columns} FROM session WHERE id = ?", (session,)).fetchone()
-        return None if row is None else _kept(*row)
+        return next((_kept(*row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
+
+    def _count_parts(self, session: str) -> int:
+        counts = (f"SELECT count(*) FROM {part.name} WHERE session = ?" for part in PARTS)
+        return sum(self._db.execute(count, (session,)).fetchone()[0] for count in counts)
 
 
 def _kept(
-    name: str, user: int, model: str, shared: int, priority: Class, created: float, used: float, tokens: bytes
+    name: str,
+    user: int,
+    model: str,
+    shared: int,
+    priority: Class,
+    created: float,
+    used: float,
+    tokens: bytes,
+    parts: int,
 ) -> KeptSession:
-    return KeptSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens))
+    return KeptSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens), parts)
 
 
-def _row(image: KeptSession) -> tuple[str, int, str, bool, str, float, float, bytes]:
-    tokens = image.tokens.tobytes()
-    return (image.id, image.user, image.model, image.shared, image.priority, image.created, image.used, tokens)
+def _row(image: KeptSession) -> Row:
+    return SESSION.sealed(
+        *(image.id, image.user, image.model, int(image.shared), image.priority),
+        *(float(image.created), image.used, image.tokens.tobytes(), image.parts),
+    )
 
 
-def _prefix_row(prefix: Published) -> tuple[str, str, int, float, bytes]:
-    return (prefix.prefix, prefix.model, prefix.user, prefix.created, array(_TOKEN, prefix.tokens).tobytes())
+def _prefix_row(prefix: Published) -> Row:
+    tokens = array(_TOKEN, prefix.tokens).tobytes()
+    return PREFIX.sealed(prefix.prefix, prefix.model, prefix.user, float(prefix.created), tokens)

@@ -166,7 +166,7 @@ class Server:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
         kept = self._journal.open()  # first of all: the state directory is this daemon's then
         self._metrics.start()
-        self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints)
+        self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now)
         self._prefixes.restore(kept.prefixes)
         _make_folder(self._page_folder)
         adopted = self._arena.adopt()

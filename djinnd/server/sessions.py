@@ -224,13 +224,17 @@ class SessionTable:
         return tenant
 
     def restore(
-        self, kept: Iterable[KeptSession], edits: Mapping[str, EditList], breakpoints: Mapping[str, BreakpointList]
+        self,
+        kept: Iterable[KeptSession],
+        edits: Mapping[str, EditList],
+        breakpoints: Mapping[str, BreakpointList],
+        clock: float,
     ) -> None:
-        """At start: what the journal has, detached. Edits and breakpoints: by session. Limits hold for what is opened
-        after that."""
-        now, clock = time.monotonic(), time.time()
+        """At start: what the journal has, detached. Edits and breakpoints: by session. `clock`: the journal's time.
+        Limits hold for what is opened after that."""
+        now = time.monotonic()
         for was in kept:
-            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # clocks are set back, too
+            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # of an older version: wall clocks
             latency, tenant = SessionLatency(self.latency), self._quotas.tenant(was.user, now)
             session = SessionRecord(
                 was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal, latency, tenant

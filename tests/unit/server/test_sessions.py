@@ -210,7 +210,7 @@ def kept(name, **changes):
 def test_what_the_journal_has_begins_as_detached_and_counts(table):
     async def play():
         sessions, _ = table(sessions_per_user=2)
-        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {}, {})
+        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {}, {}, time.time())
         owner = FakeClient(1)
         first, second = sessions.visible(owner)
         assert first.tokens == [1, 2, 3] and first.journalled == 3
@@ -230,7 +230,7 @@ def test_what_the_journal_has_begins_as_detached_and_counts(table):
 def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table):
     async def play():
         sessions, _ = table()
-        sessions.restore([kept("a", shared=True)], {}, {})
+        sessions.restore([kept("a", shared=True)], {}, {}, time.time())
         (session,) = sessions
         assert sessions.of_model("m") == []
         with pytest.raises(ModelNotFound, match="m was a client's own and went"):
@@ -285,7 +285,7 @@ def test_who_is_still_at_work_gives_way_last(table):
 def test_what_a_restart_has_left_is_not_counted_as_detached(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
-        sessions.restore([kept(name) for name in "abc"], {}, {})
+        sessions.restore([kept(name) for name in "abc"], {}, {}, time.time())
         owner = FakeClient(1)
         sessions.open(owner, "m", "agent")
         sessions.detach(owner)
@@ -298,11 +298,11 @@ def test_what_a_restart_has_left_is_not_counted_as_detached(table):
 def test_time_to_live_counts_from_the_last_use(table):
     async def play():
         sessions, closed = table(session_ttl=100)
-        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {}, {})
+        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {}, {}, time.time())
         assert [session.id for session in closed] == ["old"]
         sessions.leave()
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)], {}, {})
+        sessions.restore([kept("old", used=0)], {}, {}, time.time())
         assert closed == []
         sessions.leave()
 
@@ -314,7 +314,7 @@ def test_time_to_live_that_is_given_later_holds(table, monkeypatch):
 
     async def play():
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)], {}, {})
+        sessions.restore([kept("old", used=0)], {}, {}, time.time())
         sessions.limits = Limits(session_ttl=100)
         while not closed:
             await asyncio.sleep(0.001)

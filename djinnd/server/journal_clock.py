@@ -1,0 +1,47 @@
+"""The journal's time: seconds since 1970 at the journal's beginning, and from then on only what has really passed.
+
+Sessions end after a time without use. By the wall clock all of them would end at once when somebody sets it forward. So
+while a daemon runs its journal's time follows CLOCK_MONOTONIC. The time between two daemons is known by the wall clock
+alone and counts for at most DOWNTIME; a wall clock that was set back counts for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+DOWNTIME = 86400.0  # seconds
+
+
+class Mark(NamedTuple):
+    """The journal's time and the wall clock at one moment."""
+
+    at: float
+    wall: float
+
+
+def resumed(mark: Mark | None, last: float | None, wall: float) -> float:
+    """The journal's time when a daemon starts. `last`: of the last that is written; None: nothing is. `wall`: now."""
+    if mark is None:
+        mark = Mark(wall, wall) if last is None else Mark(last, last)
+    last = mark.at if last is None else max(last, mark.at)
+    away = wall - (mark.wall + last - mark.at)
+    return last + min(max(away, 0.0), DOWNTIME)
+
+
+class JournalClock:
+    def __init__(self, at: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`at`: the time now."""
+        self._monotonic = monotonic
+        self._ahead = at - monotonic()
+
+    def now(self) -> float:
+        return self.at(self._monotonic())
+
+    def at(self, monotonic: float) -> float:
+        """The journal's time at that moment of CLOCK_MONOTONIC."""
+        return monotonic + self._ahead
+
+    def mark(self) -> Mark:
+        return Mark(self.now(), time.time())

@@ -1,0 +1,212 @@
+"""The journal's database: opened, brought to this version, and, where it is damaged, replaced by what is whole of it.
+
+A damaged file is kept beside the new one as `journal.db.damaged-DATE`, for people; djinnd never reads it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from djinnd.server import journal_breakpoints, journal_edits
+from djinnd.server.journal_examination import Examined, changes_in, examine
+from djinnd.server.journal_rows import CHANGE, CHECKSUMS, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row, Table, register
+from djinnd.server.socket_path import StartError
+
+log = logging.getLogger("djinnd.server")
+
+KEPT_DAMAGED = 3  # files; older ones are removed
+_TOLD = 100  # damaged sessions that the log names
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+_UPGRADES = (  # of tables and changes, from each version to the next; a new file is of version 0
+    """
+    CREATE TABLE session (
+        id TEXT PRIMARY KEY, user INTEGER, model TEXT, shared INTEGER, priority TEXT,
+        created REAL, used REAL, tokens BLOB
+    );
+    CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
+    """,
+    "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
+    "",  # Reclassified may be among the changes
+    journal_edits.TABLES,
+    journal_breakpoints.TABLES,
+    CHECKSUMS,
+)
+VERSION = len(_UPGRADES)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def open_database(path: Path) -> tuple[sqlite3.Connection, Examined]:
+    """For as long as it is open it is this process's. Raises StartError where it is another daemon's or a later
+    version's, or where nothing can be written there; the file is left alone then."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # SQLite would make it readable to others; its other files follow this one
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        db = _connected(path)
+    except (OSError, sqlite3.Error) as error:
+        raise StartError(f"no journal at {path}: {error}; choose another place with --state-dir") from error
+    try:
+        found = _examined(db, path)
+        if found.is_sound:
+            return db, found
+        db.close()
+        _repair(path)
+        db = _connected(path)
+        return db, _examined(db, path)
+    except BaseException as error:
+        db.close()
+        if isinstance(error, (sqlite3.Error, OSError)):
+            raise StartError(_told(path, error)) from error
+        raise
+
+
+def damaged_files(folder: Path) -> list[Path]:
+    """The oldest first."""
+    return sorted(path for path in folder.glob("*.damaged-*") if not path.name.endswith("-wal"))
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    register(db)
+    return db
+
+
+def _examined(db: sqlite3.Connection, path: Path) -> Examined:
+    """Raises StartError, and sqlite3.Error for what is no damage."""
+    try:
+        _prepare(db, path)
+        ((structure,),) = db.execute("PRAGMA integrity_check(1)")
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: of a message that quotes what is damaged
+        if not _is_damage(error):
+            raise
+        structure = str(error)
+    if structure != "ok":
+        return Examined(losses=[structure])
+    return examine(db)
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; no shared index file is needed then
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")  # JournalFile.tidy does it
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if not tables:
+        version = 0
+    elif not 1 <= version <= VERSION:
+        raise StartError(
+            f"{path} has version {version} and this djinnd reads {VERSION}: start the djinnd that wrote it, "
+            "or move the file away to begin without its sessions"
+        )
+    if version < VERSION:
+        upgrade = "".join(_UPGRADES[version:])
+        db.executescript(f"BEGIN; {upgrade} PRAGMA user_version = {VERSION}; COMMIT;")
+
+
+def _is_damage(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _DAMAGE
+
+
+def _told(path: Path, error: Exception) -> str:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return f"{path.parent} is the state directory of a daemon that runs: stop it, or use --state-dir"
+    return f"{path} cannot be used: {error}; repair it, or move it away to begin without its sessions"
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def _repair(path: Path) -> None:
+    """In the file's place there is then a sound one, with what is whole of it."""
+    new = path.with_name(f"{path.name}.new")
+    _remove(new)
+    os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with closing(_connected(path)) as old, closing(_connected(new)) as into:
+        for setting in ("writable_schema = ON", "cell_size_check = ON", "locking_mode = EXCLUSIVE"):
+            with suppress(sqlite3.DatabaseError, UnicodeDecodeError):  # a file that SQLite cannot read at all
+                old.execute(f"PRAGMA {setting}")  # the first: a file that was cut is read up to its end
+        found = examine(old)
+        _prepare(into, new)
+        kept = _copy(old, into, found)
+        into.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    aside = _set_aside(path, new)
+    for session, what in itertools.islice(found.damaged.items(), _TOLD):
+        log.error("journal_session_damaged session=%s what=%s", session, what)
+    log.error(
+        "journal_repaired path=%s sessions=%d damaged_sessions=%d lost_rows=%d first=%s kept_aside=%s",
+        *(path, kept, len(found.damaged), len(found.losses), (found.losses or ["the structure"])[0], aside),
+    )
+
+
+def _copy(old: sqlite3.Connection, into: sqlite3.Connection, found: Examined) -> int:
+    """Sessions in the tables that are whole, with all that is theirs, and the changes to those. → the sessions"""
+    into.execute("BEGIN")
+    if found.mark is not None:
+        into.execute(MARK.insert, MARK.sealed(0, 0, *found.mark))
+    sessions = 0
+    for table in (SESSION, *PARTS):
+        copied = _insert(into, table, (row for row in _sound(old, table) if found.is_whole(row[0])))
+        sessions += copied if table is SESSION else 0
+    _insert(into, PREFIX, _sound(old, PREFIX))
+    _insert(into, CHANGE, _renumbered(old, found))
+    into.execute("COMMIT")
+    return sessions
+
+
+def _sound(old: sqlite3.Connection, table: Table) -> Iterable[Row]:
+    return (row for row in table.scan(old) if not isinstance(row, DamagedRow))
+
+
+def _renumbered(old: sqlite3.Connection, found: Examined) -> Iterable[Row]:
+    for number, row in enumerate(_sound(old, CHANGE), 1):
+        changes = [change for change in changes_in(row) if found.keeps(change)]
+        yield (number, row[1], _encoder.encode(changes))
+
+
+def _insert(into: sqlite3.Connection, table: Table, rows: Iterable[Row]) -> int:
+    count = 0
+    for row in rows:
+        into.execute(table.insert, table.sealed(*row))
+        count += 1
+    return count
+
+
+def _set_aside(path: Path, new: Path) -> Path:
+    """`new` takes the place of the file at once: there is one whenever the machine stops."""
+    now = time.time_ns()
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 10**9)) + f".{now % 10**9:09d}Z"
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    with suppress(FileNotFoundError):
+        os.rename(f"{path}-wal", f"{aside}-wal")  # it belongs to that file, and would be taken for the new one's
+    os.link(path, aside)
+    os.replace(new, path)
+    _sync(path.parent)
+    for older in damaged_files(path.parent)[:-KEPT_DAMAGED]:
+        log.warning("journal_damaged_file_removed path=%s", older)
+        _remove(older)
+    return aside
+
+
+def _remove(path: Path) -> None:
+    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        name.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

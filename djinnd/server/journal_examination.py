@@ -1,0 +1,125 @@
+"""Which sessions of a journal are whole, where some of its rows are not.
+
+A session is damaged if its own row, one of its edits or breakpoints, or a change to it is damaged or missing. Its
+tokens or edits might then be others than its client was told, so nothing of it is used. All other sessions are.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from djinnd.server.journal_changes import Change, Opened
+from djinnd.server.journal_clock import Mark
+from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row
+
+_decoder = msgspec.msgpack.Decoder(list[Change])
+
+
+@dataclass(slots=True)
+class Examined:
+    damaged: dict[str, str] = field(default_factory=dict)  # by session, what of it
+    losses: list[str] = field(default_factory=list)  # rows that cannot be read
+    mark: Mark | None = None
+    folded: int | None = None  # number of the last change that is in the other tables
+    _owned: set[str] = field(default_factory=set)  # sessions in the tables
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.damaged or self.losses)
+
+    def is_whole(self, session: str) -> bool:
+        """Of a session in the tables."""
+        return session in self._owned and session not in self.damaged
+
+    def keeps(self, change: Change) -> bool:
+        return session_of(change) not in self.damaged
+
+
+def session_of(change: Change) -> str | None:
+    """None: the change is to a public prefix."""
+    return getattr(change, "session", None)
+
+
+def examine(db: sqlite3.Connection) -> Examined:
+    """Reads all of it, and keeps none of the values."""
+    found = Examined()
+    _examine_mark(db, found)
+    _examine_tables(db, found)
+    _examine_changes(db, found)
+    return found
+
+
+def changes_in(row: Row) -> list[Change]:
+    """Of a row of `change`. Raises msgspec.DecodeError."""
+    return _decoder.decode(row[2])
+
+
+def _examine_mark(db: sqlite3.Connection, found: Examined) -> None:
+    for row in MARK.scan(db):
+        if isinstance(row, DamagedRow):
+            found.losses.append(str(row.args[0]))
+        else:
+            _, found.folded, at, wall = row
+            found.mark = Mark(at, wall)
+
+
+def _examine_tables(db: sqlite3.Connection, found: Examined) -> None:
+    told: dict[str, int] = {}
+    counted: Counter[str] = Counter()
+    for table in (SESSION, *PARTS, PREFIX):
+        for row in table.scan(db):
+            if isinstance(row, DamagedRow):
+                found.losses.append(str(row.args[0]))
+            elif table is SESSION:
+                told[row[0]] = row[-1]
+            elif table is not PREFIX:
+                counted[row[0]] += 1
+    found._owned = set(told)
+    for session, parts in told.items():
+        if counted[session] != parts:
+            found.damaged[session] = f"{counted[session]} of {parts} rows of edits and breakpoints are there"
+    for session in counted.keys() - told.keys():
+        found.damaged[session] = "its row is damaged"
+
+
+def _examine_changes(db: sqlite3.Connection, found: Examined) -> None:
+    """Behind a change that is missing, the next ones to a session mean nothing, unless it was opened behind it, too."""
+    opened = None if found.is_sound or found.mark else set[str]()  # since the last gap; None: there is none
+    expected = None if found.folded is None else found.folded + 1
+    for row in CHANGE.scan(db):
+        if isinstance(row, DamagedRow):
+            found.losses.append(str(row.args[0]))
+            found.damaged.update(dict.fromkeys(_guessed(row), "a change to it is damaged"))
+            opened, expected = set(), None
+            continue
+        if expected is not None and row[0] != expected:
+            found.losses.append(f"changes {expected} to {row[0] - 1}")
+            opened = set()
+        expected = row[0] + 1
+        if opened is not None:
+            _suspect(changes_in(row), opened, found)
+
+
+def _suspect(changes: list[Change], opened: set[str], found: Examined) -> None:
+    """Changes behind a gap. `opened`: the sessions that were opened behind it; those of these changes join them."""
+    for change in changes:
+        session = session_of(change)
+        if isinstance(change, Opened):
+            opened.add(change.session)
+        elif session is not None and session not in opened:
+            found.damaged.setdefault(session, "a change before its last one is lost")
+
+
+def _guessed(row: DamagedRow) -> Iterator[str]:
+    """The sessions that a damaged change names, if it still can be read as one."""
+    try:
+        for change in changes_in(row.args[1:]):
+            if (session := session_of(change)) is not None:
+                yield session
+    except (msgspec.DecodeError, IndexError, TypeError, ValueError):
+        return
