@@ -215,6 +215,7 @@ class StatusReply(Reply, tag="status_reply"):
     arena_bytes: int  # POSIX shared memory that the daemon holds
     latency: dict[str, Latency] = {}  # by class, since the daemon began
     integrity: list[str] = []  # findings, where a check was asked for
+    notes: list[str] = []  # what administrators should know
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ class DaemonRequests:
         supervisor: Supervisor,
         status: Status,
         restart: Callable[[Restart], Awaitable[None]],
+        notes: Callable[[], list[str]],
     ) -> None:
         self._sessions = sessions
         self._models = models
@@ -36,6 +37,7 @@ class DaemonRequests:
         self._supervisor = supervisor
         self._status = status
         self._begin_restart = restart
+        self._notes = notes  # what administrators should know
 
     async def ping(self, call: Call, request: protocol.Ping) -> Answer:
         return Answer(Done(id=call.id))
@@ -43,7 +45,9 @@ class DaemonRequests:
     async def get_status(self, call: Call, request: protocol.GetStatus) -> Answer:
         if request.check:
             _expect_admin(call, "have the daemon check itself")
-        return Answer(await self._status.reply(call.id, request.check, call.client))
+        reply = await self._status.reply(call.id, request.check, call.client)
+        reply.notes = self._notes() if call.client.is_admin else []
+        return Answer(reply)
 
     async def get_quotas(self, call: Call, request: protocol.GetQuotas) -> Answer:
         if request.all:

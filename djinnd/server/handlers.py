@@ -99,7 +99,7 @@ class Handlers:
         of_sessions = SessionRequests(sessions, models, status)
         of_work = WorkRequests(sessions, models, queue)
         of_models = ModelRequests(sessions, models, sharing, status)
-        of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart)
+        of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart, lambda: journal.notes)
         editing = Editing(sessions, models)
         breaking = Breaking(sessions, models, functions)
         exporting = Exporting(sessions, models, status)

@@ -130,7 +130,10 @@ class Journal:
     def notes(self) -> list[str]:
         """What an administrator should know."""
         files = [] if self._file is None else self._file.damaged_files
-        return [f"the journal was damaged; what could not be read is in {path}: remove it when done" for path in files]
+        return [
+            f"the journal was damaged; it is kept as {path}: remove that when it is of no use any more"
+            for path in files
+        ]
 
     # --- what happens to sessions -----------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class JournalFile:
         self._unfolded = Unfolded()
         self._unfolded_bytes = 0
         self._db, found = open_database(self.path)
+        self._damaged_files = damaged_files(self.path.parent)
         try:
             self._resume(found)
         except BaseException as error:
@@ -109,8 +110,8 @@ class JournalFile:
 
     @property
     def damaged_files(self) -> list[Path]:
-        """What earlier damage has left, for people."""
-        return damaged_files(self.path.parent)
+        """What earlier damage has left, for people, and nobody has removed."""
+        return [path for path in self._damaged_files if path.exists()]
 
     def sessions(self) -> list[KeptSession]:
         """As of the last fold."""

@@ -75,6 +75,9 @@ def _status(reply: StatusReply) -> Iterator[RenderableType]:
     if any(spread.count for _, _, spread in _spreads(reply.latency)):
         yield ""
         yield latency(reply.latency)
+    if reply.notes:
+        yield ""
+        yield from (Text(note, "yellow") for note in reply.notes)
     if reply.integrity:
         yield ""
         yield Text("inconsistent:", "bold red")

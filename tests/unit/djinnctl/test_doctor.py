@@ -203,6 +203,12 @@ def test_a_daemon_that_answers(daemon: ScriptedDaemon) -> None:
     assert list(doctor.daemon.check(address)) == [Result("ok", "socket", f"djinnd 0.1.0 answers at {address}")]
 
 
+def test_what_a_daemon_tells_its_administrators() -> None:
+    assert list(daemon.judge_notes([])) == []
+    (result,) = daemon.judge_notes(["the journal was damaged; it is kept as /s/journal.db.damaged-1: remove that"])
+    assert (result.state, result.remedy) == ("warn", "remove that") and result.finding.endswith("damaged-1")
+
+
 def test_no_daemon() -> None:
     result = daemon.examine("/nowhere/s")
     assert result == Result("warn", "socket", "no daemon at /nowhere/s", "start it with `djinnd`")

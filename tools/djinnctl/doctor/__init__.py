@@ -26,6 +26,7 @@ def checks(address: str | None, fix: bool) -> list[tuple[str, Check]]:
         ("memlock", memory.check_memlock),
         ("/dev/shm", memory.check_shm),
         ("socket", partial(daemon.check, address)),
+        ("daemon", partial(daemon.check_notes, address)),
         ("arena", partial(arena.check, fix=fix)),
     ]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing, suppress
 
 from djinn_client.address import candidates
 from djinn_client.connection import connect
 from djinn_client.errors import ConnectionLost, DjinnError
+from djinn_client.options import build
+from djinn_client.protocol import GetStatus, StatusReply
 from djinn_client.steps import run
 from djinnctl.doctor.result import Result, fail, ok, warn
 
@@ -17,6 +20,19 @@ PATIENCE_S = 5.0
 def check(address: str | None) -> Iterator[Result]:
     for path in candidates(address):
         yield examine(path)
+
+
+def check_notes(address: str | None) -> Iterator[Result]:
+    """What a daemon tells its administrators."""
+    for path in candidates(address):
+        with suppress(DjinnError, TimeoutError), closing(run(connect(path), PATIENCE_S)) as connection:
+            yield from judge_notes(run(connection.call(build(GetStatus), StatusReply), PATIENCE_S).message.notes)
+
+
+def judge_notes(notes: list[str]) -> Iterator[Result]:
+    for note in notes:
+        finding, _, remedy = note.rpartition(": ")
+        yield warn("daemon", finding, remedy)
 
 
 def examine(path: str) -> Result:

@@ -1,0 +1,93 @@
+"""A journal that was damaged between two daemons, and a clock that jumped: what is whole goes on, and nothing else."""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from pathlib import Path
+
+import pytest
+
+import djinn_client as djinn
+from djinn_client import SessionNotFound
+from djinnctl.doctor import daemon as doctor
+from djinnd.server.journal_file import NAME
+from djinnd.server.journal_rows import MARK
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import Daemon
+
+PROMPTS = [[number, *range(500, 560)] for number in (301, 302, 303)]
+NEXT = 4
+YEAR = 365 * 86400.0
+
+
+def successor(daemon: Daemon, start_daemon: DaemonStarter) -> Daemon:
+    state = str(Path(daemon.address).parent / "state")
+    return start_daemon({"state_dir": state}, errors=["journal_session_damaged", "journal_repaired"])
+
+
+def filled(daemon: Daemon) -> list[str]:
+    names = []
+    for prompt in PROMPTS:
+        session = djinn.Session(MODEL, address=daemon.address)
+        session.forward(prompt)
+        session.steer("blocks.1", [1.0] * 192)
+        names.append(session.id)
+        session.detach()
+    return names
+
+
+def stopped(daemon: Daemon) -> Path:
+    daemon.process.terminate()
+    assert daemon.wait() == 0
+    return Path(daemon.address).parent / "state" / NAME
+
+
+def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
+    with djinn.attach(name, address=daemon.address) as session:
+        assert session.token_ids == prompt and len(session.edits()) == 1
+        return session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
+
+
+def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
+    names = filled(daemon)
+    with djinn.Session(MODEL, address=daemon.address) as session:
+        session.forward(PROMPTS[0])
+        session.steer("blocks.1", [1.0] * 192)
+        expected = session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
+    journal = stopped(daemon)
+
+    content = bytearray(journal.read_bytes())
+    token = content.index(struct.pack("<3I", 302, 500, 501))
+    content[token] ^= 1  # 303 then, which would be another session's prompt
+    journal.write_bytes(content)
+    daemon = successor(daemon, start_daemon)
+    with pytest.raises(SessionNotFound):
+        djinn.attach(names[1], address=daemon.address)
+    assert daemon.log.count("journal_session_damaged") == 0, "a row that is no session's any more has no name"
+    assert "journal_repaired" in daemon.log
+    with daemon.client() as client:
+        (note,) = client.status(check=True).notes
+    (result,) = doctor.check_notes(daemon.address)
+    assert ".damaged-" in note and (result.state, result.finding in note) == ("warn", True)
+    assert goes_on(daemon, names[0], PROMPTS[0]) == expected
+    assert [info.id for info in djinn.sessions(address=daemon.address)] == [names[0], names[2]]
+
+    journal = stopped(daemon)
+    for path in journal.parent.glob("*.damaged-*"):
+        path.unlink()
+    with sqlite3.connect(journal) as db:
+        id_, number, at, wall = next(iter(MARK.read(db)))
+        db.execute(MARK.insert, MARK.sealed(id_, number, at, wall - 10 * YEAR))  # as if it were ten years later now
+    db.close()
+    daemon = successor(daemon, start_daemon)
+    assert goes_on(daemon, names[2], PROMPTS[2])
+    with daemon.client() as client:
+        assert client.status(check=True).notes == client.status(check=True).integrity == []
+
+    journal = stopped(daemon)
+    journal.write_bytes(b"\x93" * 10_000)
+    daemon = successor(daemon, start_daemon)
+    assert djinn.sessions(address=daemon.address) == []
+    filled(daemon)
