@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from djinn_client.errors import InvalidRequest, ModelNotFound, ModelRejected
+from djinn_client.other_files import HEAD, what_it_is
 
 MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
 MAX_NAMES = 4096  # entries of a folder that are looked at
@@ -122,14 +123,17 @@ class ModelFiles:
         return self.stat(name).st_size
 
     def read(self, name: str, limit: int = SMALL_FILE) -> bytes:
-        """The whole file. Raises ModelRejected where it has more than `limit` bytes, is not there, or cannot be
-        read."""
+        """The whole of a text file. Raises ModelRejected where it has more than `limit` bytes, is not there, cannot be
+        read, or is something else than its name says."""
         if name not in self:
             raise ModelRejected(f"{self.folder} has no {name}", file=name)
         size = self.size(name)
         if size > limit:
             raise ModelRejected(f"{name} has {size:,} bytes; at most {limit:,} are read", file=name, limit=limit)
-        return self.read_at(name, 0, size)
+        data = self.read_at(name, 0, size)
+        if data and (other := what_it_is(data[:HEAD])):
+            raise ModelRejected(f"{name} is {other}", file=name)
+        return data
 
     def read_at(self, name: str, offset: int, count: int) -> bytes:
         """Up to `count` bytes from `offset`: fewer where the file ends. Raises ModelRejected on a read error."""

@@ -55,8 +55,9 @@ class Frame(msgspec.Struct, frozen=True):
 class FrameDecoder:
     """Bytes in, frames out. After an error the stream cannot be resynchronised: the connection must be closed."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, max_fds: int = MAX_FDS) -> None:
         self.limit = limit
+        self._max_fds = max_fds
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
@@ -76,8 +77,8 @@ class FrameDecoder:
                     theirs=version,
                     ours=VERSION,
                 )
-            if fds > MAX_FDS:
-                raise ProtocolError(f"a frame announces {fds} file descriptors, the limit is {MAX_FDS}")
+            if fds > self._max_fds:
+                raise ProtocolError(f"a frame announces {fds} file descriptors, the limit is {self._max_fds}")
             if length > self.limit:
                 raise FrameTooLarge(
                     f"a frame of {length:,} bytes is over the limit of {self.limit:,}", length=length, limit=self.limit

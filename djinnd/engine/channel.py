@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from djinn_client.errors import DjinnError
-from djinn_client.protocol import MAX_FDS, FrameDecoder
-from djinnd.messages import MAX_FRAME, Failed, FromEngine, ToEngine, decode_to_engine, encode
+from djinn_client.protocol import FrameDecoder
+from djinnd.messages import MAX_FDS, MAX_FRAME, Failed, FromEngine, ToEngine, decode_to_engine, encode
 
 _READ = 1 << 18
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -35,7 +35,7 @@ class Channel:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(True)
-        self._decoder = FrameDecoder(MAX_FRAME)
+        self._decoder = FrameDecoder(MAX_FRAME, MAX_FDS)
         self._fds: deque[int] = deque()  # that have come with the first bytes of frames
         self._sending = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

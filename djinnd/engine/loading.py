@@ -21,14 +21,13 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import posix_ipc
 import torch
 from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory
-from djinn_client.placing import ModelPlan
+from djinn_client.model_files import ModelFiles
 from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
@@ -49,6 +48,7 @@ from djinnd.messages import (
 )
 from djinnd.model.image import image_of
 from djinnd.model.loader import Loader, Weights
+from djinnd.weights.checkpoint import Checkpoint
 
 log = logging.getLogger("djinnd.engine")
 
@@ -64,7 +64,8 @@ class WantPages:
     fingerprint: str
 
 
-Job = Load | Plan | DescribeImage | WantPages
+WithFiles = Load | Plan | DescribeImage
+Job = WithFiles | WantPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +141,11 @@ class LoadQueue:
 
     def _do(self, job: Job) -> None:
         try:
-            match job:
-                case Plan():
-                    self._channel.send(Planned(job.request, self._plan(job)))
-                case DescribeImage():
-                    self._channel.send(ImageDescribed(job.request, image_of(self._loader(job))))
-                case Load():
-                    self.results.put(self._load(job))
-                case WantPages():
-                    self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job)))
+            if isinstance(job, WantPages):
+                self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job)))
+                return
+            with files_of(job) as files:
+                self._do_with(files, job)
             return
         except (_Closing, ServerGone):
             raise
@@ -167,14 +164,22 @@ class LoadQueue:
         else:
             self._channel.refuse(job.request, told)
 
-    def _loader(self, job: Load | Plan | DescribeImage) -> Loader:
-        return Loader(job.model, Path(job.path), self._device, job.dtype, job.placing, job.shared)
+    def _do_with(self, files: ModelFiles, job: WithFiles) -> None:
+        if isinstance(job, Load):
+            self.results.put(self._load(job, files))
+            return
+        loader = self._loader(job, files)
+        if isinstance(job, Plan):
+            plan = describe(job, loader, model_shape(loader), self._device, self._max_batch_tokens)
+            self._channel.send(Planned(job.request, plan))
+        else:
+            self._channel.send(ImageDescribed(job.request, image_of(loader)))
 
-    def _plan(self, job: Plan) -> ModelPlan:
-        loader = self._loader(job)
-        return describe(job, loader, model_shape(loader), self._device, self._max_batch_tokens)
+    def _loader(self, job: WithFiles, files: ModelFiles) -> Loader:
+        checkpoint = Checkpoint(files, has_weights=job.shared is None)
+        return Loader(job.model, checkpoint, self._device, job.dtype, job.placing, job.shared)
 
-    def _load(self, load: Load) -> LoadResult:
+    def _load(self, load: Load, files: ModelFiles) -> LoadResult:
         def progress(stage: str, done: int, total: int) -> None:
             if self._closing:
                 raise _Closing
@@ -182,19 +187,19 @@ class LoadQueue:
 
         progress("opening", 0, 0)
         self._device.rates()  # measured while the device has room for it
-        loader = self._loader(load)
+        loader = self._loader(load, files)
         shape = model_shape(loader)
         budget = self._device.budget
         beside = bytes_beside(loader, shape, load.kv_bytes, self._max_batch_tokens, budget.total, budget.free)
 
-        def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+        def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
             answer = self._ask_arena(NeedArena(load.request, load.model, nbytes, fingerprint))
             memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
-            return memory, answer.complete
+            return memory, answer.identity if answer.complete else None
 
         weights = loader.run(arena, progress, beside, pages_share(load.kv_bytes))
         if load.shared is None:
-            self._channel.send(ArenaFilled(load.model))
+            self._channel.send(ArenaFilled(load.model, weights.identity))
         return LoadResult(load, weights, shape, None)
 
     def _bring_pages(self, wanted: WantPages) -> HostPages:
@@ -228,6 +233,25 @@ class LoadQueue:
         self._arenas.put(None)
         self._jobs.put(None)
         self._thread.join()
+        while not self._jobs.empty():  # nobody will do them
+            job = self._jobs.get()
+            if job is not None and not isinstance(job, WantPages):
+                close_files(job)
+
+
+def files_of(job: WithFiles) -> ModelFiles:
+    """The files that came with the job, or those of its path. Raises DjinnError, and has closed them then."""
+    if not job.files:
+        return ModelFiles.open(job.path)
+    fds, job.fds = job.fds, []
+    return ModelFiles.handed_over(job.path, job.files, fds)
+
+
+def close_files(job: WithFiles) -> None:
+    """Of a job that will not be done."""
+    fds, job.fds = job.fds, []
+    for fd in fds:
+        os.close(fd)
 
 
 def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:

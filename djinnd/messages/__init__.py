@@ -9,8 +9,9 @@ Loading asks for shared memory in mid-way: only the engine knows the layout, and
     server ──Load──► engine ──NeedArena──► server ──ArenaReady──► engine ──Loading…──► Loaded
                                                 └──ArenaRefused──► engine ──► Failed
 
-A model that a client shares is laid out before it is loaded: DescribeImage, ImageDescribed. Its ArenaReady brings the
-client's image, a descriptor that travels with the frame.
+The checkpoint is a path that the engine opens, or open files that travel with the frame. A model that a client shares
+is laid out before it is loaded: DescribeImage, ImageDescribed. Its ArenaReady brings the client's image, a descriptor
+that travels with the frame.
 
 | module | what |
 |---|---|
@@ -41,7 +42,15 @@ from djinnd.messages.models import (
     Unload,
     Unloaded,
 )
-from djinnd.messages.protocol import MAX_FRAME, FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
+from djinnd.messages.protocol import (
+    MAX_FDS,
+    MAX_FRAME,
+    FromEngine,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
 from djinnd.messages.runs import (
     CancelRun,
     Capture,
@@ -70,6 +79,7 @@ from djinnd.messages.scheduling import (
 from djinnd.messages.sessions import AddEdit, Close, EndEdits, ExportKv, Fork, ImportKv, KvExported, Open, Truncate
 
 __all__ = [
+    "MAX_FDS",
     "MAX_FRAME",
     "AddEdit",
     "Alive",

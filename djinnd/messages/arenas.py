@@ -21,6 +21,7 @@ class ArenaReady(msgspec.Struct, tag="arena_ready"):
     offset: int  # bytes of header before the first block
     complete: bool
     fd: int = -1
+    identity: str = ""  # of the weights that are complete: see ArenaFilled
 
 
 class ArenaRefused(msgspec.Struct, tag="arena_refused"):
@@ -38,14 +39,15 @@ class NeedArena(msgspec.Struct, tag="need_arena"):
     request: int
     model: str
     nbytes: int
-    fingerprint: str  # of checkpoint and layout
+    fingerprint: str  # of the checkpoint's files, before they are read, and the layout; of pages: of the weights' bytes
     holds: Holding = "weights"
 
 
 class ArenaFilled(msgspec.Struct, tag="arena_filled"):
-    """One-way: all blocks are in the arena; the server marks it complete."""
+    """One-way: all blocks are in the arena; the server marks it complete, and keeps with it what they are."""
 
     model: str
+    identity: str = ""  # of the model, by all bytes that were read
 
 
 class HostReleased(msgspec.Struct, tag="host_released"):

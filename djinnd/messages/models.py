@@ -23,6 +23,8 @@ class Load(msgspec.Struct, tag="load"):
     max_context: int = 0  # 0: the model's own
     placing: Placing = Placing()
     shared: Dtype | None = None  # the dtype that a client has given its weights in; None: they are in the checkpoint
+    files: list[str] = []  # names of the checkpoint's open files, which travel with the frame; none: `path` is opened
+    fds: list[int] = []  # at the receiver, which owns them: the files, in the order of `files`
 
 
 class Unload(msgspec.Struct, tag="unload"):
@@ -47,6 +49,8 @@ class Plan(msgspec.Struct, tag="plan"):
     placing: Placing = Placing()
     memory_bytes: int = 0  # 0: the engine's budget
     shared: Dtype | None = None  # as in Load
+    files: list[str] = []  # likewise
+    fds: list[int] = []  # likewise
 
 
 class DescribeImage(msgspec.Struct, tag="describe_image"):
@@ -59,6 +63,8 @@ class DescribeImage(msgspec.Struct, tag="describe_image"):
     dtype: str
     placing: Placing
     shared: Dtype
+    files: list[str] = []  # as in Load
+    fds: list[int] = []  # likewise
 
 
 class PublicPrefix(msgspec.Struct, tag="public_prefix"):

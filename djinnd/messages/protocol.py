@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from djinn_client.errors import ProtocolError
+from djinn_client.model_files import MAX_FILES
 from djinn_client.protocol import framed
 from djinnd.messages import arenas, engine, figures, models, runs, scheduling, sessions
 
@@ -69,6 +70,7 @@ FromEngine = (
 )
 
 MAX_FRAME = 256 << 20
+MAX_FDS = MAX_FILES  # of a frame to the engine: those of a checkpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -84,6 +86,8 @@ def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
     message: ToEngine = _decode(_to_engine, payload)
     if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
         (message.fd,) = fds or (-1,)
+    elif isinstance(message, models.Load | models.Plan | models.DescribeImage):
+        message.fds = list(fds)
     else:
         assert not fds, message
     return message

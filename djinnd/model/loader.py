@@ -1,6 +1,6 @@
-"""From a checkpoint folder to modules over device buffers.
+"""From a checkpoint to modules over device buffers.
 
-    read     config, tensors' headers, the family's modules on meta, layouts      nothing large is touched
+    lay out  the family's modules on meta, layouts; the checkpoint has read the headers   nothing large is touched
     plan     a place for each block within the budget                             or OutOfMemory with the figures
     fill     files → arena, packed where that can be (skipped where it has been filled before)
     move     every block to its place; modules are bound to them
@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ from djinnd.device.budget import at_least, gib
 from djinnd.model.projections import Product, install_products
 from djinnd.model.recipes import RecipeBook
 from djinnd.model.residency import Residency
-from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, read_config
+from djinnd.model.skeleton import Skeleton, bind, build, make_config, materialise_buffers
 from djinnd.weights.checkpoint import Checkpoint
-from djinnd.weights.filling import fill
+from djinnd.weights.filling import fill, hashes
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, Plan, plan_places
 from djinnd.weights.store import Buffer, Routing, WeightStore
@@ -38,10 +37,10 @@ from djinnd.weights.store import Buffer, Routing, WeightStore
 log = logging.getLogger("djinnd.engine")
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
-Arena = Callable[[int, str], tuple[Tensor, bool]]  # bytes, fingerprint → uint8 [bytes], already filled
+# bytes, fingerprint → uint8 [bytes], and the identity of what fills them already; None: they are to be filled
+Arena = Callable[[int, str], tuple[Tensor, str | None]]
 
-MAX_SHARED_BLOCKS = 1024
-_SAMPLE = 4096  # bytes of each buffer, for the identity of a shared model
+MAX_BLOCKS = 1024
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,8 +56,8 @@ class Weights:
     dtype: torch.dtype
     parameters: int
     notes: list[str]
-    fingerprint: str  # as Loader's
-    identity: str  # likewise
+    identity: str = ""  # of the model: its configuration and all bytes of its weights, wherever they came from
+    fingerprint: str = ""  # of the store's bytes: identity, dtype and layout
     rest: Tensor | None = None  # the buffer of what belongs to no block
     is_adopted: bool = False  # an earlier engine had read them
 
@@ -88,21 +87,22 @@ class Loader:
     def __init__(
         self,
         name: str,
-        folder: Path,
+        checkpoint: Checkpoint,
         device: Device,
         dtype: str,
         placing: Placing | None = None,
         shared: str | None = None,
     ) -> None:
-        """`shared`: the folder has no weights; a client has them in this dtype, and the arena comes filled by it.
+        """`shared`: the checkpoint has no weights; a client has them in this dtype, and the arena comes filled by it.
+        The checkpoint's files stay the caller's, and open until `run` has returned; before `run` none is read.
 
-        Raises ModelNotFound, ModelRejected, or InvalidRequest for a `dtype` that is none."""
+        Raises ModelRejected, or InvalidRequest for a `dtype` that is none."""
         self.name = name
         self.device = device
         self.placing = placing or Placing()
-        self.checkpoint = Checkpoint(folder) if shared is None else None
-        given = DTYPES[shared] if shared is not None else self.checkpoint.dtype
-        config = read_config(folder)
+        self.checkpoint = checkpoint if shared is None else None
+        given = DTYPES[shared] if shared is not None else checkpoint.dtype
+        config = make_config(checkpoint.config)
         _check_depth(config.num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, given, device)
         model = build(config, self.dtype)
@@ -148,21 +148,22 @@ class Loader:
 
     @property
     def fingerprint(self) -> str:
-        """Of the store's bytes: of the checkpoint, and of where its tensors are in the store."""
-        weights = "shared" if self.checkpoint is None else self.checkpoint.fingerprint()
+        """Of the files as they are before they are read, and of where their tensors are in the store: an arena with the
+        same one need not be filled again."""
+        return self._laid_out("shared" if self.checkpoint is None else self.checkpoint.fingerprint())
+
+    def _laid_out(self, weights: str) -> str:
         extents = zip(self._buffers, self.store.extents, strict=True)
         layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
-    @property
-    def identity(self) -> str:
-        """Of the model, whatever the place and the form of its weights; of a shared one, when its weights are there."""
+    def _identity(self) -> str:
+        """When the weights are in the store."""
         if self.checkpoint is not None:
             return self.checkpoint.identity()
         digest = hashlib.sha256(f"shared {self.skeleton.config.to_json_string()}".encode())
-        for index in range(len(self._buffers)):
-            stored = self.store.host(index).view(torch.uint8)
-            digest.update(stored[len(stored) // 2 :][:_SAMPLE].numpy().tobytes())
+        for each in hashes(self.store):
+            digest.update(each)
         return digest.hexdigest()
 
     def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE) -> Plan:
@@ -202,7 +203,7 @@ class Loader:
     ) -> Weights:
         self.plan(beside, pages_share=pages_share)  # before anything large is touched
         store = self.store
-        host, filled = arena(store.nbytes, self.fingerprint)
+        host, identity = arena(store.nbytes, self.fingerprint)
         store.attach(host)
         if self.checkpoint is None:
             _check_image(self.name, store)
@@ -210,14 +211,15 @@ class Loader:
         clock = _Clock(self.name)
         pinning = self.device.begin_to_pin(store.pieces(), read_only=self.checkpoint is None)
         weights = self._weights(products)
-        weights.is_adopted = filled and self.checkpoint is not None
+        weights.is_adopted = bool(identity)
         try:
-            assert filled or self.checkpoint is not None
-            if not filled:
+            if not identity and self.checkpoint is not None:
                 pinning.finish()
                 clock.told("host_pinned", store.nbytes)
                 fill(store, self.device, lambda done, total: progress("reading", done, total))
                 clock.told("checkpoint_read", store.nbytes)
+            weights.identity = identity or self._identity()
+            weights.fingerprint = self._laid_out(weights.identity)
             plan = self.plan(beside, pages_share=pages_share)
             weights.residency.move(plan, lambda done, total: progress("uploading", done, total), pinning)
             self._bring_rest(weights)
@@ -229,7 +231,7 @@ class Loader:
             store.detach()
             raise
         for buffer in self._buffers:
-            buffer.recipes.clear()  # they hold the checkpoint's files open
+            buffer.recipes.clear()  # the checkpoint's files may be closed
         return weights
 
     def _weights(self, products: list[list[Product]]) -> Weights:
@@ -237,8 +239,7 @@ class Loader:
         blocks = skeleton.adapter.blocks
         residency = Residency(self.name, self.device, store, self.dtype, blocks, products, self.placing)
         parameters = sum(e.numel for b in self._buffers for e in b.layout.entries.values())
-        told = (parameters, self.notes, self.fingerprint, self.identity)
-        return Weights(self.name, skeleton, store, residency, self.dtype, *told)
+        return Weights(self.name, skeleton, store, residency, self.dtype, parameters, self.notes)
 
     def _bring_rest(self, weights: Weights) -> None:
         skeleton, layout = self.skeleton, self._buffers[-1].layout
@@ -304,16 +305,14 @@ def _check_image(name: str, store: WeightStore) -> None:
 
 def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
     """Before any module is built, which takes time for each block: every block has tensors of its own."""
-    if checkpoint is None:
-        if blocks > MAX_SHARED_BLOCKS:
-            raise ModelRejected(f"a model of {blocks:,} blocks is not taken; at most {MAX_SHARED_BLOCKS:,}")
-    elif blocks > len(checkpoint.tensors):
+    if checkpoint is not None and blocks > len(checkpoint.tensors):
         raise ModelRejected(
-            f"{checkpoint.folder / 'config.json'} promises {blocks:,} blocks, the checkpoint has "
-            f"{len(checkpoint.tensors):,} tensors in all",
+            f"config.json promises {blocks:,} blocks, the checkpoint has {len(checkpoint.tensors):,} tensors in all",
             blocks=blocks,
             tensors=len(checkpoint.tensors),
         )
+    if blocks > MAX_BLOCKS:
+        raise ModelRejected(f"a model of {blocks:,} blocks is not taken; at most {MAX_BLOCKS:,}", blocks=blocks)
 
 
 def compute_dtype(wanted: str, stored: torch.dtype, device: Device) -> torch.dtype:

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from djinn_client.errors import ModelRejected
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.weights.checkpoint import Checkpoint, wrong_shape
 from djinnd.weights.store import Recipe
 
 
@@ -50,6 +57,7 @@ class RecipeBook:
         self._config = model.config
         self._parameters = _Parameters(model.state_dict())
         self._sources = _match(model, checkpoint)
+        self._twins: dict[str, list[str]] = {}  # other names of a tied parameter under which it has been saved, too
 
     def require(self, names: Iterable[str], tied: dict[str, list[str]]) -> None:
         """Raises ModelRejected when a parameter has no source, or one that cannot be read.
@@ -65,7 +73,7 @@ class RecipeBook:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelRejected(
-                f"{self._checkpoint.folder} lacks tensor {missing[0]}{more}", tensor=missing[0], missing=len(missing)
+                f"the checkpoint lacks tensor {missing[0]}{more}", tensor=missing[0], missing=len(missing)
             )
 
         for name in names:
@@ -76,21 +84,51 @@ class RecipeBook:
         """What was saved as `other` is `first`, too."""
         if first not in self._sources:
             self._sources[first] = self._sources[other]
-        elif not torch.equal(self.recipe(first)(), self.recipe(other)()):
-            raise ModelRejected(
-                f"{self._checkpoint.folder / 'config.json'} says that {first} and {other} are one tensor, but the "
-                "checkpoint has two different ones: set tie_word_embeddings to false",
-                tensor=other,
-            )
+        elif first != other:
+            self._twins.setdefault(first, []).append(other)
 
     def recipe(self, name: str) -> Recipe:
-        sources = self._sources[name]
+        fill = self._recipe_of(name, self._sources[name])
+        twins = self._twins.get(name)
+        return fill if twins is None else partial(self._fill_and_compare, name, fill, twins)
+
+    def _recipe_of(self, name: str, sources: _Sources) -> Recipe:
         if sources.converter is None:
-            source = sources.tensors[0][0]
-            return partial(self._checkpoint.read, source)
+            return partial(self._checkpoint.read_into, sources.tensors[0][0])
+        if is_stack(sources.converter):
+            return partial(self._stack, name, sources)
         return partial(self._convert, name, sources)
 
-    def _convert(self, name: str, sources: _Sources) -> Tensor:
+    def _fill_and_compare(self, name: str, fill: Recipe, twins: list[str], view: Tensor) -> None:
+        """Of a parameter that is known by several names, and that the checkpoint has more than once."""
+        fill(view)
+        for twin in twins:
+            other = torch.empty_like(view)
+            self._recipe_of(twin, self._sources[twin])(other)
+            if not torch.equal(view, other):
+                raise ModelRejected(
+                    f"config.json says that {name} and {twin} are one tensor, but the checkpoint has two different "
+                    "ones: set tie_word_embeddings to false",
+                    tensor=twin,
+                )
+
+    def _stack(self, name: str, sources: _Sources, view: Tensor) -> None:
+        """Experts, each read into its place: no second copy of them all."""
+        assert sources.converter is not None
+        parts = [[n for n, of in sources.tensors if of == p] for p in sources.converter.source_patterns]
+        rows = [self._checkpoint.tensors[part[0]].shape[0] if part else 0 for part in parts]
+        if any(len(part) != view.shape[0] for part in parts) or (len(parts) > 1 and sum(rows) != view.shape[1]):
+            counts = " and ".join(str(len(part)) for part in parts)
+            told = f"tensors of {name} cannot be merged: there are {counts} for {list(view.shape)}"
+            raise ModelRejected(told, tensor=name)
+        row = 0
+        for part, count in zip(parts, rows, strict=True):
+            for expert, source in enumerate(part):
+                place = view[expert] if len(parts) == 1 else view[expert, row : row + count]
+                self._checkpoint.read_into(source, place)
+            row += count
+
+    def _convert(self, name: str, sources: _Sources, view: Tensor) -> None:
         converter = deepcopy(sources.converter)
         assert converter is not None
         for source, pattern in sources.tensors:
@@ -100,7 +138,20 @@ class RecipeBook:
             made = converter.convert(sources.first, model=self._parameters, config=self._config)[name]
         except Exception as error:  # transformers' own converters, on the checkpoint's tensors
             raise ModelRejected(f"tensors of {name} cannot be merged: {error}", tensor=name) from error
-        return made[0] if isinstance(made, list) else made
+        tensor = made[0] if isinstance(made, list) else made
+        if tensor.shape != view.shape:
+            raise wrong_shape(name, tuple(tensor.shape), tuple(view.shape))
+        view.copy_(tensor)
+
+
+def is_stack(converter: WeightConverter) -> bool:
+    """Whether it stacks the experts of a list: one of their matrices, or several, one below the other."""
+    first, *others = converter.operations
+    if type(first) is not MergeModulelist or first.dim != 0:
+        return False
+    if len(converter.source_patterns) == 1:
+        return not others
+    return len(others) == 1 and type(others[0]) is Concatenate and others[0].dim == 1
 
 
 def _match(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:

@@ -6,12 +6,16 @@ Only names, shapes and arithmetic: no parameter has memory until its block's buf
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
@@ -37,12 +41,22 @@ class KVShape:
     head_dim: int
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve."""
+def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
+    """From what config.json says, as AutoConfig does it, which opens files itself. Code that a checkpoint brings along
+    is never run.
+
+    Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve."""
+    values = deepcopy(dict(told))
+    if values.get("model_type") == "mistral" and "layer_types" in values:
+        values["model_type"] = "ministral"
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        known = f"transformers {transformers.__version__} has no model of this kind"
+        raise ModelRejected(f"config.json: model_type is {str(family)[:80]!r}; {known}", family=str(family)[:80])
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:  # transformers raises nearly anything here; all of it is the checkpoint's fault
-        raise ModelRejected(f"{folder / 'config.json'}: {error}", path=str(folder)) from error
+        raise ModelRejected(f"config.json: {error}", family=family) from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ModelRejected(
             f"{config.model_type} is no plain decoder (its configuration has no num_hidden_layers at the top): the "
@@ -53,9 +67,17 @@ def read_config(folder: Path) -> PreTrainedConfig:
     set_switches(config)
     if getattr(config, "quantization_config", None):
         raise ModelRejected(
-            f"{folder}: quantised checkpoints are not served; use the F32, F16 or BF16 one", family=config.model_type
+            f"quantised checkpoints are not served; use the F32, F16 or BF16 one (this one is {_method(config)})",
+            family=config.model_type,
         )
     return config
+
+
+def _method(config: PreTrainedConfig) -> str:
+    """What the configuration calls its quantisation."""
+    told = config.quantization_config
+    told = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    return str(told)[:80]
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -57,6 +57,7 @@ class Grant(NamedTuple):
     name: str
     offset: int
     complete: bool
+    identity: str = ""  # of weights that are complete
 
 
 class Arena:
@@ -104,7 +105,7 @@ class Arena:
             there = self._create(model, nbytes, fingerprint, holds)
         state = State.COMPLETE if there.header.is_whole else there.header.state
         there.write_header(there.header._replace(state=state, generation=there.header.generation + 1))
-        return Grant(there.name, HEADER_BYTES, there.header.is_whole)
+        return Grant(there.name, HEADER_BYTES, there.header.is_whole, there.header.identity)
 
     def is_complete(self, model: str) -> bool:
         """Whether there is something of the model, and all of it is complete."""
@@ -122,10 +123,10 @@ class Arena:
             if there.header.is_whole:
                 there.write_header(there.header._replace(state=State.ASLEEP))
 
-    def complete(self, model: str) -> None:
-        """The engine has filled the object of the model's weights."""
+    def complete(self, model: str, identity: str = "") -> None:
+        """The engine has filled the object of the model's weights, with those of this identity."""
         there = self._objects[model, "weights"]
-        there.write_header(there.header._replace(state=State.COMPLETE))
+        there.write_header(there.header._replace(state=State.COMPLETE, identity=identity))
 
     def remove(self, model: str, holds: Holding | None = None) -> None:
         """What `holds` says of the model; None: everything. Does nothing where there is no such object. Who still maps

@@ -1,9 +1,10 @@
 """How an object of the arena begins: whose it is, what it holds, and whether it is whole.
 
-    byte 0       8     16            24      28    32            40         48          112     128     2048        4096
-         ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────┬───────────┬───
+    byte 0       8     16            24      28    32            40         48          112     128     2048        4032
+         ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────┬───────────┬──
          │DJARENA1│ pid │ start ticks │version│state│payload bytes│generation│fingerprint│ holds │ model │ state dir │ …
-         └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────┴───────────┴───
+         └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────┴───────────┴──
+    and up to byte 4096, where the payload begins, the identity.
 
 Numbers are little-endian, texts UTF-8 and filled up with zeros. pid and start ticks (field 22 of /proc/<pid>/stat)
 name the owner; the pid in an object's name is its creator's.
@@ -19,8 +20,8 @@ from typing import NamedTuple, get_args
 from djinnd.messages import Holding
 
 MAGIC = b"DJARENA1"
-VERSION = 3
-_HEADER = struct.Struct("<8sQQIIQQ64s16s1920s2048s")
+VERSION = 4
+_HEADER = struct.Struct("<8sQQIIQQ64s16s1920s1984s64s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -41,6 +42,7 @@ class Header(NamedTuple):
     holds: Holding
     model: str
     state_dir: str  # of the daemon
+    identity: str = ""  # of weights that are complete: sha256 of all that was read, in hex
 
     @property
     def is_whole(self) -> bool:
@@ -57,10 +59,12 @@ class Header(NamedTuple):
         _, pid, ticks, version, state, payload, generation, *texts = _HEADER.unpack_from(data)
         if version != VERSION:
             raise ValueError(f"arena version {version}, this daemon knows {VERSION}")
-        fingerprint, holds, model, state_dir = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        decoded = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        fingerprint, holds, model, state_dir, identity = decoded
         if holds not in get_args(Holding):
             raise ValueError(f"an arena object that holds {holds!r}")
-        return cls(pid, ticks, version, State(state), payload, generation, fingerprint, holds, model, state_dir)
+        told = (fingerprint, holds, model, state_dir, identity)
+        return cls(pid, ticks, version, State(state), payload, generation, *told)
 
 
 def start_ticks(pid: int) -> int:

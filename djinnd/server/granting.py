@@ -44,7 +44,7 @@ class Granting:
             self._begin(self._grant(engine, message, any_size))
 
     def filled(self, message: ArenaFilled) -> None:
-        self._arena.complete(message.model)
+        self._arena.complete(message.model, message.identity)
 
     def released(self, message: HostReleased) -> None:
         """In turn with grants: what a later engine is granted is another object."""
@@ -58,13 +58,14 @@ class Granting:
     async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool) -> None:
         grant = partial(self._arena.grant, holds=message.holds, any_size=any_size)
         try:
-            name, offset, complete = await self._in_turn(grant, message.model, message.nbytes, message.fingerprint)
+            granted = await self._in_turn(grant, message.model, message.nbytes, message.fingerprint)
         except OutOfMemory as error:
             engine.send(ArenaRefused(message.request, error.message, error.data))
         except OSError as error:
             engine.send(ArenaRefused(message.request, f"no shared memory for {message.model}: {error}"))
         else:
-            engine.send(ArenaReady(message.request, name, offset, complete))
+            name, offset, complete, identity = granted
+            engine.send(ArenaReady(message.request, name, offset, complete, identity=identity))
 
     # --- what the server wants --------------------------------------------------------------------------------------
 

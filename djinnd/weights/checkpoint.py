@@ -1,154 +1,230 @@
-"""A Hugging Face checkpoint folder: which tensors it has, in which files. Reads only safetensors, never pickles."""
+"""A Hugging Face checkpoint: which tensors it has, in which of its files, and their bytes.
+
+Reads only safetensors, never pickles, and only through descriptors (`ModelFiles`): a file that somebody cuts or
+replaces meanwhile is an error or the file that it was, never a signal. The bytes of a tensor are hashed as they are
+read, so that what was read is known afterwards, whatever sizes and times the files had.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from xxhash import xxh3_128
 
 from djinn_client.errors import ModelNotFound, ModelRejected
+from djinn_client.model_files import ModelFiles
+from djinn_client.other_files import HEAD, what_instead, what_it_is
+from djinnd.weights.safetensors_header import PREFIX, BadHeader, header_bytes, parse_header
 
-_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
-_SAMPLED = 512  # tensors, in `identity`
-_SAMPLE = 1024  # elements of each
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MAX_CONFIG = 4 << 20  # bytes
+MAX_INDEX = 32 << 20  # bytes; DeepSeek-V3's has 9 MB
+MAX_TENSORS = 1 << 19  # of all files
+PIECE = 8 << 20  # bytes that are read, and hashed, at a time
+
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    file: Path
+    file: str
     shape: tuple[int, ...]
     stored: str  # the dtype, as safetensors calls it; one of DTYPES, or the tensor is not read
+    start: int  # byte of the file
+    nbytes: int
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # tensor → file
+
+
+_index = msgspec.json.Decoder(_Index)
 
 
 class Checkpoint:
-    """Opens a folder and checks that its files are whole.
+    """Looks through the files and checks that they are whole. They stay the caller's, and open while there is something
+    to be read. Any number of threads may read.
 
-    Raises ModelNotFound when there is no checkpoint, ModelRejected with the file (and the tensor) at fault when there
-    is a damaged one.
-    """
+    Raises ModelNotFound where there is no checkpoint, and ModelRejected with the file (and the tensor) at fault where
+    there is a damaged one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        config = folder / "config.json"
-        if not config.is_file():
-            raise ModelNotFound(f"{folder} is not a checkpoint: it has no config.json", path=str(folder))
-        self.config = read_json(config)
-        self._open: dict[Path, Any] = {}
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if single.is_file():  # transformers, too, then looks no further
-            self.tensors = self._scan([single])
-        elif index.is_file():
-            promised = _weight_map(index)
-            self.tensors = self._scan([folder / file for file in sorted(set(promised.values()))])
-            self._check_promises(index, promised)
-        else:
-            raise ModelNotFound(
-                f"{folder} has neither {single.name} nor {index.name}; checkpoints in other formats (.bin, GGUF) must "
-                "be converted",
-                path=str(folder),
-            )
-        self.dtype = self._commonest_dtype()
+    def __init__(self, files: ModelFiles, *, has_weights: bool = True) -> None:
+        """`has_weights`: False where the files are a model's configuration, and its weights come from elsewhere."""
+        self.files = files
+        if CONFIG not in files:
+            told = f"{files.folder} is not a checkpoint: it has no {CONFIG}; {what_instead([*files, *files.others])}"
+            raise ModelNotFound(told, path=files.folder)
+        self.config = _read_config(files)
+        self.bytes_read = 0  # of tensors, by all threads
+        self._lock = threading.Lock()
+        self._digests: dict[str, bytes] = {}  # of tensors that have been read
+        self._stats: list[tuple[str, tuple[int, ...]]] = []
+        self.tensors: dict[str, TensorInfo] = {}
+        if has_weights:
+            self.tensors = self._find_tensors()
+            self.dtype = self._commonest_dtype()
 
-    def _scan(self, files: list[Path]) -> dict[str, TensorInfo]:
-        return {info.name: info for file in files for info in self._tensors_of(file)}
+    # --- which tensors there are ------------------------------------------------------------------------------------
 
-    def _tensors_of(self, file: Path) -> Iterator[TensorInfo]:
-        try:
-            handle = self._open[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelRejected(f"{file.name} is damaged or cut short: {error}", file=str(file)) from error
-        for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-            piece = handle.get_slice(name)
-            yield TensorInfo(name, file, tuple(piece.get_shape()), piece.get_dtype())
+    def _find_tensors(self) -> dict[str, TensorInfo]:
+        if SINGLE in self.files:  # transformers, too, then looks no further
+            return {info.name: info for info in self._tensors_of(SINGLE)}
+        if INDEX in self.files:
+            return self._tensors_by_index()
+        raise ModelNotFound(
+            f"{self.files.folder} has neither {SINGLE} nor {INDEX}; {what_instead([*self.files, *self.files.others])}",
+            path=self.files.folder,
+        )
 
-    def _check_promises(self, index: Path, promised: dict[str, str]) -> None:
+    def _tensors_by_index(self) -> dict[str, TensorInfo]:
+        """The file that the index names for a tensor has it, whatever other files have under that name."""
+        promised = _weight_map(self.files)
+        shards = sorted(set(promised.values()))
+        missing = [shard for shard in shards if shard not in self.files]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            told = f"{missing[0][:200]}{more} of the {len(shards)} files that {INDEX} names are not there"
+            raise ModelRejected(told, file=missing[0][:200], missing=len(missing))
+        tensors: dict[str, TensorInfo] = {}
+        for info in (info for shard in shards for info in self._tensors_of(shard)):
+            if promised.get(info.name, info.file) == info.file:
+                tensors.setdefault(info.name, info)
         for name, file in promised.items():
-            if name not in self.tensors:
-                raise ModelRejected(
-                    f"{index.name} promises tensor {name} in {file}, which does not have it",
-                    file=str(self.folder / file),
-                    tensor=name,
-                )
+            if name not in tensors:
+                told = f"{INDEX} promises tensor {name[:200]} in {file}, which does not have it"
+                raise ModelRejected(told, file=file, tensor=name)
+        if len(tensors) > MAX_TENSORS:
+            raise ModelRejected(f"the checkpoint has {len(tensors):,} tensors; at most {MAX_TENSORS:,} are read")
+        return tensors
+
+    def _tensors_of(self, file: str) -> Iterator[TensorInfo]:
+        stat = self.files.stat(file)  # before anything is read: see `fingerprint`
+        self._stats.append((file, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
+        head = self.files.read_at(file, 0, max(HEAD, PREFIX))
+        if other := what_it_is(head):
+            raise ModelRejected(f"{file} is {other}", file=file)
+        try:
+            header = self.files.read_at(file, PREFIX, header_bytes(head, stat.st_size))
+            tensors = parse_header(header, stat.st_size)
+        except BadHeader as error:
+            at_fault = {"tensor": error.tensor} if error.tensor else {}
+            raise ModelRejected(f"{file} is damaged or cut short: {error}", file=file, **at_fault) from error
+        for name, (dtype, shape, start, nbytes) in tensors.items():
+            yield TensorInfo(name, file, shape, dtype, start, nbytes)
 
     def _commonest_dtype(self) -> torch.dtype:
         """The dtype of most of the weights."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
-            if info.stored in DTYPES:
-                sizes[info.stored] += math.prod(info.shape)
-        if not sizes:
-            raise ModelRejected(f"{self.folder} has no F32, F16 or BF16 weights", path=str(self.folder))
-        return DTYPES[sizes.most_common(1)[0][0]]
+            sizes[info.stored] += math.prod(info.shape)
+        readable = [stored for stored, _ in sizes.most_common() if stored in DTYPES]
+        if not readable:
+            others = f"; they are {', '.join(sorted(sizes))}" if sizes else ""
+            raise ModelRejected(f"{self.files.folder} has no F32, F16 or BF16 weights{others}", path=self.files.folder)
+        return DTYPES[readable[0]]
 
     def check_readable(self, name: str) -> None:
         """Raises ModelRejected for a tensor of a dtype that djinnd does not compute with."""
         info = self.tensors[name]
         if info.stored not in DTYPES:
             raise ModelRejected(
-                f"{info.file.name}: tensor {name} is {info.stored}; djinnd takes F32, F16 and BF16 weights",
-                file=str(info.file),
+                f"{info.file}: tensor {name} is {info.stored}; djinnd takes F32, F16 and BF16 weights",
+                file=info.file,
                 tensor=name,
             )
 
+    # --- their bytes ------------------------------------------------------------------------------------------------
+
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from its file where the library does so. Safe to call from several threads."""
-        file = self.tensors[name].file
-        try:
-            return self._open[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelRejected(f"{file.name}: tensor {name}: {error}", file=str(file), tensor=name) from error
+        """The tensor, in memory of its own. Raises ModelRejected."""
+        info = self.tensors[name]
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.stored])
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, view: Tensor) -> None:
+        """Fills a contiguous tensor, straight from the file where its dtype is the same, else by way of PIECE bytes.
+
+        Raises ModelRejected where the shapes differ, and where the file has been cut or cannot be read."""
+        info = self.tensors[name]
+        if tuple(view.shape) != info.shape:
+            raise wrong_shape(name, info.shape, view.shape)
+        flat, dtype = view.view(-1), DTYPES[info.stored]
+        digest = xxh3_128()
+        step = PIECE // dtype.itemsize
+        aside = None if flat.dtype == dtype else torch.empty(min(step, flat.numel()), dtype=dtype)
+        for first in range(0, flat.numel(), step):
+            target = flat[first : first + step]
+            piece = target if aside is None else aside[: target.numel()]
+            self._read_piece(info, first * dtype.itemsize, piece, digest)
+            if piece is not target:
+                target.copy_(piece)
+        self._digests[name] = digest.digest()
+
+    def _read_piece(self, info: TensorInfo, offset: int, piece: Tensor, digest: xxh3_128) -> None:
+        memory = piece.view(torch.uint8).numpy().data
+        count = self.files.read_into(info.file, info.start + offset, memory)
+        if count < len(memory):
+            told = f"{info.file} was cut while it was read: it ends within tensor {info.name}"
+            raise ModelRejected(told, file=info.file, tensor=info.name)
+        digest.update(memory)
+        with self._lock:
+            self.bytes_read += count
+
+    # --- what they are known by -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Changes when the checkpoint does: of the configuration, the tensors and the files' sizes and times."""
+        """Changes when the files may have: of the configuration, the tensors, and of the files' inodes, sizes and
+        times as they were before anything was read. Nobody can set back a file's change time, as `touch -r` does the
+        modification time."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
-            digest.update(f"{name} {info.file.name} {info.shape} {info.stored}\n".encode())
-        for file in sorted(self._open):
-            stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(f"{name} {info.file} {info.shape} {info.stored} {info.start}\n".encode())
+        digest.update(repr(sorted(self._stats)).encode())
         return digest.hexdigest()
 
     def identity(self) -> str:
-        """The same for copies of the checkpoint, on every machine: of the configuration, of all tensors' names, shapes
-        and dtypes, and of what a few hundred of them have in their middle. Cheap, and no proof against forgery."""
+        """Of the model that has been read, the same for copies of it on every machine: of the configuration, of all
+        tensors' names, shapes and dtypes, and of all bytes of those that have been read."""
         told = {key: value for key, value in self.config.items() if key not in _NOT_OF_THE_MODEL}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-        names = sorted(self.tensors)
-        sampled = set(names[:: -(-len(names) // _SAMPLED)])
-        for name in names:
-            info = self.tensors[name]
-            digest.update(f"{name} {info.shape} {info.stored}\n".encode())
-            if name in sampled and info.stored in DTYPES and info.shape and 0 not in info.shape:
-                middle = tuple(slice(size // 2, size // 2 + 1) for size in info.shape[:-1])
-                row = self._open[info.file].get_slice(name)[(*middle, slice(0, _SAMPLE))]
-                digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"{name} {info.shape} {info.stored} {self._digests.get(name, b'').hex()}\n".encode())
         return digest.hexdigest()
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def wrong_shape(name: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> ModelRejected:
+    told = f"{name} has shape {list(has)} in the checkpoint, the model wants {list(wanted)}"
+    return ModelRejected(told, tensor=name)
+
+
+def _weight_map(files: ModelFiles) -> dict[str, str]:
     """Tensor → file, as the index of a checkpoint in several files has it."""
-    promised = read_json(index).get("weight_map")
-    if not isinstance(promised, dict) or not all(isinstance(file, str) for file in promised.values()):
-        raise ModelRejected(f"{index.name} has no weight_map that names a file for each tensor", file=str(index))
-    return promised
-
-
-def read_json(file: Path) -> dict[str, Any]:
+    data = files.read(INDEX, MAX_INDEX)
     try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelRejected(f"{file.name} is not readable JSON: {error}", file=str(file)) from error
+        return _index.decode(data).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelRejected(f"{INDEX} names no file for each tensor: {error}", file=INDEX) from error
+
+
+def _read_config(files: ModelFiles) -> dict[str, Any]:
+    data = files.read(CONFIG, MAX_CONFIG)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelRejected(f"{CONFIG} is not readable JSON: {error}", file=CONFIG) from error
     if not isinstance(value, dict):
-        raise ModelRejected(f"{file.name} is not a JSON object", file=str(file))
+        raise ModelRejected(f"{CONFIG} is not a JSON object", file=CONFIG)
     return value

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 
-import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
-from djinn_client.errors import ModelRejected, OutOfMemory
+from djinn_client.errors import OutOfMemory
 from djinn_client.packed import PackedForm
 from djinnd.device import Device
+from djinnd.weights.checkpoint import PIECE
 from djinnd.weights.store import Buffer, WeightStore
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -68,21 +69,20 @@ def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor
 
 
 def _read(buffer: Buffer, name: str, view: Tensor) -> None:
-    tensor = buffer.recipes[name]()
-    if tensor.shape != view.shape:
-        raise ModelRejected(
-            f"{buffer.name}{name} has shape {list(tensor.shape)} in the checkpoint, the model wants {list(view.shape)}",
-            tensor=f"{buffer.name}{name}",
-        )
-    _copy(view, tensor)
+    buffer.recipes[name](view)
 
 
-def _copy(view: Tensor, tensor: Tensor) -> None:
-    """Bytes by a plain copy on this thread alone: each of the readers would have torch start threads of its own."""
-    if tensor.dtype == view.dtype and tensor.is_contiguous() and tensor.dim():
-        np.copyto(view.view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
-    else:
-        view.copy_(tensor)
+def hashes(store: WeightStore) -> list[bytes]:
+    """Of the buffers, each of all its bytes as they lie in the store."""
+    with ThreadPoolExecutor(READERS, "djinn-hash") as threads:
+        return list(threads.map(lambda index: _hash(store.host(index)), range(len(store.buffers))))
+
+
+def _hash(buffer: Tensor) -> bytes:
+    digest = xxh3_128()
+    for piece in buffer.view(torch.uint8).split(PIECE):  # other threads run within each
+        digest.update(piece.numpy().data)
+    return digest.digest()
 
 
 class Packer:

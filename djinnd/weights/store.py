@@ -22,7 +22,7 @@ from djinn_client.packed import PackedForm, Unit
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 
-Recipe = Callable[[], Tensor]
+Recipe = Callable[[Tensor], None]  # fills a parameter's view, which is contiguous; from any thread
 
 PAGE = 4096  # bytes: buffers are pinned one by one, and a page can be pinned once
 

@@ -18,9 +18,9 @@ from djinn_client.named_tensors import NamedTensors
 from djinn_client.placing import Placing
 from djinnd.engine.loading import map_image
 from djinnd.model.image import image_of
-from djinnd.model.loader import Loader
 from tests.support.cuda import cuda_device
 from tests.support.models import reduced_model
+from tests.support.opened import loader_of
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +31,14 @@ def test_every_block_arrives_as_it_was() -> None:
     state = model.state_dict()
     fd = os.memfd_create("image", os.MFD_ALLOW_SEALING)
     with cuda_device() as device:
-        loader = Loader("m", folder, device, "bfloat16", Placing(resident=1), shared="bfloat16")
+        loader = loader_of(folder, device, "bfloat16", Placing(resident=1), shared="bfloat16")
         image = image_of(loader)
         assert image.is_packed
         fill(fd, image, NamedTensors.of(state), lambda done, total: None)
         seal(fd)
 
-        def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
-            return map_image(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), nbytes), True
+        def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
+            return map_image(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), nbytes), ""
 
         weights = loader.run(arena, lambda stage, done, total: None, 0)  # registers the pages, read only
         os.close(fd)

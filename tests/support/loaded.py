@@ -26,23 +26,24 @@ from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
 from djinnd.model.check import check_paging
 from djinnd.model.inputs import StepInputs
-from djinnd.model.loader import Loader, Weights
+from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.sampler import Sampled
 from djinnd.scheduler.scheduler import Scheduler
+from tests.support.opened import loader_of
 
 MEMORY = 1 << 30  # bytes of a CPU device that has room for any reduced model
 
 
-def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, bool]:
+def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
     """Host memory that nobody else maps, for `Loader.run`."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), False
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), None
 
 
 def load_weights(
     folder: Path, device: Device, dtype: str = "auto", name: str = "m", placing: Placing | None = None
 ) -> Weights:
-    return Loader(name, folder, device, dtype, placing).run(anonymous_arena, lambda stage, done, total: None, 0)
+    return loader_of(folder, device, dtype, placing, name=name).run(anonymous_arena, lambda stage, done, total: None, 0)
 
 
 def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvPlan:
@@ -79,7 +80,7 @@ class Served:
         """`plan`: see `small_pages`; None: as the engine makes it, which gives a reduced model pages of 256 tokens."""
         self.device = device or CpuDevice(MEMORY)
         self._owns_device = device is None
-        loader = Loader("m", folder, self.device, dtype, placing)
+        loader = loader_of(folder, self.device, dtype, placing)
         shape = model_shape(loader)
         budget = self.device.budget
         beside = bytes_beside(loader, shape, 0, max_batch_tokens, budget.total, budget.free)

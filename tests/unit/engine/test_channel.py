@@ -11,10 +11,12 @@ from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder, Sampling
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.messages import (
+    MAX_FDS,
     MAX_FRAME,
     Alive,
     ArenaReady,
     CancelRun,
+    Load,
     Loading,
     LogitsReady,
     Run,
@@ -146,3 +148,16 @@ def test_bytes_that_are_no_message_are_an_error(pair: tuple[Channel, socket.sock
     server.sendall(b"this is no frame")
     with pytest.raises(ProtocolError):
         channel.receive(FOREVER)
+
+
+def test_the_files_of_a_checkpoint_arrive_with_their_load(pair: tuple[Channel, socket.socket]) -> None:
+    channel, server = pair
+    fds = [os.memfd_create(f"{number}") for number in range(MAX_FDS)]
+    names = [f"{number}.safetensors" for number in range(MAX_FDS)]
+    sent = encode(Load(1, "m", "/m", files=names), fds=len(fds))
+    socket.send_fds(server, [sent + encode(CancelRun(2))], fds)
+    load, cancel = receive(channel, 2)
+    assert isinstance(load, Load) and load.files == names and cancel == CancelRun(2)
+    assert [os.fstat(fd).st_ino for fd in load.fds] == [os.fstat(fd).st_ino for fd in fds]
+    for fd in [*fds, *load.fds]:
+        os.close(fd)

@@ -20,6 +20,7 @@ from djinnd.engine.loading import LoadQueue, PagesResult, WantPages, map_arena, 
 from djinnd.kvcache.tier import Tier
 from djinnd.messages import (
     MAX_FRAME,
+    ArenaFilled,
     ArenaReady,
     ArenaRefused,
     FromEngine,
@@ -27,11 +28,11 @@ from djinnd.messages import (
     NeedArena,
     decode_from_engine,
 )
-from djinnd.model.loader import Loader
 from tests.support.descriptors import open_descriptors
 from tests.support.engine_thread import FOREVER
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
+from tests.support.opened import loader_of
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_an_arena_that_is_too_small_is_seen_before_it_is_touched(arena: posix_ip
 )
 def test_the_figures_of_a_family(family: str, kv_heads: int, head_dim: int, widest: int, max_positions: int) -> None:
     device = CpuDevice(MEMORY)
-    shape = model_shape(Loader("m", reduced_model(family), device, "float16"))
+    shape = model_shape(loader_of(reduced_model(family), device, "float16"))
     assert (shape.num_blocks, shape.width, shape.vocab, shape.itemsize) == (4, 64, 512, 2)
     assert (shape.kv_heads, shape.head_dim, shape.max_positions) == (kv_heads, head_dim, max_positions)
     assert shape.widest == widest
@@ -232,7 +233,12 @@ def test_loaded_weights_know_their_fingerprint(queue: Queue) -> None:
     try:
         queue.loads.arena(ArenaReady(1, memory.name, 4096, complete=False))
         result = queue.loads.results.get(timeout=FOREVER)
-        assert result.weights is not None and result.weights.fingerprint == need.fingerprint
+        assert result.weights is not None
+        identity, fingerprint = result.weights.identity, result.weights.fingerprint
+        assert len({identity, fingerprint, need.fingerprint}) == 3, "before reading, after it, and with the layout"
+        while not isinstance(filled := queue.asked(), ArenaFilled):
+            pass
+        assert filled.identity == identity
         result.weights.release(queue.device)
     finally:
         memory.close_fd()

@@ -16,11 +16,11 @@ from djinnd.device import Rates
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.loading import model_shape
 from djinnd.engine.planning import describe
-from djinnd.model.loader import Loader
 from tests.support.checkpoints import altered, cast
 from tests.support.engine_thread import EngineThread
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
+from tests.support.opened import loader_of
 
 TOKENS = 64
 
@@ -39,7 +39,7 @@ def planned(folder: Path, memory: int = MEMORY, asked_memory: int = 0, **fields:
     device = Measured(memory)
     asked = messages.Plan(1, "m", str(folder), memory_bytes=asked_memory, **fields)
     try:
-        loader = Loader("m", folder, device, asked.dtype, asked.placing)
+        loader = loader_of(folder, device, asked.dtype, asked.placing)
         plan = describe(asked, loader, model_shape(loader), device, TOKENS)
     finally:
         assert device.budget.used == 0

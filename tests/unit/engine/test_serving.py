@@ -15,9 +15,10 @@ from djinnd.engine.model_runner import kv_label, workspace_label
 from djinnd.engine.planning import bytes_beside
 from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
-from djinnd.model.loader import Loader, Weights
+from djinnd.model.loader import Weights
 from tests.support.loaded import MEMORY, anonymous_arena
 from tests.support.models import reduced_model
+from tests.support.opened import loader_of
 
 TOKENS, ROWS = 64, 16
 
@@ -31,7 +32,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def loaded(device: CpuDevice) -> tuple[Weights, ModelShape]:
-    loader = Loader("m", reduced_model("llama-2"), device, "auto")
+    loader = loader_of(reduced_model("llama-2"), device, "auto")
     shape = model_shape(loader)
     beside = bytes_beside(loader, shape, 0, TOKENS, device.budget.total, device.budget.free)
     return loader.run(anonymous_arena, lambda stage, done, total: None, beside), shape

@@ -18,11 +18,12 @@ from djinn_client.named_tensors import NamedTensors
 from djinn_client.shm import map_read_only
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.image import image_of
-from djinnd.model.loader import MAX_SHARED_BLOCKS, Loader
+from djinnd.model.loader import MAX_BLOCKS
 from djinnd.weights.filling import fill as fill_from_checkpoint
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY
 from tests.support.models import FAMILIES, reduced_model
+from tests.support.opened import loader_of
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ def test_the_image_is_the_store(
     family: str, device: CpuDevice, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = altered(tmp_path_factory.mktemp("bf16"), family, lambda tensors: cast(tensors, torch.bfloat16))
-    theirs = Loader("m", folder, device, "bfloat16").store
+    theirs = loader_of(folder, device, "bfloat16").store
     theirs.attach(torch.frombuffer(mmap.mmap(-1, theirs.nbytes), dtype=torch.uint8))
     fill_from_checkpoint(theirs, device, lambda done, total: None)
 
-    loader = Loader("m", folder, device, "bfloat16", shared="bfloat16")
+    loader = loader_of(folder, device, "bfloat16", shared="bfloat16")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ours = loader.store
     ours.attach(image_in(fd, image_of(loader), NamedTensors.of(model)))
@@ -81,7 +82,7 @@ def test_the_image_is_the_store(
 
 
 def test_weights_of_another_dtype_become_the_images(device: CpuDevice, fd: int) -> None:
-    loader = Loader("m", reduced_model("llama-2"), device, "float32", shared="float16")
+    loader = loader_of(reduced_model("llama-2"), device, "float32", shared="float16")
     image = image_of(loader)
     assert (image.dtype, image.is_packed) == ("float16", False)
     model = AutoModelForCausalLM.from_pretrained(reduced_model("llama-2"), dtype=torch.float32)
@@ -92,7 +93,7 @@ def test_weights_of_another_dtype_become_the_images(device: CpuDevice, fd: int) 
 
 def test_tied_tensors_are_asked_for_under_the_name_that_is_there(device: CpuDevice) -> None:
     folder = reduced_model("gpt2")
-    image = image_of(Loader("m", folder, device, "float32", shared="float32"))
+    image = image_of(loader_of(folder, device, "float32", shared="float32"))
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     embedding, head = "transformer.wte.weight", "lm_head.weight"
     assert any(tensor.names == [embedding, head] for tensor in image.buffers[-1].tensors)
@@ -105,7 +106,7 @@ def test_tied_tensors_are_asked_for_under_the_name_that_is_there(device: CpuDevi
 
 
 def test_a_host_without_room(device: CpuDevice, fd: int) -> None:
-    image = image_of(Loader("m", reduced_model("llama-2"), device, "float32", shared="float32"))
+    image = image_of(loader_of(reduced_model("llama-2"), device, "float32", shared="float32"))
     huge = Image(image.dtype, 1 << 60, image.buffers)
     model = AutoModelForCausalLM.from_pretrained(reduced_model("llama-2"), dtype=torch.float32)
     with pytest.raises(OutOfMemory, match="takes 1,152,921,504,606,846,976 bytes of host memory"):
@@ -114,6 +115,6 @@ def test_a_host_without_room(device: CpuDevice, fd: int) -> None:
 
 
 def test_more_blocks_than_anybody_has(device: CpuDevice, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = altered(tmp_path_factory.mktemp("deep"), config={"num_hidden_layers": MAX_SHARED_BLOCKS + 1})
+    folder = altered(tmp_path_factory.mktemp("deep"), config={"num_hidden_layers": MAX_BLOCKS + 1})
     with pytest.raises(ModelRejected, match="at most 1,024"):
-        Loader("m", folder, device, "float32", shared="float32")
+        loader_of(folder, device, "float32", shared="float32")

@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from djinn_client.points import PointMap
 from djinnd.model.point_map import learn_points
-from djinnd.model.skeleton import Skeleton, build, read_config
+from djinnd.model.skeleton import Skeleton, build
 from tests.support.models import FAMILIES, reduced_model
+from tests.support.opened import read_config
 from tests.unit.model.test_skeleton import SMALL
 
 LLAMA = ("model.layers", "self_attn", "mlp", "model.norm", "lm_head")

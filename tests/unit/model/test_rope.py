@@ -11,10 +11,11 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from djinn_client.errors import ModelRejected, PromptTooLong
 from djinnd.model.rope import fix_frequencies
-from djinnd.model.skeleton import Skeleton, build, materialise_buffers, read_config
+from djinnd.model.skeleton import Skeleton, build, materialise_buffers
 from tests.support.checkpoints import altered
 from tests.support.loaded import Served
 from tests.support.models import reduced_model
+from tests.support.opened import read_config
 
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [4.0] * 8
 LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}

@@ -30,8 +30,9 @@ from transformers import (
 )
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers, read_config
+from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers
 from tests.support.models import FAMILIES, reduced_model
+from tests.support.opened import read_config
 from tools.checkpoints.shapes import SHAPES, config_of
 
 SMALL: dict[str, Any] = {

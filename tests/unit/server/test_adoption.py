@@ -100,7 +100,7 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
     ("changes", "why"),
     [
         ({"state": State.FILLING}, "the weights of llama were not brought in to their end"),
-        ({"version": 1}, "arena version 1, this daemon knows 3"),
+        ({"version": 1}, "arena version 1, this daemon knows 4"),
         ({"state": 7}, "7 is not a valid State"),
         ({"holds": "else"}, "an arena object that holds 'else'"),
         ({"size": HEADER_BYTES + 100}, "it has 4,196 bytes and should have 8,192"),

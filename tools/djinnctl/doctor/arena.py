@@ -2,7 +2,7 @@
 
 Every object of djinnd's arena begins with this header (little-endian, texts filled up with zeros); `ticks` is when the
 owner's process started (field 22 of /proc/PID/stat), so that another process that has got the same number is not taken
-for it. What follows the ticks is as drawn in version 3, and adoptable where `state` is 2, for complete:
+for it. What follows the ticks is as drawn in version 4, and adoptable where `state` is 2, for complete:
 
     byte 0            8          16           24      28    32      40         48          112     128     2048
          ┌────────────┬──────────┬────────────┬───────┬─────┬───────┬──────────┬───────────┬───────┬───────┬───────────┐
@@ -29,7 +29,7 @@ from djinnctl.units import size
 
 MAGIC = b"DJARENA1"
 OWNER = struct.Struct("<8sQQ")
-CONTENT = struct.Struct("<8xQQIIQQ64x16s1920s2048s")
+CONTENT = struct.Struct("<8xQQIIQQ64x16s1920s1984s64x")
 VERSION, WHOLE = 3, (2, 3)  # states: complete, and complete of a model that slept
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"

@@ -1,0 +1,45 @@
+"""Tells people what a file or a folder is when it is no part of a checkpoint that djinnd reads.
+
+Downloads that went wrong and other formats of checkpoints are common. An error that says what is there, and what to do
+with it, saves its reader the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+HEAD = 64  # bytes of a file that tell what it is
+
+_LFS = "a git-lfs pointer, not the file itself: fetch that with `git lfs pull`"
+_HTML = "an HTML page: what it was downloaded from did not give the file (is a login or a licence missing?)"
+_BEGINNINGS = (
+    (b"version https://git-lfs", _LFS),
+    (b"<!doctype html", _HTML),
+    (b"<html", _HTML),
+    (b"gguf", "a GGUF file"),
+    (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
+)
+
+
+def what_it_is(head: bytes) -> str | None:
+    """What a file with this beginning is; None where it may be what its name says."""
+    if not head:
+        return "empty"
+    begins = head.lstrip().lower()
+    return next((what for beginning, what in _BEGINNINGS if begins.startswith(beginning)), None)
+
+
+def what_instead(names: Iterable[str]) -> str:
+    """What a folder with these entries is, where it has no config.json or no weights that djinnd reads."""
+    there = set(names)
+    if there & {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}:
+        return "it is an adapter (LoRA): merge it into its base model, and load that"
+    if any(name.lower().endswith(".gguf") for name in there):
+        return "it is in GGUF format: load the checkpoint in safetensors that it was made from"
+    if any(name.startswith("consolidated") for name in there) or "params.json" in there:
+        return "it is a consolidated checkpoint, as Mistral and Meta publish them: convert it to transformers' layout"
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in there):
+        return "its weights are pickles (.bin, .pt), which are never read: convert them to safetensors"
+    if any(name.endswith((".h5", ".msgpack", ".onnx")) for name in there):
+        return "its weights are of another framework: convert them to safetensors"
+    return "checkpoints in other formats must be converted to safetensors"

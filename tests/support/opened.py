@@ -1,0 +1,41 @@
+"""Checkpoints whose files are open for as long as somebody has them."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from djinn_client.model_files import ModelFiles
+from djinn_client.protocol import Placing
+from djinnd.device import Device
+from djinnd.model.loader import Loader
+from djinnd.model.skeleton import make_config
+from djinnd.weights.checkpoint import Checkpoint
+
+
+def checkpoint_of(folder: Path, *, has_weights: bool = True) -> Checkpoint:
+    files = ModelFiles.open(str(folder))
+    try:
+        checkpoint = Checkpoint(files, has_weights=has_weights)
+    except BaseException:
+        files.close()
+        raise
+    weakref.finalize(checkpoint, files.close)
+    return checkpoint
+
+
+def loader_of(
+    folder: Path,
+    device: Device,
+    dtype: str = "auto",
+    placing: Placing | None = None,
+    shared: str | None = None,
+    name: str = "m",
+) -> Loader:
+    return Loader(name, checkpoint_of(folder, has_weights=shared is None), device, dtype, placing, shared)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    return make_config(checkpoint_of(folder, has_weights=False).config)
