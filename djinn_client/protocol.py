@@ -40,7 +40,7 @@ from djinn_client.signals import *  # noqa: F403
 VERSION = 1
 MAGIC = b"DJ"
 HEADER = struct.Struct(">2sBBI")
-MAX_FDS = 4
+MAX_FDS = 240  # the kernel takes 253 at once
 MAX_REQUEST = 16 << 20  # bytes of a frame that a client may send
 MAX_REPLY = 256 << 20  # bytes of a frame that a server may send
 
@@ -58,6 +58,7 @@ class FrameDecoder:
     def __init__(self, limit: int, max_fds: int = MAX_FDS) -> None:
         self.limit = limit
         self._max_fds = max_fds
+        self.announced = 0  # bytes of the payload of the unfinished frame, as its header says
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
@@ -85,7 +86,9 @@ class FrameDecoder:
                 )
             end = HEADER.size + length
             if len(self._buffer) < end:
+                self.announced = length
                 return
+            self.announced = 0
             payload = bytes(memoryview(self._buffer)[HEADER.size : end])
             del self._buffer[:end]
             yield Frame(payload, fds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -19,6 +19,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
+    """`descriptors`: how many may come with one at the most."""
+
+    descriptors: ClassVar[int] = 0
+
     id: int
 
 
@@ -120,6 +124,8 @@ class RunFunctions(Request, tag="run_functions"):
     """Answered by Done, when the edits are made that these functions want. The session is at a hit, whose window comes
     with this, in this form; they are called one after another, on the same activation."""
 
+    descriptors: ClassVar[int] = 1
+
     session: str
     breakpoints: list[int]
     captured: Captured
@@ -186,6 +192,8 @@ class ImportSession(Request, tag="import"):
     With `kv`, a descriptor comes with it: a memfd with the KV of the first `kv_tokens` tokens in this form, and nothing
     else; all of its memory reserved, sealed against shrinking and growing, and against writing or future writing. Such
     a session shares no KV with others but its forks, and ends with the engine that has it: SessionLost."""
+
+    descriptors: ClassVar[int] = 1
 
     model: str
     token_ids: list[TokenId]
@@ -303,6 +311,8 @@ class ShareModel(Request, tag="share"):
     A descriptor comes with it: a memfd that begins with the `files` of the model, name → bytes, one after another.
     The share belongs to this connection, and ends with it, when limits.session_grace is over."""
 
+    descriptors: ClassVar[int] = 1
+
     model: str  # "": the daemon makes a name up
     files: dict[str, int]
     stored: Dtype  # of the weights, as the client has them
@@ -316,6 +326,8 @@ class ShareWeights(Request, tag="share_weights"):
     """The second. Answers with Progress until the model is there.
 
     A descriptor comes with it: a memfd that is the image, sealed against shrinking, growing and writing."""
+
+    descriptors: ClassVar[int] = 1
 
     share: str
 

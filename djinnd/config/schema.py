@@ -61,8 +61,11 @@ class Limits(Struct, frozen=True):
     queue: Count = 1024  # requests that wait for their first row; more are told to come back
     request_bytes: Size = 16 << 20  # of one frame from a client
     output_bytes: Size = 64 << 20  # that wait for a slow client before its connection is closed
+    connection_bytes_per_user: Size = 64 << 20  # of large requests, and of replies that wait
+    descriptors_per_user: Count = 1024  # that a user's clients have sent and that are not closed yet
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     handshake: Seconds = 10  # from connecting to Hello
+    frame: Seconds = 30  # from the first byte of a frame to its last
     session_grace: Seconds = 600  # that a session outlives its last connection, or the daemon's start
     session_ttl: Seconds = 7 * 86400  # that a session outlives its last use, attached or not; 0: no limit
     shutdown_grace: Seconds = 30  # that running requests have to finish
@@ -74,6 +77,7 @@ class Limits(Struct, frozen=True):
         """Raises ValueError."""
         for name in (
             "handshake",
+            "frame",
             "engine_start",
             "engine_silence",
             "hub_download",
@@ -83,6 +87,8 @@ class Limits(Struct, frozen=True):
                 raise ValueError(f"{name} must be more than 0")
         if self.request_bytes < LEAST_REQUEST_BYTES:
             raise ValueError(f"request_bytes is less than {LEAST_REQUEST_BYTES >> 10}KiB, the least that it may be")
+        if self.connection_bytes_per_user < self.request_bytes:
+            raise ValueError("connection_bytes_per_user is less than request_bytes: the largest request would not fit")
         if self.edit_bytes_per_session > MAX_EDIT_BYTES:
             raise ValueError(f"edit_bytes_per_session is more than {MAX_EDIT_BYTES >> 20}MiB, the most that it may be")
 
@@ -139,7 +145,9 @@ class Quota(Struct, frozen=True):
     host_kv: LimitSize = None
     disk_kv: LimitSize = None
     tokens_per_s: LimitRate = None  # computed for the user
-    requests: LimitCount = None  # None, here and below: as `limits.NAME_per_user`
+    connection_bytes: LimitSize = None  # None, here and below: as `limits.NAME_per_user`
+    descriptors: LimitCount = None
+    requests: LimitCount = None
     journal_bytes: LimitSize = None
 
 

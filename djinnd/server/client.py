@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ProtocolError, Retry
 from djinn_client.protocol import (
     Cancel,
+    ClientMessage,
     CloseSession,
     Failure,
     GetQuotas,
@@ -38,9 +39,11 @@ from djinn_client.protocol import (
 from djinnd import __version__
 from djinnd.config import Limits
 from djinnd.messages import Loading
-from djinnd.server.connection import Connection, close_fds
+from djinnd.server.connection import Connection
+from djinnd.server.handed_over import expect_memfd
 from djinnd.server.ledger import REQUESTS
 from djinnd.server.quotas import Tenant
+from djinnd.server.traffic import SMALL, Traffic
 
 log = logging.getLogger("djinnd.server")
 
@@ -83,13 +86,17 @@ class Work(Protocol):
 
 class Call:
     """A request under way. `run` is set while an engine works for it; `fds` came with it, and what is left of them at
-    its end is closed. `is_ordinary`: it is counted among the requests of its connection and its user."""
+    its end is closed. `is_ordinary`: it is counted among the requests of its connection and its user. `nbytes`: of its
+    frame, as charged to the user."""
 
-    def __init__(self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True) -> None:
+    def __init__(
+        self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
+    ) -> None:
         self.client = client
         self.id = request.id
         self.fds = fds
         self.is_ordinary = is_ordinary
+        self.nbytes = nbytes
         self.received = time.monotonic()
         self.run: Work | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
@@ -105,11 +112,20 @@ class Call:
         done, total = loading.done, loading.total
         self.send(Progress(id=self.id, model=loading.model, stage=loading.stage, done=done, total=total))
 
-    def take_descriptor(self) -> int:
-        """The one that came with the request; whoever takes it closes it. Raises InvalidRequest."""
+    @property
+    def descriptor(self) -> int:
+        """The memfd that came with the request. It stays the call's, which closes it at its end. Raises
+        InvalidRequest."""
         if len(self.fds) != 1:
             raise InvalidRequest(f"this request brings one descriptor; {len(self.fds)} came")
-        return self.fds.pop()
+        expect_memfd(self.fds[0])
+        return self.fds[0]
+
+    def take_descriptors(self) -> list[int]:
+        """Those that came with the request. They are the caller's now, and are not counted any more."""
+        taken, self.fds = self.fds, []
+        self.client.traffic.taken(len(taken))
+        return taken
 
     def cancel(self) -> None:
         if self.run is not None:
@@ -129,6 +145,8 @@ class Desk(Protocol):
 
     def tenant_of(self, user: int) -> Tenant: ...
 
+    def traffic_of(self, user: int) -> Traffic: ...
+
     def begun(self) -> None: ...
 
     def ended(self) -> None: ...
@@ -146,6 +164,7 @@ class Client:
         self.peer = Peer.of(sock)
         self.user = self.peer.user
         self.tenant = desk.tenant_of(self.user)
+        self.traffic = desk.traffic_of(self.user)
         self.calls: dict[int, Call] = {}
         self._desk = desk
         self._introduced = False
@@ -153,7 +172,7 @@ class Client:
         self._held_fds = 0  # with what the journal holds back
         self._ordinary = 0  # of the calls: requests that are not always admitted
         limits = desk.limits
-        self._connection = Connection(sock, self, limits.request_bytes, limits.output_bytes, accept_fds=True)
+        self._connection = Connection(sock, self, SMALL, limits.output_bytes, True, self.traffic, limits.frame)
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(limits.handshake, self._too_late)
 
@@ -197,17 +216,25 @@ class Client:
 
     # --- events of the connection -----------------------------------------------------------------------------------
 
-    def frame(self, payload: bytes, fds: list[int]) -> None:
-        if self._leaving or not self._take(payload, fds):
-            close_fds(fds)
-
-    def _take(self, payload: bytes, fds: list[int]) -> bool:
-        """Whether a call has begun, to which the descriptors belong then."""
+    def frame(self, payload: bytes, fds: list[int]) -> bool:
+        """A request is postponed while the client does not read the replies to earlier ones."""
+        if self._leaving:
+            self.traffic.drop(fds)
+            return True
         try:
             message = decode_request(payload)
         except ProtocolError as error:
+            self.traffic.drop(fds)
             self._not_understood(payload, error)
+            return True
+        if self._connection.congested and isinstance(message, Request):
             return False
+        if not self._take(message, fds):
+            self.traffic.drop(fds)
+        return True
+
+    def _take(self, message: ClientMessage, fds: list[int]) -> bool:
+        """Whether a call has begun, to which the descriptors belong then."""
         if isinstance(message, Cancel):
             if (call := self.calls.get(message.target)) is not None:
                 call.cancel()
@@ -219,6 +246,9 @@ class Client:
             self._desk.signal(self, message)
         elif message.id in self.calls:
             self._hang_up(ProtocolError(f"request {message.id} is under way: its number may not be used again yet"))
+        elif len(fds) > message.descriptors:
+            most = message.descriptors or "none"
+            self._fail(message.id, InvalidRequest(f"{len(fds)} descriptors came with a request that takes {most}"))
         else:
             return self._begin(message, fds)
         return False
@@ -249,6 +279,7 @@ class Client:
             self._fail(hello.id, ProtocolError("this connection has said Hello already"))
             return
         self._introduced = True
+        self._connection.frame_limit = self._desk.limits.request_bytes
         self._handshake.cancel()
         log.debug("client_connected fd=%d pid=%d user=%d client=%s", self.fd, *self.peer, hello.client[:80])
         self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin))
@@ -273,7 +304,7 @@ class Client:
         except DjinnError as error:
             self._fail(request.id, error)
             return False
-        call = self.calls[request.id] = Call(self, request, fds, is_ordinary)
+        call = self.calls[request.id] = Call(self, request, fds, is_ordinary, self._connection.take_charge())
         self._desk.begun()
         call.task = asyncio.create_task(self._desk.handle(call, request))
         call.task.add_done_callback(lambda task: self._finish(call, task))
@@ -294,7 +325,9 @@ class Client:
         if call.is_ordinary:
             self._ordinary -= 1
             self.tenant.ledger.release(REQUESTS)
-        close_fds(call.fds)
+        if call.nbytes:
+            self.traffic.give_back(call.nbytes)
+        self.traffic.drop(call.fds)
         self._desk.ended()
         error = call.fate if task.cancelled() else task.exception()
         if error is None:
@@ -309,7 +342,7 @@ class Client:
         try:
             frame = encode(message, len(fds))  # type: ignore[arg-type]
         except Exception as error:  # it holds what no message can say
-            close_fds(fds)
+            self.traffic.discard(fds)
             self._fail_ours(number, error)
             return
         self._held_fds += len(fds)

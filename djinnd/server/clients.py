@@ -12,7 +12,9 @@ from typing import Any
 from djinn_client.protocol import Request, Signal
 from djinnd.config import Limits
 from djinnd.server.client import Answer, Call, Client, Peer
+from djinnd.server.closer import Closer
 from djinnd.server.quotas import Tenant
+from djinnd.server.traffic import Traffic
 
 log = logging.getLogger("djinnd.server")
 
@@ -40,6 +42,8 @@ class Clients:
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()
         self.set_admins(admins)
+        self._closer = Closer()
+        self._traffic: dict[int, Traffic] = {}  # by user; kept, as what was sent may outlive the connections
         self._on_gone = on_gone
         self._clients: set[Client] = set()
         self._fewer = asyncio.Event()  # set whenever a client goes
@@ -62,9 +66,15 @@ class Clients:
         user = Peer.of(sock).user
         if sum(client.user == user for client in self._clients) >= self.limits.connections_per_user:
             log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
-            sock.close()
+            self.traffic_of(user).hang_up(sock)
         else:
             self._clients.add(Client(sock, self))
+
+    def traffic_of(self, user: int) -> Traffic:
+        traffic = self._traffic.get(user)
+        if traffic is None:
+            traffic = self._traffic[user] = Traffic(self.tenant_of(user).ledger, self._closer.lane())
+        return traffic
 
     def begun(self) -> None:
         self.unfinished += 1

@@ -6,6 +6,10 @@ What is to be sent waits in a queue that is counted in bytes:
     0 ───────── LOW_WATER ───────── HIGH_WATER ───────── limit
                  calm again          congested            the next frame closes the connection
 
+A connection of a client has a Traffic, which bounds what all connections of its user hold. Its large frames wait for
+room there, a frame that does not end in time breaks the connection, and while it is congested its owner may postpone
+frames: then nothing more is read until it is calm.
+
 Descriptors that are given to `send` belong to the connection from then on, and are closed when they are sent or cannot
 be. Frames that are sent in one turn of the loop leave together.
 
@@ -18,15 +22,16 @@ from __future__ import annotations
 import array
 import asyncio
 import logging
-import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import MAX_FDS, FrameDecoder
+from djinnd.server.closer import close_fds
+from djinnd.server.traffic import SMALL, Traffic
 
 log = logging.getLogger("djinnd.server")
 
@@ -35,7 +40,9 @@ LOW_WATER = 64 << 10
 LINGER = 5.0  # seconds that a closing connection has to take what waits for it
 READS_A_TURN = 2  # the second finds nothing, as a rule
 FRAMES_A_TURN = 16  # of a flood of small ones some tenth of a millisecond's work
+FRAME_COST = 256  # bytes that Python needs for a frame in the queue, beside the frame's own
 _TOGETHER = 64 << 10  # bytes of small frames that leave in one call
+_FDS_SPACE = socket.CMSG_SPACE(253 * array.array("i").itemsize)  # as many as can come: none is ever thrown away here
 
 _read_buffer = bytearray(32 << 10)  # shared: what is read is decoded before anything else reads. Small: a turn's work
 _read_view = memoryview(_read_buffer)
@@ -44,8 +51,9 @@ _read_view = memoryview(_read_buffer)
 class Events(Protocol):
     """What a connection's owner is told. After `closed` it is told nothing more."""
 
-    def frame(self, payload: bytes, fds: list[int]) -> None:
-        """The descriptors are the owner's now."""
+    def frame(self, payload: bytes, fds: list[int]) -> bool | None:
+        """The descriptors are the owner's now. False: the frame is postponed, and comes again when the connection is
+        calm."""
 
     def broken(self, error: ProtocolError) -> None:
         """The bytes are not frames, and nothing more is read. The owner closes, after a last word if it likes."""
@@ -57,14 +65,24 @@ class Events(Protocol):
 
 
 class Connection:
-    """`accept_fds`: whether the peer may send descriptors; where it may not, the kernel throws them away."""
+    """`accept_fds`: whether the peer may send descriptors; where it may not, the kernel throws them away. `traffic`: of
+    the client's user; None: the peer is the daemon's own. `frame_seconds`: that a frame may take to come in."""
 
     def __init__(
-        self, sock: socket.socket, events: Events, frame_limit: int, output_limit: int, accept_fds: bool = False
+        self,
+        sock: socket.socket,
+        events: Events,
+        frame_limit: int,
+        output_limit: int,
+        accept_fds: bool = False,
+        traffic: Traffic | None = None,
+        frame_seconds: float = 0.0,
     ) -> None:
         sock.setblocking(False)
         self.output_limit = output_limit
         self.congested = False
+        self._traffic = traffic
+        self._frame_seconds = frame_seconds
         self._socket = sock
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -76,7 +94,13 @@ class Connection:
         self._flushing = False  # a flush is due, or the socket is watched for room
         self._writing = False
         self._closing: asyncio.TimerHandle | None = None
+        self._charged_in = 0  # bytes of the frame that comes in, or is being handed out
+        self._charged_out = 0  # bytes of replies that wait
+        self._deadline: asyncio.TimerHandle | None = None  # of an unfinished frame
+        self._is_deaf = False  # nothing more is read, ever
         self._is_behind = False  # whole frames may wait in the decoder; the socket is not read meanwhile
+        self._waits_for_room = False  # a large frame has begun; likewise
+        self._postponed: tuple[bytes, list[int]] | None = None  # likewise
         self._is_read = True  # the socket is watched for what comes
         self._reads_on = False  # in the next turn, whatever is said of the socket
         self._loop.add_reader(sock, self._readable)
@@ -91,8 +115,21 @@ class Connection:
         return self._socket.fileno()
 
     @property
+    def frame_limit(self) -> int:
+        return self._decoder.limit
+
+    @frame_limit.setter
+    def frame_limit(self, limit: int) -> None:
+        self._decoder.limit = limit
+
+    @property
     def queued_bytes(self) -> int:
         return self._queued
+
+    @property
+    def held_bytes(self) -> int:
+        """Of memory, for frames that wait to be sent."""
+        return self._queued + FRAME_COST * len(self._queue)
 
     @property
     def queued_fds(self) -> int:
@@ -103,16 +140,19 @@ class Connection:
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Queues the frame; does nothing on a connection that is closed or closing."""
         if not self.is_open or self._overflows():
-            close_fds(fds)
+            self._close_own(fds)
             return
         self._queue.append((memoryview(frame), list(fds)))
         self._queued += len(frame)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
-        if self._queued > HIGH_WATER and not self.congested:
+        held = self.held_bytes
+        if held > HIGH_WATER and not self.congested:
             self.congested = True
             self._events.congested(True)
+        if self._traffic is not None and held > self._charged_out + SMALL:
+            self._charge_out(held)
 
     def flush(self) -> None:
         """What is queued leaves now, before whatever else this turn of the loop has to do, if the socket has room."""
@@ -120,9 +160,9 @@ class Connection:
             self._flush()
 
     def _overflows(self) -> bool:
-        if self._queued <= self.output_limit:
+        if (held := self.held_bytes) <= self.output_limit:
             return False
-        log.warning("client_too_slow fd=%d queued=%d limit=%d", self.fd, self._queued, self.output_limit)
+        log.warning("client_too_slow fd=%d held=%d limit=%d", self.fd, held, self.output_limit)
         self.close()
         return True
 
@@ -143,9 +183,20 @@ class Connection:
             if self._closing:
                 self.close()
                 return
-        if self.congested and self._queued < LOW_WATER:
+        held = self.held_bytes
+        if self._charged_out and held < max(self._charged_out - SMALL, SMALL):
+            self._charge_out(held)
+        if self.congested and held < LOW_WATER:
             self.congested = False
             self._events.congested(False)
+            if self._postponed is not None:
+                self._loop.call_soon(self._hand_out, _read_view[:0])
+
+    def _charge_out(self, held: int) -> None:
+        """In lumps, so that it is seldom done."""
+        assert self._traffic is not None
+        was, self._charged_out = self._charged_out, held if held > SMALL else 0
+        self._traffic.replies(self, was, self._charged_out)
 
     def _send_some(self) -> int:
         head, fds = self._queue[0]
@@ -153,7 +204,7 @@ class Connection:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             count = self._socket.sendmsg([head], rights, socket.MSG_NOSIGNAL)
             self._queue[0] = (head, [])  # they went with the first byte
-            close_fds(fds)
+            self._close_own(fds)
             return count
         together, size = [], 0
         for frame, fds in self._queue:
@@ -220,52 +271,129 @@ class Connection:
             return
         handed_out = 0
         try:
+            if self._postponed is not None and not self._deliver(*self._postponed):
+                return
             for frame in islice(self._decoder.feed(data), FRAMES_A_TURN):
                 handed_out += 1
-                self._events.frame(frame.payload, self._take_fds(frame.fds))
-                if not self.is_open:
+                if not self._deliver(frame.payload, self._take_fds(frame.fds)):
                     return
-            if handed_out == FRAMES_A_TURN:
-                self._fall_behind()
-                return
-            self._catch_up()
-            if not self._decoder.pending:  # they come with a frame's first byte, and there is none that began
-                close_fds(self._received_fds)
-                self._received_fds.clear()
-            if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
-                raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
+            self._is_behind = handed_out == FRAMES_A_TURN
+            if self._is_behind:
+                self._loop.call_soon(self._hand_out, _read_view[:0])
+            else:
+                self._expect_rest()
+            self._watch_input()
         except ProtocolError as error:
-            self._read_no_more()
-            self._events.broken(error)
+            self._break(error)
         except BaseException:  # ours; a panic in Rust code is no Exception. What follows is not to wait for ever
             log.exception("frame_failed fd=%d", self.fd)
             self.close()
 
-    def _fall_behind(self) -> None:
-        if not self._is_behind:
-            self._is_behind = True
-            self._read_no_more()
-        self._loop.call_soon(self._hand_out, _read_view[:0])
+    def _deliver(self, payload: bytes, fds: list[int]) -> bool:
+        """Whether the next frame may follow."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._events.frame(payload, fds) is False:
+            self._postponed = (payload, fds)
+            self._watch_input()
+            return False
+        self._postponed = None
+        if self._charged_in and self._traffic is not None:
+            self._traffic.give_back(self.take_charge())
+        return self.is_open
 
-    def _catch_up(self) -> None:
-        if self._is_behind:
-            self._is_behind = False
-            self._is_read = True
+    def take_charge(self) -> int:
+        """The bytes that are charged for the frame that is being handed out. The owner gives them back."""
+        charged, self._charged_in = self._charged_in, 0
+        return charged
+
+    def _expect_rest(self) -> None:
+        """Nothing but an unfinished frame is left in the decoder, if that. Raises ProtocolError."""
+        if not self._decoder.pending:  # descriptors come with a frame's first byte, and there is none that began
+            self._drop_received()
+            return
+        if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
+            raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
+        if self._traffic is None:
+            return
+        announced = self._decoder.announced
+        if announced > SMALL and not self._charged_in:
+            self._waits_for_room = not self._traffic.take(self, announced)
+            self._charged_in = 0 if self._waits_for_room else announced
+        if self._deadline is None and not self._waits_for_room:
+            self._deadline = self._loop.call_later(self._frame_seconds, self._too_late)
+
+    def room_made(self) -> None:
+        self._waits_for_room = False
+        self._charged_in = self._decoder.announced
+        self._deadline = self._loop.call_later(self._frame_seconds, self._too_late)
+        self._watch_input()
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        self._break(ProtocolError(f"a frame was not whole {self._frame_seconds:g} s after its first byte"))
+
+    def _break(self, error: ProtocolError) -> None:
+        self._stop_reading()
+        self._events.broken(error)
+
+    def _watch_input(self) -> None:
+        wanted = not (self._is_deaf or self._is_behind or self._waits_for_room or self._postponed is not None)
+        if wanted and not self._is_read:
             self._loop.add_reader(self._socket, self._readable)
+        elif self._is_read and not wanted:
+            self._loop.remove_reader(self._socket)
+        self._is_read = wanted
 
-    def _read_no_more(self) -> None:
-        self._is_read = False
-        self._loop.remove_reader(self._socket)
+    def _stop_reading(self) -> None:
+        """For good. What has come in part is forgotten."""
+        self._is_deaf = True
+        self._watch_input()
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._traffic is not None:
+            self._traffic.leave(self)
+            if self._charged_in:
+                self._traffic.give_back(self.take_charge())
 
     def _receive(self) -> int:
         if not self._accept_fds:
             return self._socket.recv_into(_read_buffer)
-        space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-        count, ancillary, _, _ = self._socket.recvmsg_into([_read_buffer], space, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, _, _ = self._socket.recvmsg_into([_read_buffer], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._received_fds.extend(array.array("i", data[: len(data) // 4 * 4]))
+                self._received(array.array("i", data[: len(data) // 4 * 4]))
         return count
+
+    def _received(self, fds: Sequence[int]) -> None:
+        self._received_fds.extend(fds)
+        if self._traffic is not None and not self._traffic.came(len(fds)):
+            self._loop.call_soon(self._too_many_fds)
+
+    def _close_own(self, fds: Sequence[int]) -> None:
+        """The daemon's, which were to be sent, or were."""
+        if self._traffic is None:
+            close_fds(fds)
+        else:
+            self._traffic.discard(fds)
+
+    def _too_many_fds(self) -> None:
+        if self.is_open:
+            self._break(ProtocolError("more descriptors came than may be open: hand over fewer at once"))
+
+    def _drop_received(self) -> None:
+        if self._received_fds:
+            self._drop_fds(list(self._received_fds))
+            self._received_fds.clear()
+
+    def _drop_fds(self, fds: Sequence[int]) -> None:
+        """Closes descriptors that have come."""
+        if self._traffic is None:
+            close_fds(fds)
+        else:
+            self._traffic.drop(fds)
 
     def _take_fds(self, announced: int) -> list[int]:
         """Descriptors come with their frame's first byte, so they are here before the frame is whole."""
@@ -277,30 +405,30 @@ class Connection:
         """At once; what waits is lost."""
         if self._socket.fileno() < 0:
             return
-        self._read_no_more()
+        self._stop_reading()
         self._loop.remove_writer(self._socket)
         if self._closing:
             self._closing.cancel()
-        self._socket.close()
         for _, fds in self._queue:
-            close_fds(fds)
+            self._close_own(fds)
         self._queue.clear()
         self._queued = 0
-        close_fds(self._received_fds)
-        self._received_fds.clear()
+        if self._postponed is not None:
+            self._drop_fds(self._postponed[1])
+        self._drop_received()
+        if self._traffic is None:
+            self._socket.close()
+        else:
+            self._traffic.hang_up(self._socket)
+            self._charge_out(0)
         self._loop.call_soon(self._events.closed)  # later: whoever closes may be in the middle of something
 
     def close_when_sent(self) -> None:
         """Takes nothing more either way, and closes when what waits has left, or after LINGER seconds."""
         if not self.is_open:
             return
-        self._read_no_more()
+        self._stop_reading()
         self._closing = self._loop.call_later(LINGER, self.close)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
-
-
-def close_fds(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

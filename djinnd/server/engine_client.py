@@ -18,7 +18,8 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
-from djinnd.server.connection import Connection, close_fds
+from djinnd.server.closer import close_fds
+from djinnd.server.connection import Connection
 
 log = logging.getLogger("djinnd.server")
 

@@ -51,15 +51,7 @@ class Exporting:
             return await run.done
 
     async def import_(self, call: Call, request: ImportSession) -> Answer:
-        window = call.take_descriptor() if request.kv is not None or call.fds else None
-        try:
-            return await self._import(call, request, window)
-        finally:
-            if window is not None:
-                os.close(window)
-
-    async def _import(self, call: Call, request: ImportSession, window: int | None) -> Answer:
-        """`window`: the client's descriptor, which stays the caller's; None: none came."""
+        window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):
             raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
         model = self._models.find_open(request.model, call.client)

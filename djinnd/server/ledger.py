@@ -24,9 +24,11 @@ class Resource(NamedTuple):
     remedy: str
 
 
+CONNECTION_BYTES = Resource("connection_bytes", "bytes in connections", "read the replies, or send less at once")
+DESCRIPTORS = Resource("descriptors", "descriptors that are not closed yet", "hand over fewer at once")
 REQUESTS = Resource("requests", "unfinished requests", "wait for one of them")
 JOURNAL_BYTES = Resource("journal_bytes", "bytes in the journal", "close sessions, or end edits")
-RESOURCES = (REQUESTS, JOURNAL_BYTES)
+RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, JOURNAL_BYTES)
 
 
 class Limit(NamedTuple):
@@ -46,6 +48,9 @@ class Ledger:
 
     def used(self, resource: Resource) -> int:
         return self._used[resource.name]
+
+    def limit(self, resource: Resource) -> int:
+        return self._limit_of(resource).most
 
     def has_room(self, resource: Resource, amount: int = 1) -> bool:
         return self._used[resource.name] + amount <= self._limit_of(resource).most

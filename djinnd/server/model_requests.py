@@ -79,15 +79,11 @@ class ModelRequests:
     async def share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
         admission.check_share(request)
         self._sharing.check(call.client, request)
-        share, image = await self._sharing.describe(call.client, request, call.take_descriptor())
+        share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
         return Answer(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
 
     async def share_weights(self, call: Call, request: protocol.ShareWeights) -> Answer:
-        fd = call.take_descriptor()
-        try:
-            model = await self._sharing.accept(call.client, request.share, fd, call.tell_loading)
-        finally:
-            os.close(fd)
+        model = await self._sharing.accept(call.client, request.share, call.descriptor, call.tell_loading)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 
     async def end_share(self, call: Call, request: protocol.EndShare) -> Answer:

@@ -23,7 +23,6 @@ from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
-from djinnd.server.connection import close_fds
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
 from djinnd.server.queueing import Place
@@ -200,7 +199,7 @@ class GenerateRun(SessionRun):
         assert message.capture is not None
         reply, fds = self._ended(message), [fd]
         if reply is None or reply.finish_reason == "cancelled" or (message.stopped is not None and reply.hit is None):
-            close_fds(fds)
+            self._call.client.traffic.discard(fds)
             fds = []
         elif reply.hit is not None:
             reply.captured = self._breaking.told(message.capture, reply.hit)

@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 
 from djinn_client.protocol import (
     HEADER,
+    AddFunction,
     Cancel,
     CloseSession,
     Done,
@@ -49,7 +52,7 @@ def assert_alive(daemon):
         (b"GET / HTTP/1.1\r\n\r\n", "protocol_error"),
         (b"\x00" * 100, "protocol_error"),
         (HEADER.pack(b"DJ", 9, 0, 5) + b"hello", "version_mismatch"),
-        (HEADER.pack(b"DJ", 1, 200, 5) + b"hello", "protocol_error"),
+        (HEADER.pack(b"DJ", 1, 250, 5) + b"hello", "protocol_error"),
         (HEADER.pack(b"DJ", 1, 0, (16 << 20) + 1), "frame_too_large"),
     ],
 )
@@ -174,13 +177,15 @@ def test_too_many_connections_of_one_user(serve):
     wait_for(lambda: "too_many_connections" in daemon.log)
 
 
-def test_descriptors_that_a_client_sends_are_dropped(calm, wire):
+def test_descriptors_that_a_request_does_not_take_are_closed_and_it_is_refused(calm, wire):
     before = len(os.listdir(f"/proc/{calm.process.pid}/fd"))
     fd = os.memfd_create("unasked")
     for number in range(20):
         socket.send_fds(wire.socket, [encode(Ping(id=number), fds=4)], [fd] * 4)
-        assert wire.reply() == Done(id=number)
+        reply = wire.reply()
+        assert (reply.id, reply.code) == (number, "invalid_request") and "4 descriptors" in reply.message
     os.close(fd)
+    assert wire.ask(Ping(id=21)) == Done(id=21)
     assert len(os.listdir(f"/proc/{calm.process.pid}/fd")) == before
 
 
@@ -245,3 +250,63 @@ def test_hello_and_requests_in_one_piece(calm):
     with Wire(calm.address, hello=False) as wire:
         wire.send(Hello(id=0), Ping(id=1), Ping(id=2))
         assert [wire.reply().id for _ in range(3)] == [0, 1, 2]
+
+
+# --- what its connections hold --------------------------------------------------------------------------------------
+
+
+def test_a_frame_that_does_not_end_is_given_up_and_its_bytes_are_given_back(serve):
+    daemon = serve(limits={"frame": "200ms"})
+    with daemon.client() as client, Wire(daemon.address) as wire:
+        wire.send_bytes(HEADER.pack(b"DJ", 1, 0, 16 << 20) + bytes(1 << 20))
+        reply = wire.reply()
+        assert isinstance(reply, Failure) and "0.2 s" in reply.message
+        assert wire.reply() is None
+        wait_for(lambda: used(client, "connection_bytes") == 0)
+
+
+def test_large_frames_of_one_user_wait_for_room_and_all_are_answered(serve):
+    """Their senders have sent all but a byte: two fit, and the others come in when those have gone."""
+    daemon = serve(limits={"request_bytes": "1MiB", "connection_bytes_per_user": "2MiB"})
+    frame = encode(AddFunction(id=7, session="nobody's", breakpoint=1, code=bytes(900 << 10), python=""))
+    with daemon.client() as client, ExitStack() as stack:
+        wires = [stack.enter_context(Wire(daemon.address)) for _ in range(6)]
+        senders = [threading.Thread(target=wire.send_bytes, args=(frame[:-1],), daemon=True) for wire in wires]
+        for sender in senders:
+            sender.start()
+        wait_for(lambda: used(client, "connection_bytes") == 2 * (len(frame) - HEADER.size))
+        sent = 0
+        while sent < len(wires):
+            for wire, sender in zip(wires, senders, strict=True):
+                if sender is not None and not sender.is_alive():
+                    wire.send_bytes(frame[-1:])
+                    assert wire.reply().code == "session_not_found"
+                    senders[wires.index(wire)], sent = None, sent + 1
+        wait_for(lambda: used(client, "connection_bytes") == 0)
+
+
+def test_requests_are_postponed_while_their_client_does_not_read(serve):
+    """And go on when it reads: each has its reply."""
+    daemon = serve()
+    with daemon.client() as client, Wire(daemon.address) as slow:
+        client.load("djinn-tiny")
+        session = slow.ask(OpenSession(id=1, model="djinn-tiny")).session.id
+        slow.ask(Generate(id=2, session=session, token_ids=[5] * 250, max_tokens=1))
+        count = 3000  # of 250 tokens: some 2 MB of replies, and some 100 KB of requests
+        slow.send(*(GetTokens(id=number, session=session) for number in range(3, 3 + count)))
+        wait_for(lambda: used(client, "connection_bytes") > 0)
+        assert used(client, "connection_bytes") < 1 << 20
+        assert sorted(slow.reply().id for _ in range(count)) == list(range(3, 3 + count))
+        wait_for(lambda: used(client, "connection_bytes") == 0)
+
+
+def test_before_hello_no_large_frame_comes_in(calm):
+    with Wire(calm.address, hello=False) as wire:
+        wire.send_bytes(HEADER.pack(b"DJ", 1, 0, (64 << 10) + 1))
+        assert wire.reply().code == "frame_too_large"
+        assert wire.reply() is None
+
+
+def used(client, resource):
+    (quota,) = client.quotas()
+    return next(use.used for use in quota.resources if use.name == resource)

@@ -7,7 +7,7 @@ import socket
 import pytest
 import uvloop
 
-from djinn_client.protocol import HEADER, Done, FrameDecoder, Piece, Ping, encode
+from djinn_client.protocol import HEADER, MAX_FDS, Done, FrameDecoder, Piece, Ping, encode
 from djinnd.server.connection import FRAMES_A_TURN, HIGH_WATER, Connection
 from tests.support.descriptors import open_descriptors
 
@@ -134,7 +134,7 @@ def test_a_frame_larger_than_the_socket_s_buffer_arrives_in_parts(scene):
 def test_a_slow_reader_is_noticed_and_so_is_its_recovery(scene):
     async def act(connection, owner, peer):
         frame = encode(Done(id=1))
-        while connection.queued_bytes <= HIGH_WATER:
+        while connection.held_bytes <= HIGH_WATER:
             connection.send(frame)
         assert owner.heard == [("congested", True)]
         total, size = connection.queued_bytes, 0
@@ -318,7 +318,7 @@ def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
         before = open_descriptors()
         frame = encode(Ping(id=1))
         for place in range(3):
-            socket.send_fds(peer, [frame[place : place + 1]], [fd] * 4)
+            socket.send_fds(peer, [frame[place : place + 1]], [fd] * (MAX_FDS // 2))
         await owner.until("broken")
         assert owner.heard == [("broken", "ProtocolError")]
         connection.close()
