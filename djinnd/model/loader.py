@@ -24,10 +24,11 @@ from djinn_client.packed import MAX_UNITS, Unpackable
 from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.device.budget import at_least, gib
+from djinnd.model.derived import materialise_buffers
 from djinnd.model.projections import Product, install_products
 from djinnd.model.recipes import RecipeBook
 from djinnd.model.residency import Residency
-from djinnd.model.skeleton import Skeleton, bind, build, make_config, materialise_buffers
+from djinnd.model.skeleton import Skeleton, bind, build, make_config
 from djinnd.weights.checkpoint import Checkpoint
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.layout import Layout

@@ -20,11 +20,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
 from djinnd.model.adapter import Adapter, Prologue, find_blocks
+from djinnd.model.derived import check_derived
 from djinnd.model.experts import find_stack
 from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
 from djinnd.model.point_map import learn_points
-from djinnd.model.rope import fix_frequencies, stop_choosing
+from djinnd.model.rope import fix_frequencies
 from djinnd.model.switches import set_switches
 from djinnd.weights.layout import Layout
 
@@ -91,6 +92,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         if error.args == (hf_attention.NAME,):  # looked for in a table of its own
             raise _past_the_interface(config) from error
         raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
+    check_derived(model)
     model.eval()
     model.tie_weights()
     return model
@@ -247,38 +249,3 @@ def bind(module: nn.Module, views: dict[str, Tensor]) -> None:
             owner._parameters[leaf] = nn.Parameter(view, requires_grad=False)
         else:
             owner._buffers[leaf] = view
-
-
-@torch.no_grad()
-def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch.device) -> None:
-    """Computes what modules derive from the configuration (rotary frequencies, sinusoids) on `device`.
-
-    On the meta device such buffers have no values; the family's own `_init_weights` knows them. It leaves parameters
-    alone, which come from the checkpoint.
-    """
-    for module in [m for root in (model, *blocks) for m in root.modules()]:
-        derived = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        missing = {name: buffer for name, buffer in derived.items() if buffer is not None and buffer.is_meta}
-        if not missing:
-            continue
-        for parameter in module.parameters():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then passes over it
-        module._buffers |= {name: _without_values(buffer) for name, buffer in missing.items()}
-        try:
-            model._init_weights(module)  # type: ignore[operator]
-        except Exception as error:  # a family's own code
-            raise ModelRejected(
-                f"{type(module).__name__} cannot be computed from the configuration: {error!r}",
-            ) from error
-        for name in missing:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            if buffer.is_floating_point() and buffer.isnan().any():
-                raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
-            module._buffers[name] = buffer.to(device)
-        stop_choosing(module)
-
-
-def _without_values(buffer: Tensor) -> Tensor:
-    """On the host; NaN where the dtype has one, so that a buffer which nobody computes is found."""
-    return torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu")

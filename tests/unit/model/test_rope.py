@@ -10,8 +10,9 @@ from transformers import AutoConfig, PhimoeConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from djinn_client.errors import ModelRejected, PromptTooLong
+from djinnd.model.derived import materialise_buffers
 from djinnd.model.rope import fix_frequencies
-from djinnd.model.skeleton import Skeleton, build, materialise_buffers
+from djinnd.model.skeleton import Skeleton, build
 from tests.support.checkpoints import altered
 from tests.support.loaded import Served
 from tests.support.models import reduced_model

@@ -17,7 +17,6 @@ from transformers import (
     Gemma3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
-    GemmaConfig,
     GPTNeoConfig,
     JambaConfig,
     Lfm2Config,
@@ -30,7 +29,7 @@ from transformers import (
 )
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.skeleton import Skeleton, bind, build, materialise_buffers
+from djinnd.model.skeleton import Skeleton, bind, build
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.opened import read_config
 from tools.checkpoints.shapes import SHAPES, config_of
@@ -237,34 +236,6 @@ def test_tied_parameters_are_one_with_two_names() -> None:
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def test_derived_buffers_are_those_of_transformers(config: PreTrainedConfig) -> None:
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    skeleton = skeleton_of(config)
-    materialise_buffers(skeleton.model, skeleton.adapter.blocks, torch.device("cpu"))
-    own = dict(skeleton.model.named_buffers())
-    for prefix, block in zip(skeleton.prefixes, skeleton.adapter.blocks, strict=True):
-        own |= {prefix + name: buffer for name, buffer in block.named_buffers()}
-    wanted = dict(whole.named_buffers())
-    assert own.keys() == wanted.keys()
-    for name, buffer in wanted.items():
-        assert torch.equal(own[name], buffer), name
-
-
-def test_a_buffer_that_nobody_computes_is_refused() -> None:
-    model = build(GemmaConfig(**SMALL, num_key_value_heads=2, head_dim=8), torch.float32)
-    model.model.norm.register_buffer("unheard_of", torch.zeros(2, device="meta"), persistent=False)
-    with pytest.raises(ModelRejected, match=r"unheard_of cannot be computed"):
-        materialise_buffers(model, [], torch.device("cpu"))
-
-
-def test_computing_a_module_s_buffers_leaves_its_parameters_alone() -> None:
-    model = build(GemmaConfig(**SMALL, num_key_value_heads=2, head_dim=8), torch.float32)
-    model.model.norm.register_buffer("count", torch.zeros(2, device="meta", dtype=torch.int64), persistent=False)
-    bind(model, {"model.norm.weight": torch.full((32,), 5.0)})
-    materialise_buffers(model, [], torch.device("cpu"))
-    assert bool((model.model.norm.weight == 5).all())
 
 
 def test_bind_gives_views_and_no_copies() -> None:
