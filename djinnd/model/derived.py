@@ -13,10 +13,10 @@ from djinn_client.errors import ModelRejected
 from djinnd.device.budget import gib
 from djinnd.model.rope import stop_choosing
 
-MAX_DERIVED = 512 << 20  # bytes, of all modules together; computing one takes a few times its size
+MAX_DERIVED = 256 << 20  # bytes, of all modules together; computing one takes a few times its size
 
 
-def check_derived(model: nn.Module) -> None:
+def derived_bytes(model: nn.Module) -> int:
     """Raises ModelRejected where they are too large. Takes a model on the meta device with its blocks in place."""
     total = sum(buffer.nbytes for module in model.modules() for buffer in _derived(module).values())
     if total > MAX_DERIVED:
@@ -28,6 +28,7 @@ def check_derived(model: nn.Module) -> None:
             bytes=total,
             allowed=MAX_DERIVED,
         )
+    return total
 
 
 def _derived(module: nn.Module) -> dict[str, Tensor]:

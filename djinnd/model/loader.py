@@ -65,7 +65,7 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return self.residency.nbytes + (0 if self.rest is None else self.rest.nbytes)
+        return self.residency.nbytes + (0 if self.rest is None else self.rest.nbytes + self.skeleton.derived_bytes)
 
     def release_host(self, device: Device) -> None:
         """Every block is resident, and is not to move again."""
@@ -80,6 +80,7 @@ class Weights:
         if self.rest is not None:
             self.rest = None
             device.release(rest_label(self.name))
+            device.budget.release(tables_label(self.name))
 
 
 class Loader:
@@ -144,8 +145,9 @@ class Loader:
 
     @property
     def rest_bytes(self) -> int:
-        """Of what belongs to no block and is always resident: embedding, final norm, head."""
-        return self._buffers[-1].layout.nbytes(self.dtype)
+        """Of what belongs to no block and is always resident: embedding, final norm, head, and tables that are derived
+        from the configuration."""
+        return self._buffers[-1].layout.nbytes(self.dtype) + self.skeleton.derived_bytes
 
     @property
     def fingerprint(self) -> str:
@@ -244,7 +246,12 @@ class Loader:
 
     def _bring_rest(self, weights: Weights) -> None:
         skeleton, layout = self.skeleton, self._buffers[-1].layout
-        weights.rest = self.device.allocate(rest_label(self.name), (layout.numel,), self.dtype)
+        self.device.budget.reserve(tables_label(self.name), skeleton.derived_bytes)
+        try:
+            weights.rest = self.device.allocate(rest_label(self.name), (layout.numel,), self.dtype)
+        except BaseException:
+            self.device.budget.release(tables_label(self.name))
+            raise
         self.device.copy(weights.rest, self.store.host(len(self._buffers) - 1)).wait()
         blocks = skeleton.adapter.blocks
         materialise_buffers(skeleton.model, blocks, self.device.torch_device)
@@ -291,6 +298,10 @@ def _is_pinned(pinning: Pinning) -> bool:
 
 def rest_label(name: str) -> str:
     return f"rest of {name}"
+
+
+def tables_label(name: str) -> str:
+    return f"tables of {name}"
 
 
 def _check_image(name: str, store: WeightStore) -> None:

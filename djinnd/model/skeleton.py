@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
 from djinnd.model.adapter import Adapter, Prologue, find_blocks
-from djinnd.model.derived import check_derived
+from djinnd.model.derived import derived_bytes
 from djinnd.model.experts import find_stack
 from djinnd.model.families import PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
@@ -92,7 +92,6 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         if error.args == (hf_attention.NAME,):  # looked for in a table of its own
             raise _past_the_interface(config) from error
         raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
-    check_derived(model)
     model.eval()
     model.tie_weights()
     return model
@@ -112,6 +111,7 @@ class Skeleton:
         self.model = model
         self.config = model.config
         self.family: str = model.config.model_type
+        self.derived_bytes = derived_bytes(model)
         self.names = _parameter_shapes(model)
         self.prefixes = _block_prefixes(model)
         self.tied = _tied(model)

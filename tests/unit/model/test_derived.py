@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, CodeGenConfig, GemmaConfig, GPTJConfig, PreTrainedConfig
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.derived import MAX_DERIVED, materialise_buffers
+from djinnd.model.derived import MAX_DERIVED, derived_bytes, materialise_buffers
 from djinnd.model.skeleton import Skeleton, bind, build
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.opened import read_config
@@ -54,12 +54,12 @@ def test_computing_a_module_s_buffers_leaves_its_parameters_alone() -> None:
 )
 def test_tables_without_end_are_refused_before_they_have_memory(config: PreTrainedConfig) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ModelRejected, match=r"makes .* GiB of tables .*; at most 512\.0 MiB: lower its number") as told:
-        build(config, torch.float32)
+    with pytest.raises(ModelRejected, match=r"makes .* GiB of tables .*; at most 256\.0 MiB: lower its number") as told:
+        Skeleton(build(config, torch.float32))
     assert told.value.data["bytes"] > told.value.data["allowed"] == MAX_DERIVED
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
 def test_tables_of_published_sizes_are_none_too_large() -> None:
-    build(CodeGenConfig(n_layer=34), torch.float32)  # the 16B one
-    build(GPTJConfig(), torch.float32)
+    for config in (CodeGenConfig(n_layer=34), GPTJConfig()):  # the 16B one, and the 6B one
+        assert 0 < derived_bytes(build(config, torch.float32)) < MAX_DERIVED
