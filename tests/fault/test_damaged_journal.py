@@ -65,8 +65,7 @@ def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
     daemon = successor(daemon, start_daemon)
     with pytest.raises(SessionNotFound):
         djinn.attach(names[1], address=daemon.address)
-    assert daemon.log.count("journal_session_damaged") == 0, "a row that is no session's any more has no name"
-    assert "journal_repaired" in daemon.log
+    assert f"journal_session_damaged session={names[1]}" in daemon.log and "journal_repaired" in daemon.log
     with daemon.client() as client:
         (note,) = client.status(check=True).notes
     (result,) = doctor.check_notes(daemon.address)
