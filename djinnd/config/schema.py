@@ -64,6 +64,7 @@ class Limits(Struct, frozen=True):
     connection_bytes_per_user: Size = 64 << 20  # of large requests, and of replies that wait
     descriptors_per_user: Count = 1024  # that a user's clients have sent and that are not closed yet
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
+    journal_reserve: Size = 32 << 20  # of the journal's disk: when less is free, large users are refused
     handshake: Seconds = 10  # from connecting to Hello
     frame: Seconds = 30  # from the first byte of a frame to its last
     session_grace: Seconds = 600  # that a session outlives its last connection, or the daemon's start

@@ -14,6 +14,7 @@ from djinnd.core.edits import now
 from djinnd.messages import AddEdit, EndEdits
 from djinnd.server import edit_admission
 from djinnd.server.client import Answer, Call
+from djinnd.server.edit_list import nbytes_of
 from djinnd.server.models import Models
 from djinnd.server.sessions import SessionRecord, SessionTable
 
@@ -41,6 +42,8 @@ class Editing:
         names = list(dict.fromkeys(request.points))
         replaced = session.edits.replaced_by(edit)
         edit_admission.check_room(edit, names, session.edits.without(replaced), self._sessions.limits)
+        if not session.salt:
+            self._sessions.expect_journal(session.tenant, nbytes_of(edit, names))
         session.add_edit(edit, names)
         self._models.tell(session, AddEdit(session.id, edit))
         if replaced:  # from its first position on, and so altogether

@@ -20,7 +20,7 @@ from djinnd.server.handed_over import open_window
 from djinnd.server.loader import open_in
 from djinnd.server.models import Models
 from djinnd.server.runs import SessionRun
-from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
 from djinnd.server.status import Status
 
 SALT_BYTES = 16
@@ -56,6 +56,8 @@ class Exporting:
             raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
         model = self._models.find_open(request.model, call.client)
         tenant = self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
+        if request.kv is None:
+            self._sessions.expect_journal(tenant, TOKEN_BYTES * len(request.token_ids))
         uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
         if uncomputed > 0:
             tenant.expect_tokens(call.received)

@@ -76,6 +76,17 @@ _CHANGES = (
     protocol.WithdrawPrefix,
 )  # of what the journal has; closing gives room, and is none
 
+_GROWS = (
+    protocol.OpenSession,
+    protocol.ForkSession,
+    protocol.ImportSession,
+    protocol.Generate,
+    protocol.Forward,
+    protocol.AddEdit,
+    protocol.AddBreakpoint,
+    protocol.RunFunctions,
+)  # of those, what makes the journal larger
+
 
 class Handlers:
     def __init__(
@@ -151,6 +162,8 @@ class Handlers:
             raise ShuttingDown("the daemon is stopping and takes no new work: try again when it is back")
         if isinstance(request, _CHANGES):
             self._journal.expect_writable()
+        if isinstance(request, _GROWS):
+            self._sessions.expect_journal(call.client.tenant, 0)
         return await self._handlers[type(request)](call, request)
 
     def signal(self, client: Client, signal: protocol.Signal) -> None:

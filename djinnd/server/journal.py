@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import sqlite3
 import threading
@@ -45,6 +46,8 @@ log = logging.getLogger("djinnd.server")
 RETRY = 1.0  # seconds between attempts to write what could not be written
 SLOW_S = 0.02  # a commit that takes the loop longer
 CAUTIOUS_S = 10.0  # for so long after one, the thread writes
+LOOK_EVERY_S = 0.05  # at the disk's free space, where little is to be written
+MUCH = 64 << 10  # bytes; more are never written without a look
 
 
 class Journalled(Protocol):
@@ -98,6 +101,7 @@ class Journal:
         self._settled = asyncio.Event()
         self._settled.set()
         self._fault = ""  # why the last commit failed
+        self._free, self._looked_at = 1 << 62, -math.inf
 
     def open(self) -> Kept:
         """Raises StartError."""
@@ -146,6 +150,20 @@ class Journal:
                 "room on that disk, and try again",
                 path=str(self._file.path),
             )
+
+    def free(self, nbytes: int = 0) -> int:
+        """Bytes that the journal can still grow by, where so many are about to be written."""
+        now = time.monotonic()
+        if self._file is not None and (nbytes > MUCH or now - self._looked_at > LOOK_EVERY_S):
+            self._free, self._looked_at = self._file.free_bytes, now
+        return self._free
+
+    def set_short(self, short: bool) -> None:
+        """Whether less is free than should be: then the file is kept small at the cost of time."""
+        if self._file is None or short == self._file.is_short:
+            return
+        self._file.is_short = short
+        log.warning("journal_short path=%s free=%d is_short=%s", self._file.path, self._free, short)
 
     def opened(self, session: Journalled) -> None:
         if self._file is None:

@@ -55,6 +55,7 @@ from djinnd.server.socket_path import StartError
 NAME = "journal.db"
 FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms a session that has changed, and nobody is told anything meanwhile
 LOG_BYTES = 16 << 20  # of the write-ahead log, after which it is copied into the file, and both are synchronised
+SHORT_FOLD_BYTES, SHORT_LOG_BYTES = 64 << 10, 1 << 20  # the same, where the disk is nearly full
 
 _TOKEN = "I"  # an array of them is what a session's blob holds: uint32
 
@@ -85,7 +86,9 @@ class JournalFile:
         be. It is left alone then."""
         self.path = Path(folder, NAME)
         self._log = Path(folder, f"{NAME}-wal")
-        self._log_limit = LOG_BYTES
+        self._log_left = 0  # bytes that the last copying of the log has left there
+        self.is_short = False  # the disk is nearly full: the log is kept short
+        self._reusable = 0  # bytes of the file that hold nothing
         self._unfolded = Unfolded()
         self._unfolded_bytes = 0
         self._db, found = open_database(self.path)
@@ -107,6 +110,7 @@ class JournalFile:
             (last,) = self._db.execute("SELECT max(used) FROM session").fetchone()
         self.clock = JournalClock(resumed(found.mark, last, time.time()))
         self.fold()
+        self._count_reusable()
 
     @property
     def damaged_files(self) -> list[Path]:
@@ -141,22 +145,32 @@ class JournalFile:
         self._unfolded_bytes += len(encoded)
 
     @property
+    def free_bytes(self) -> int:
+        """That can still be written: on the disk, and in the file where something was removed."""
+        disk = os.statvfs(self.path.parent)
+        return disk.f_bavail * disk.f_frsize + self._reusable
+
+    @property
     def wants_tidying(self) -> bool:
-        return self._is_full or self._log_bytes >= self._log_limit
+        return self._is_full or self._is_long
 
     def tidy(self) -> None:
         """Raises ValueError, see `fold`. What fails is tried again when as much has come."""
         if self._is_full:
             self.fold()
-        if self._log_bytes >= self._log_limit:
+        if self._is_long:
             try:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             finally:
-                self._log_limit = self._log_bytes + LOG_BYTES
+                self._log_left = self._log_bytes
 
     @property
     def _is_full(self) -> bool:
-        return self._unfolded_bytes >= FOLD_BYTES
+        return self._unfolded_bytes >= (SHORT_FOLD_BYTES if self.is_short else FOLD_BYTES)
+
+    @property
+    def _is_long(self) -> bool:
+        return self._log_bytes >= self._log_left + (SHORT_LOG_BYTES if self.is_short else LOG_BYTES)
 
     @property
     def _log_bytes(self) -> int:
@@ -202,6 +216,11 @@ class JournalFile:
                 self._db.execute("ROLLBACK")
             raise
         self._unfolded.clear()
+        self._count_reusable()
+
+    def _count_reusable(self) -> None:
+        ((pages,),), ((nbytes,),) = (self._db.execute(f"PRAGMA {name}") for name in ("freelist_count", "page_size"))
+        self._reusable = pages * nbytes
 
     def leave(self) -> None:
         """At a clean stop, before `close`: what time it is, and all that was said folded."""

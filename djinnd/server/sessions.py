@@ -21,15 +21,21 @@ from djinnd.config import Limits
 from djinnd.core.edits import FOREVER, Edit, now
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.client import Call, Client
-from djinnd.server.edit_list import EditList
+from djinnd.server.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
+from djinnd.server.journal_space import expect_space
 from djinnd.server.latency import Latencies, SessionLatency
+from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Quotas, Tenant
 
 log = logging.getLogger("djinnd.server")
 
 _SWEEP = 60.0  # seconds, at most, that a session is there beyond its time to live
+
+# What a session counts as in the journal, beside its edits.
+SESSION_BYTES = 512
+TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +63,9 @@ class SessionRecord:
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
     edits: EditList = field(default_factory=EditList)
+    edit_bytes: int = 0  # edits.nbytes
+    charged: int = 0  # journal bytes, to the tenant's ledger
+    is_closed: bool = False
     breakpoints: BreakpointList = field(default_factory=BreakpointList)
     due_from: int = FOREVER  # see Session in core
     woken_at: float = 0.0
@@ -83,6 +92,26 @@ class SessionRecord:
         """Tokens were appended, if there are any that the journal has not heard of."""
         if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
+            self.charge_journal()
+
+    @property
+    def journal_bytes(self) -> int:
+        """What it has in the journal."""
+        if self.salt:
+            return 0
+        breakpoints = PART_BYTES * len(self.breakpoints.breakpoints)
+        return SESSION_BYTES + TOKEN_BYTES * len(self.tokens) + self.edit_bytes + breakpoints
+
+    def charge_journal(self) -> None:
+        """To the tenant, as much as it has there now. What is new there had to have room before."""
+        if self.is_closed:
+            return
+        grown = self.journal_bytes - self.charged
+        self.charged += grown
+        if grown > 0:
+            self.tenant.ledger.add(JOURNAL_BYTES, grown)
+        elif grown < 0:
+            self.tenant.ledger.release(JOURNAL_BYTES, -grown)
 
     @property
     def fixed(self) -> int:
@@ -95,6 +124,8 @@ class SessionRecord:
 
     def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
         self.edits.add(edit, names)
+        self.edit_bytes += nbytes_of(edit, names)
+        self.charge_journal()
         self.due_from = min(self.due_from, edit.first)
         if not self.salt:
             self.journal.edited(self.id, edit, names)
@@ -102,6 +133,8 @@ class SessionRecord:
     def inherit(self, parent: SessionRecord) -> None:
         """Edits and breakpoints, of a fork that has none yet."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
+        self.edit_bytes = parent.edit_bytes
+        self.charge_journal()
         if not self.salt:
             for edit in self.edits.edits:
                 self.journal.edited(self.id, edit, self.edits.names[edit.number])
@@ -110,17 +143,24 @@ class SessionRecord:
 
     def end_edits(self, numbers: Collection[int], at: int) -> None:
         self.edits.end(numbers, at)
+        self._edits_shrunk()
         self.due_from = min(self.due_from, at)
         if not self.salt:
             self.journal.edits_ended(self.id, numbers, at)
 
+    def _edits_shrunk(self) -> None:
+        self.edit_bytes = self.edits.nbytes
+        self.charge_journal()
+
     def add_breakpoint(self, breakpoint: Breakpoint) -> None:
         self.breakpoints.add(breakpoint)
+        self.charge_journal()
         if not self.salt:
             self.journal.broken(self.id, breakpoint)
 
     def end_breakpoints(self, numbers: Collection[int]) -> None:
         self.breakpoints.end(numbers)
+        self.charge_journal()
         if not self.salt:
             self.journal.breakpoints_ended(self.id, numbers)
 
@@ -136,11 +176,14 @@ class SessionRecord:
         if length < len(self.tokens) and self.breakpoints.hit is not None:
             self.stopped(None)
         del self.tokens[length:]
-        if self.edits.cut(length) and not self.salt:
-            self.journal.edits_cut(self.id, length)
+        if self.edits.cut(length):
+            self._edits_shrunk()
+            if not self.salt:
+                self.journal.edits_cut(self.id, length)
         if length < self.journalled:
             self.journalled = length
             self.journal.changed(self)
+        self.charge_journal()
 
     def expect_idle(self) -> None:
         if self.call is not None:
@@ -223,6 +266,14 @@ class SessionTable:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
         return tenant
 
+    def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
+        """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
+        tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
+        reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
+        self._journal.set_short(free < reserve)
+        if free - nbytes < reserve:
+            expect_space(tenant, nbytes, self._quotas, reserve, free)
+
     def restore(
         self,
         kept: Iterable[KeptSession],
@@ -245,6 +296,8 @@ class SessionTable:
             session.journalled = len(session.tokens)
             session.edits = edits.get(was.id, session.edits)
             session.breakpoints = breakpoints.get(was.id, session.breakpoints)
+            session.edit_bytes = session.edits.nbytes
+            session.charge_journal()
             if (hit := session.breakpoints.hit) is not None:
                 if hit.end == len(session.tokens):
                     session.due_from = hit.first
@@ -259,6 +312,8 @@ class SessionTable:
     ) -> SessionRecord:
         """Attached to the client. Raises as expect_room."""
         tenant = self.expect_room(client.user, priority)
+        if not salt:
+            self.expect_journal(tenant, SESSION_BYTES)
         now = time.monotonic()
         name = secrets.token_hex(8)
         latency = SessionLatency(self.latency)
@@ -268,6 +323,7 @@ class SessionTable:
         self._sessions[name] = session
         if not salt:
             self._journal.opened(session)
+            session.charge_journal()
         self.attach(session, client)
         log.info("session_opened session=%s user=%d model=%s class=%s", session.id, client.user, model, priority)
         return session
@@ -279,6 +335,7 @@ class SessionTable:
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
+        self.expect_journal(parent.tenant, parent.journal_bytes)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()
@@ -332,6 +389,8 @@ class SessionTable:
             session.grace.cancel()
         if session.call is not None:
             session.call.cancel()
+        session.tenant.ledger.release(JOURNAL_BYTES, session.charged)
+        session.is_closed = True
         if not session.salt:
             self._journal.closed(session)
         log.info("session_closed session=%s user=%d tokens=%d", session.id, session.user, len(session.tokens))

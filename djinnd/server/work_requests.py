@@ -19,7 +19,7 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
-from djinnd.server.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
@@ -39,6 +39,7 @@ class WorkRequests:
             admission.check_generate(request, info, vocabulary.lacking)
             prompt = await _prompt(request, vocabulary, first=not session.tokens)
             admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
+            self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)
             stop_tokens = _stop_tokens(request, vocabulary)
@@ -58,6 +59,7 @@ class WorkRequests:
         with self._admitted(call, session) as place:
             info, _ = (await self._models.once_ready(session)).described
             admission.check_forward(request, len(session.tokens), info)
+            self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(request.token_ids))
             engine = await self._models.ready(session.model)
             session.expect_model()
             run = ForwardRun(call, session, engine, place, request)

@@ -44,9 +44,11 @@ def stopped(daemon: Daemon) -> Path:
 
 
 def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
-    with djinn.attach(name, address=daemon.address) as session:
-        assert session.token_ids == prompt and len(session.edits()) == 1
-        return session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
+    session = djinn.attach(name, address=daemon.address)
+    assert session.token_ids == prompt and len(session.edits()) == 1
+    tokens = session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
+    session.detach()
+    return tokens
 
 
 def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:

@@ -13,10 +13,13 @@ from djinn_client.errors import ModelNotFound, NotPermitted, QuotaExceeded, Sess
 from djinn_client.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
+from djinnd.server.breakpoint_list import Breakpoint
+from djinnd.server.edit_list import PART_BYTES
 from djinnd.server.journal import Journal
 from djinnd.server.journal_file import KeptSession
+from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Quotas
-from djinnd.server.sessions import SessionTable
+from djinnd.server.sessions import SESSION_BYTES, SessionTable
 
 UNLIMITED = Quotas({}, lambda user: ())
 
@@ -407,3 +410,94 @@ def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(tab
     fork.expect_model()
     sessions.close(session)
     assert closed == [session] and journal.noted == []
+
+
+def used(sessions, user):
+    return sessions.expect_room(user, "agent").ledger.used(JOURNAL_BYTES)
+
+
+def edit_of(number, nbytes):
+    return Edit(number, (Point("resid", 0),), "add", (Extent(0),), rows=1, values=bytes(nbytes))
+
+
+def test_a_user_is_charged_for_what_its_sessions_have_in_the_journal(table):
+    quotas = Quotas({}, lambda user: ())
+    sessions, _ = table(quotas)
+    one, other = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
+    assert used(sessions, 1) == used(sessions, 2) == SESSION_BYTES
+    one.tokens += range(1000)
+    one.changed()
+    one.add_edit(edit_of(1, 5000), ["blocks.0"])
+    one.add_edit(edit_of(2, 7000), ["blocks.0"])
+    one.add_breakpoint(Breakpoint(1, "blocks.0", 0))
+    full = used(sessions, 1)
+    assert full == SESSION_BYTES + 4000 + one.edits.nbytes + PART_BYTES and one.edits.nbytes > 12_000
+    fork = sessions.fork(one, FakeClient(1), None)
+    assert used(sessions, 1) == 2 * full
+    fork.end_breakpoints([1])
+    fork.cut(0)
+    assert used(sessions, 1) == full + fork.journal_bytes < 2 * full
+    sessions.close(fork)
+    fork.cut(0)
+    fork.tokens += [1]
+    fork.changed()
+    assert used(sessions, 1) == full, "what is closed is charged for nothing, whatever a run still does to it"
+    one.end_edits([1], 0)
+    assert used(sessions, 1) < full - 5000
+    sessions.close(one)
+    assert used(sessions, 1) == 0 and used(sessions, 2) == SESSION_BYTES
+    sessions.close(other)
+
+
+def test_kv_of_a_client_is_not_in_the_journal_and_not_charged(table):
+    sessions, _ = table(Quotas({}, lambda user: ()))
+    session = sessions.open(FakeClient(1), "m", "agent", salt=b"salt")
+    session.tokens += range(1000)
+    session.changed()
+    session.add_edit(edit_of(1, 5000), ["blocks.0"])
+    assert used(sessions, 1) == session.journal_bytes == 0
+    sessions.close(session)
+
+
+def test_more_than_the_journal_has_room_for_is_refused_and_changes_nothing(table):
+    quotas = Quotas({"few": Quota(journal_bytes=20_000, users=(1,))}, lambda user: ())
+    sessions, _ = table(quotas)
+    one = sessions.open(FakeClient(1), "m", "agent")
+    tenant = one.tenant
+    one.add_edit(edit_of(1, 10_000), ["blocks.0"])
+    before = tenant.ledger.used(JOURNAL_BYTES)
+    sessions.expect_journal(tenant, 9000)
+    with pytest.raises(QuotaExceeded, match=r"bytes in the journal.*quotas\.few\.journal_bytes is 20,000"):
+        sessions.expect_journal(tenant, 10_000)
+    with pytest.raises(QuotaExceeded):
+        sessions.fork(one, FakeClient(1), None)
+    assert (tenant.ledger.used(JOURNAL_BYTES), len(sessions)) == (before, 1)
+    sessions.fork(sessions.open(FakeClient(2), "m", "agent"), FakeClient(2), None)
+
+
+def test_what_an_earlier_daemon_has_left_is_charged_also_beyond_the_limit(table):
+    async def run():
+        sessions, _ = table(Quotas({"few": Quota(journal_bytes=1000)}, lambda user: ()))
+        sessions.restore([kept("a"), kept("b")], {}, {}, time.time())
+        assert used(sessions, 1) > 1000
+        with pytest.raises(QuotaExceeded):
+            sessions.open(FakeClient(1), "m", "agent")
+        for session in sessions:
+            sessions.close(session)
+        assert used(sessions, 1) == 0
+        sessions.open(FakeClient(1), "m", "agent")
+        sessions.leave()
+
+    asyncio.run(run())
+
+
+def test_while_the_disk_is_nearly_full_who_has_most_is_refused(table, monkeypatch):
+    sessions, _ = table(Quotas({}, lambda user: ()), journal_reserve=1 << 20)
+    large, small = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
+    large.add_edit(edit_of(1, 1 << 20), ["blocks.0"])
+    monkeypatch.setattr(Journal, "free", lambda journal, nbytes=0: 900_000)
+    with pytest.raises(QuotaExceeded, match=r"900,000 bytes left, less than limits\.journal_reserve"):
+        sessions.expect_journal(large.tenant, 0)
+    sessions.expect_journal(small.tenant, 100_000)
+    large.end_edits([1], 0)
+    sessions.expect_journal(large.tenant, 0)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import QuotaExceeded
+from djinnd.server.journal_space import expect_space
+from djinnd.server.ledger import JOURNAL_BYTES
+from djinnd.server.quotas import Quotas, Tenant
+
+RESERVE = 3000
+
+
+def tenants(*used: int) -> list[Tenant]:
+    quotas = Quotas({}, lambda user: ())
+    made = [quotas.tenant(user, 0.0) for user in range(len(used))]
+    for tenant, nbytes in zip(made, used, strict=True):
+        tenant.ledger.add(JOURNAL_BYTES, nbytes)
+    return made
+
+
+def refused(those: list[Tenant], nbytes: int = 0) -> list[int]:
+    found = []
+    for tenant in those:
+        try:
+            expect_space(tenant, nbytes, those, RESERVE, 2000)
+        except QuotaExceeded:
+            found.append(tenant.user)
+    return found
+
+
+def test_who_has_most_is_refused_and_others_go_on() -> None:
+    assert refused(tenants(100_000, 0)) == [0]
+    assert refused(tenants(100_000, 900, 0)) == [0]
+    assert refused(tenants(100_000, 1600, 0)) == [0, 1]
+    assert refused(tenants(0, 0, 0), RESERVE) == []
+    assert refused(tenants(0), RESERVE + 1) == [0]
+
+
+def test_it_is_told_with_the_figures() -> None:
+    (one,) = tenants(5000)
+    with pytest.raises(QuotaExceeded, match=r"has 2,000 bytes left.*journal_reserve \(3,000\).*5,000 bytes") as caught:
+        expect_space(one, 0, [one], RESERVE, 2000)
+    assert caught.value.data["limit"] == RESERVE and caught.value.data["used"] == 5000
