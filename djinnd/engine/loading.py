@@ -34,6 +34,7 @@ from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.memory import ModelShape, pages_share
 from djinnd.engine.planning import bytes_beside, describe
+from djinnd.kvcache.page_file import PageFile
 from djinnd.messages import (
     ArenaFilled,
     ArenaReady,
@@ -54,14 +55,25 @@ log = logging.getLogger("djinnd.engine")
 
 
 @dataclass(frozen=True, slots=True)
+class WantFile:
+    """The disk tier's files."""
+
+    folder: str
+    name: str
+    slots: int
+    any_size: bool  # see PageFile
+
+
+@dataclass(frozen=True, slots=True)
 class WantPages:
-    """The host tier of a model that has been loaded."""
+    """The lower tiers of a model that has been loaded. `file` None: on the host only."""
 
     request: int  # of its Load
     model: str
     slots: int  # where an earlier engine has left pages of the same fingerprint, there may be more or fewer
     page_bytes: int
     fingerprint: str
+    file: WantFile | None = None
 
 
 WithFiles = Load | Plan | DescribeImage
@@ -85,6 +97,15 @@ class PagesResult:
     model: str
     pages: HostPages | None
     why: str = ""  # there are none
+    file: PageFile | None = None
+    why_no_file: str = ""
+
+    def release(self) -> None:
+        """For whoever has no use for it."""
+        if self.file is not None:
+            self.file.close()
+        if self.pages is not None:
+            self.pages.release()
 
 
 class _Closing(Exception):
@@ -142,7 +163,7 @@ class LoadQueue:
     def _do(self, job: Job) -> None:
         try:
             if isinstance(job, WantPages):
-                self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job)))
+                self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job), "", *_file(job)))
                 return
             with files_of(job) as files:
                 self._do_with(files, job)
@@ -252,6 +273,19 @@ def close_files(job: WithFiles) -> None:
     fds, job.fds = job.fds, []
     for fd in fds:
         os.close(fd)
+
+
+def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
+    """The second: why there is none. Reserving its table takes as long as the disk likes."""
+    file = wanted.file
+    if file is None:
+        return None, ""
+    try:
+        size, fingerprint = wanted.page_bytes, wanted.fingerprint
+        return PageFile(file.folder, file.name, size, file.slots, fingerprint, any_size=file.any_size), ""
+    except OSError as error:
+        log.warning("page_file_refused model=%s error=%s", wanted.model, error)
+        return None, f"{Path(file.folder)}: {error}"
 
 
 def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from djinn_client.placing import Placing
 from djinnd.kvcache.manager import page_size_for
+from djinnd.kvcache.tier import MAX_SLOTS
 from djinnd.model.sampler import TEMPORARY_BYTES
 from djinnd.weights.plan import PAGES_SHARE, Place, Plan
 
@@ -21,6 +22,7 @@ HOST_PAGE = 4096  # bytes: where a slot of a lower tier begins, for pinning and 
 # Automatic tiers: so many times the device's pool, and never more than a part of what is free.
 _HOST_POOLS, _HOST_SHARE = 2, 4
 _DISK_POOLS, _DISK_SHARE = 4, 10
+_DISK_MOST = 0.75  # of what is free, whatever was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,12 @@ def slot_bytes(page_bytes: int) -> int:
 
 
 def tier_pages(page_bytes: int, pool_bytes: int, host: int | None, disk: int | None, room: HostRoom) -> TierPages:
-    """`pool_bytes`: of the device's pool; `host`, `disk`: bytes asked for, which are taken as they are, or None for
-    automatic."""
+    """`pool_bytes`: of the device's pool; `host`, `disk`: bytes asked for, or None for automatic. Nobody gets more
+    disk than a part of what is free, nor more slots than a table may have."""
     if host is None:
         host = min(_HOST_POOLS * pool_bytes, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
     if disk is None:
         disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
+    disk = min(disk, int(room.disk * _DISK_MOST))
     size = slot_bytes(page_bytes)
-    return TierPages(host // size, disk // size)
+    return TierPages(min(host // size, MAX_SLOTS), min(disk // size, MAX_SLOTS))

@@ -7,8 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import ModelInfo
@@ -18,12 +17,12 @@ from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.host_pages import pages_fingerprint
 from djinnd.engine.host_room import host_room
-from djinnd.engine.loading import LoadQueue, PagesResult, WantPages
-from djinnd.engine.memory import tier_pages
+from djinnd.engine.loading import LoadQueue, PagesResult, WantFile, WantPages
+from djinnd.engine.memory import slot_bytes, tier_pages
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.pauses import NO_PAGES, Pauses
 from djinnd.engine.transfers import Transfers
-from djinnd.kvcache.page_file import PageFile
+from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 from djinnd.scheduler.policy import is_spared
@@ -41,8 +40,6 @@ class _Model:
     runner: ModelRunner
     paging: Paging
     transfers: Transfers
-    disk_slots: int
-    fingerprint: str
 
 
 class Tiers:
@@ -66,17 +63,23 @@ class Tiers:
     def add(self, runner: ModelRunner) -> Paging:
         """For the scheduler's `add_model`. The tiers come later."""
         load, plan = runner.load, runner.plan
-        room = host_room(load.disk_folder, self._device.untouched_host_bytes)
-        pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
         fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
+        name = fingerprint[:16]
+        room = host_room(load.disk_folder, self._device.untouched_host_bytes)
+        room = replace(room, disk=room.disk + allocated_bytes(load.disk_folder, name) if load.disk_folder else 0)
+        pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
         paging = Paging(runner.kv)
         transfers = Transfers(self._device, paging, runner.page_bytes, runner.half_bytes)
-        disk_slots = pages.disk if load.disk_folder else 0
-        self._models[runner.name] = _Model(runner, paging, transfers, disk_slots, fingerprint)
+        self._models[runner.name] = _Model(runner, paging, transfers)
+        file = None
+        if pages.disk:  # as many slots as somebody has said, if there is room for them
+            asked = load.disk_kv_bytes
+            any_size = asked is None or pages.disk < asked // slot_bytes(plan.page_bytes)
+            file = WantFile(load.disk_folder, name, pages.disk, any_size)
         if pages.host:
             paging.is_coming = True
             paging.is_expected = runner.weights.is_adopted  # an earlier engine's; so will the pages be
-            self._loads.submit(WantPages(load.request, load.model, pages.host, plan.page_bytes, fingerprint))
+            self._loads.submit(WantPages(load.request, load.model, pages.host, plan.page_bytes, fingerprint, file))
         return paging
 
     def remove(self, name: str) -> None:
@@ -106,8 +109,7 @@ class Tiers:
     def _adopt_pages(self, result: PagesResult) -> None:
         model = self._models.get(result.model)
         if model is None or model.runner.load.request != result.request:  # unloaded, or loaded anew meanwhile
-            if result.pages is not None:
-                result.pages.release()
+            result.release()
             return
         model.paging.is_coming = model.paging.is_expected = False
         if result.pages is None:
@@ -115,20 +117,10 @@ class Tiers:
         else:
             model.transfers.attach_host(result.pages, self._on_host)
             self._scheduler.residence(result.model).elsewhere.costs.bus = self._device.rates().bus
-            if model.disk_slots:
-                self._open_file(model)
-
-    def _open_file(self, model: _Model) -> None:
-        load, plan = model.runner.load, model.runner.plan
-        name, any_size = model.fingerprint[:16], load.disk_kv_bytes is None  # else it is as many as somebody has said
-        slots, fingerprint = model.disk_slots, model.fingerprint
-        try:
-            file = PageFile(load.disk_folder, name, plan.page_bytes, slots, fingerprint, any_size=any_size)
-        except OSError as error:
-            log.warning("page_file_refused model=%s error=%s", load.model, error)
-            model.runner.weights.notes.append(f"{NO_PAGES} disk, in {Path(load.disk_folder)}: {error}")
-        else:
-            model.transfers.attach_disk(file, self._on_disk)
+            if result.file is not None:
+                model.transfers.attach_disk(result.file, self._on_disk)
+            elif result.why_no_file:
+                model.runner.weights.notes.append(f"{NO_PAGES} disk, in {result.why_no_file}")
 
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 

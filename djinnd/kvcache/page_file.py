@@ -36,12 +36,13 @@ import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import MAX_SLOTS, Tier
 
 MAGIC = b"DJPAGES1"
 VERSION = 1
 ALIGNMENT = 4096  # of addresses, offsets and sizes under O_DIRECT; enough for every disk in use
 IN_FLIGHT = 8
+KEEP_FREE = 64 << 20  # bytes of the disk, for others and for the journal beside it: no page is written then
 
 _HEADER = struct.Struct("<8sIIQQ64s")
 
@@ -98,6 +99,7 @@ class PageFile:
         there = os.pread(self._table_fd, ALIGNMENT, 0)
         sizes = (os.fstat(self._table_fd).st_size, os.fstat(self._pages_fd).st_size)
         slots = _slots_in(there) if any_size else self.slots
+        slots = slots if slots <= MAX_SLOTS else self.slots
         is_ours = (there, sizes) == (self._header(slots), self._sizes(slots))
         if is_ours:
             self.slots = slots
@@ -154,6 +156,9 @@ class PageFile:
         assert buffer.flags.c_contiguous and buffer.ctypes.data % ALIGNMENT == 0, "the buffer is not page-aligned"
 
     def _write(self, slot: int, source: Bytes) -> int:
+        disk = os.fstatvfs(self._pages_fd)
+        if disk.f_bavail * disk.f_frsize < KEEP_FREE + self.extent:
+            raise OSError(errno.ENOSPC, f"less than {KEEP_FREE >> 20} MiB of the disk are free")
         _transfer(os.pwritev, self._pages_fd, source, slot * self.extent)
         return checksum(source[: self.page_bytes])
 
@@ -164,6 +169,14 @@ class PageFile:
         found = checksum(into[: self.page_bytes])
         if found != expected:
             raise BadPage(f"slot {slot} has the checksum {found:016x} instead of {expected:016x}")
+
+
+def allocated_bytes(folder: str, name: str) -> int:
+    """Of the disk, that the pages of that file have already."""
+    try:
+        return Path(folder, f"{name}.pages").stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _slots_in(header: bytes) -> int:

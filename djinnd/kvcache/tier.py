@@ -51,6 +51,7 @@ RECORD = np.dtype(
     }
 )
 TABLE_ALIGNMENT = 4096
+MAX_SLOTS = 1 << 19  # a table of 32 MiB
 
 Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
@@ -77,7 +78,7 @@ class Tier:
         complete slots are had again. Nobody else writes there for as long as this Tier lives. `tenancy`: who may have
         how many bytes here, and in other tiers that have it too; None: one of its own. `are_ready`: the slots; else
         none is until `make_ready`."""
-        assert slots > 0 and page_bytes > 0, "a tier without slots holds nothing"
+        assert 0 < slots <= MAX_SLOTS and page_bytes > 0, f"a tier of {slots:,} slots"
         self.capacity = slots
         self.page_bytes = page_bytes
         self.tenancy = Tenancy() if tenancy is None else tenancy
@@ -91,15 +92,15 @@ class Tier:
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
         self._unready = set() if are_ready else set(range(slots))
-        self._adopt()
-        free = [slot for slot in reversed(range(slots)) if slot not in self._order]  # the last is given first
+        free = self._adopt()
         self._free = free if are_ready else []  # of these, those that are ready, and those that are not
         self._free_later = {} if are_ready else dict.fromkeys(free)
         self._clock = len(self._order) + 1
         self.tenancy.join(self)
 
-    def _adopt(self) -> None:
-        """Of two slots with one key, which only a loss of power leaves, the one used last is had."""
+    def _adopt(self) -> list[int]:
+        """Of two slots with one key, which only a loss of power leaves, the one used last is had. → the free slots, of
+        which the last is given first"""
         complete = np.flatnonzero(self._state == COMPLETE)
         newest_first = complete[np.argsort(self._touched[complete], kind="stable")][::-1]
         for slot in newest_first.tolist():
@@ -109,8 +110,10 @@ class Tier:
                 self._tenant[slot] = int(self._owner[slot]) - 1
         lost = np.ones(self.capacity, bool)
         lost[list(self._order)] = False
-        self._state[lost] = FREE
+        self._state[lost & (self._state != FREE)] = FREE  # others are not written, and take no memory
         self._touched[list(self._order)] = np.arange(1, len(self._order) + 1)  # whatever the numbers were
+        free: list[int] = np.flatnonzero(lost)[::-1].tolist()
+        return free
 
     @property
     def used(self) -> int:

@@ -33,6 +33,7 @@ class ModelRequests:
     async def load(self, call: Call, request: protocol.LoadModel) -> Answer:
         admission.check_load(request)
         kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
+        call.client.tenant.expect_tiers(request.host_kv_bytes, request.disk_kv_bytes)
         model = self._models.find_open(request.model, call.client)
         if model.state in ("loading", "ready", "asleep"):
             loaded = f"{model.name} is {'being loaded' if model.state == 'loading' else 'loaded'} already"

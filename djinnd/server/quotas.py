@@ -79,6 +79,15 @@ class Tenant:
             told = f"{self._key('highest_class')} is {highest}, and {priority} is above that: ask for {may}"
             raise QuotaExceeded(told, quota="highest_class", rule=self.rule.name, limit=highest, used=priority)
 
+    def expect_tiers(self, host: int | None, disk: int | None) -> None:
+        """Bytes that the tenant asks for, for pages of a model on the host and on disk. Raises QuotaExceeded where they
+        are more than its pages may have there."""
+        for name, asked in (("host_kv", host), ("disk_kv", disk)):
+            limit = getattr(self.quota, name)
+            if limit is not None and asked is not None and asked > limit:
+                told = f"{asked:,} bytes of {name} are more than {self._key(name)}, which is {limit:,}: ask for less"
+                raise QuotaExceeded(told, quota=name, rule=self.rule.name, limit=limit, used=0, needed=asked)
+
     def expect_tokens(self, at: float) -> None:
         """Raises QuotaExceeded where the tenant has used more than it may have."""
         rate = self.quota.tokens_per_s

@@ -6,6 +6,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import posix_ipc
 import pytest
@@ -16,7 +17,7 @@ from djinn_client.protocol import FrameDecoder
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.channel import Channel
 from djinnd.engine.host_pages import object_bytes
-from djinnd.engine.loading import LoadQueue, PagesResult, WantPages, map_arena, model_shape
+from djinnd.engine.loading import LoadQueue, PagesResult, WantFile, WantPages, map_arena, model_shape
 from djinnd.kvcache.tier import Tier
 from djinnd.messages import (
     MAX_FRAME,
@@ -182,6 +183,23 @@ def test_the_memory_of_a_host_tier_is_brought_in_beside_the_engine(
         assert seen[start : start + 8192] == b"\x05" * 5000 + bytes(3192)
     result.pages.release()
     assert queue.loads.take_pages() is None
+
+
+def test_the_files_of_a_disk_tier_are_opened_there_too(
+    queue: Queue, reserved: posix_ipc.SharedMemory, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, has_file in ((tmp_path / "pages", True), (tmp_path / "file" / "none", False)):
+        queue.loads.submit(dataclasses.replace(WANTED, file=WantFile(str(folder), "m", 20, any_size=False)))
+        queue.asked()
+        queue.loads.arena(ArenaReady(7, reserved.name, mmap.PAGESIZE, complete=True))
+        result = queue.pages()
+        assert result.pages is not None
+        if has_file:
+            assert result.file is not None and (result.file.slots, result.why_no_file) == (20, "")
+        else:
+            assert result.file is None and str(folder) in result.why_no_file
+        result.release()
 
 
 def test_as_many_pages_are_had_as_an_earlier_engine_has_left(queue: Queue, reserved: posix_ipc.SharedMemory) -> None:

@@ -18,6 +18,7 @@ from djinnd.engine.memory import (
     workspace_bytes,
 )
 from djinnd.kvcache.manager import page_size_for
+from djinnd.kvcache.tier import MAX_SLOTS
 
 # Llama-3-8B in bf16: 128 KiB of KV a token, so pages of 32 tokens and 4 MiB.
 SHAPE = ModelShape(
@@ -135,10 +136,16 @@ def test_tiers_by_themselves_leave_most_of_what_is_free(room: dict[str, int], ho
 
 
 def test_tiers_that_were_asked_for_are_what_there_is() -> None:
-    none = HostRoom(0, 0, 0)
-    assert tier_pages(PAGE, 10 * GIB, 7 * PAGE, 9 * PAGE + 5, none) == TierPages(7, 9)
+    little = HostRoom(0, 0, 12 * PAGE + 100)
+    assert tier_pages(PAGE, 10 * GIB, 7 * PAGE, 9 * PAGE + 5, little) == TierPages(7, 9)
     assert tier_pages(PAGE, 10 * GIB, 0, 0, ROOM) == TierPages(0, 0)
     assert tier_pages(PAGE, 10 * GIB, PAGE - 1, None, ROOM) == TierPages(0, 40 * GIB // PAGE)
+
+
+def test_nobody_has_more_disk_than_most_of_what_is_free_nor_a_table_without_end() -> None:
+    assert tier_pages(PAGE, 10 * GIB, 0, 2048 * GIB, ROOM) == TierPages(0, 750 * GIB // PAGE)
+    assert tier_pages(PAGE, 10 * GIB, 0, 2048 * GIB, HostRoom(0, 0, 0)) == TierPages(0, 0)
+    assert tier_pages(4096, GIB, 4096 * (MAX_SLOTS + 1), 1 << 60, ROOM) == TierPages(MAX_SLOTS, MAX_SLOTS)
 
 
 def test_pages_that_are_no_whole_host_pages_take_more_room_than_they_have_bytes() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from djinnd.kvcache import page_file
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.page_file import ALIGNMENT, BadPage, Bytes, PageFile
+from djinnd.kvcache.page_file import ALIGNMENT, BadPage, Bytes, PageFile, allocated_bytes
 from djinnd.kvcache.tier import Tier
 from tests.support.descriptors import open_descriptors
 
@@ -318,3 +319,43 @@ def test_what_no_caller_does(folder: Folder) -> None:
         file.write(0, random_page(1)[:PAGE_BYTES])
     with pytest.raises(AssertionError, match="not page-aligned"):
         file.write(0, empty_page(EXTENT + 1)[1:])
+
+
+def test_the_last_of_the_disk_is_left_to_others(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, disk = folder.open(), os.fstatvfs(0)
+    page = random_page(1)
+    left = page_file.KEEP_FREE + EXTENT
+
+    def statvfs(fd: int) -> os.statvfs_result:
+        fields = list(disk)
+        fields[0:2], fields[4] = [1, 1], left  # f_bsize, f_frsize; f_bavail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "fstatvfs", statvfs)
+    expected = file.write(0, page).result()
+    left -= 1
+    with pytest.raises(OSError, match="64 MiB of the disk") as caught:
+        file.write(1, page).result()
+    assert caught.value.errno == errno.ENOSPC
+    into = empty_page()
+    file.read(0, into, expected).result()
+    assert (into == page).all(), "what is there can be read"
+
+
+def test_files_with_more_slots_than_a_table_may_have_are_begun_anew(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_file, "MAX_SLOTS", 2 * SLOTS)
+    folder.open(slots=2 * SLOTS + 1).close()
+    assert folder.open(any_size=True).slots == SLOTS
+    folder.opened[-1].close()
+    folder.open(slots=2 * SLOTS).close()
+    assert folder.open(any_size=True).slots == 2 * SLOTS
+
+
+def test_what_a_file_has_of_the_disk(folder: Folder) -> None:
+    assert allocated_bytes(str(folder.path), "model") == 0
+    file = folder.open(slots=1000)
+    before = allocated_bytes(str(folder.path), "model")
+    file.write(3, random_page(1)).result()
+    assert EXTENT <= allocated_bytes(str(folder.path), "model") - before < 100 * EXTENT

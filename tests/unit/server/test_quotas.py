@@ -157,3 +157,16 @@ def test_use():
     assert use.tokens_per_s == pytest.approx(10 * 0.9, rel=0.05) and use.tokens_per_s_limit == 5
     assert limited.use(0, 4, None, 0.0).sessions_limit == 4, "nobody may have more"
     assert tenant().use(0, 4, None, 0.0).sessions_limit == 4
+
+
+@pytest.mark.parametrize("name", ["host_kv", "disk_kv"])
+def test_a_tenant_asks_for_no_larger_tiers_than_its_pages_may_have(name):
+    def asked(nbytes):
+        return (nbytes, None) if name == "host_kv" else (None, nbytes)
+
+    mine = tenant(**{name: 1000})
+    for within in (None, 0, 1000):
+        mine.expect_tiers(*asked(within))
+    told = refused(mine.expect_tiers, *asked(1001))
+    assert f"quotas.rule.{name}" in told.message and (told.data["limit"], told.data["needed"]) == (1000, 1001)
+    tenant().expect_tiers(1 << 60, 1 << 60)
