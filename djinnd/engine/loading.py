@@ -285,7 +285,7 @@ def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
         return PageFile(file.folder, file.name, size, file.slots, fingerprint, any_size=file.any_size), ""
     except OSError as error:
         log.warning("page_file_refused model=%s error=%s", wanted.model, error)
-        return None, f"{Path(file.folder)}: {error}"
+        return None, f"{file.folder}: {error}"
 
 
 def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:
