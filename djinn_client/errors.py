@@ -18,6 +18,7 @@ DjinnError
 ├── NotPermitted            the caller may not do this
 │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
 ├── FunctionFailed          a function of the client's, in the intervention process: the message has its account
+├── TextFailed              the model's tokenizer failed, or took too much: the message has the limit
 ├── SessionBusy             one call at a time on a session
 ├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
 ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
@@ -112,6 +113,10 @@ class QuotaExceeded(NotPermitted):
 
 class FunctionFailed(DjinnError):
     code = "function_failed"
+
+
+class TextFailed(DjinnError):
+    code = "text_failed"
 
 
 class SessionBusy(DjinnError):

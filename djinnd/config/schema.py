@@ -65,6 +65,11 @@ class Limits(Struct, frozen=True):
     descriptors_per_user: Count = 1024  # that a user's clients have sent and that are not closed yet
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     journal_reserve: Size = 32 << 20  # of the journal's disk: when less is free, large users are refused
+    text_seconds: Seconds = 10  # of CPU time, for one job of a text worker
+    text_seconds_per_minute: Seconds = 30  # of CPU time, for all text workers of a user
+    text_memory: Size = 1 << 30  # of a text worker, beyond what it begins with
+    text_workers: Count = 64  # in all
+    tokenizer_bytes: Size = 64 << 20  # of tokenizer.json, of models that are not configured
     handshake: Seconds = 10  # from connecting to Hello
     frame: Seconds = 30  # from the first byte of a frame to its last
     session_grace: Seconds = 600  # that a session outlives its last connection, or the daemon's start
@@ -83,7 +88,9 @@ class Limits(Struct, frozen=True):
             "engine_silence",
             "hub_download",
             "files",
-        ):  # at 0 nobody could connect, or no engine start
+            "text_seconds",
+            "text_seconds_per_minute",
+        ):  # at 0 nothing could begin
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")
         if self.request_bytes < LEAST_REQUEST_BYTES:

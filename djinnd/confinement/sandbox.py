@@ -49,8 +49,7 @@ def tie_to(parent: int) -> None:
 def close(user: int, parent: int, memory: int) -> None:
     """`user`: the tenant's; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises OSError."""
     paths = _readable()
-    with open("/proc/self/statm") as statm:
-        room = int(statm.read().split()[0]) * resource.getpagesize() + memory
+    room = _address_space() + memory
     nowhere = os.open(os.devnull, os.O_RDWR)
     if os.geteuid() == 0:
         _become(user)
@@ -58,6 +57,25 @@ def close(user: int, parent: int, memory: int) -> None:
     if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
     landlock.restrict(paths)
+    _limit(room)
+    for fd in range(3):  # what a function prints is not for the daemon's log
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+    seccomp.install()
+
+
+def limit(memory: int) -> None:
+    """Only what needs nothing of the kernel that may be `missing`: the limits of memory, files and processes."""
+    _limit(_address_space() + memory)
+
+
+def _address_space() -> int:
+    """Bytes that the process has."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
+def _limit(room: int) -> None:
     for limit, most in (
         (resource.RLIMIT_AS, room),
         (resource.RLIMIT_FSIZE, 0),
@@ -66,10 +84,6 @@ def close(user: int, parent: int, memory: int) -> None:
         (resource.RLIMIT_NOFILE, _DESCRIPTORS),
     ):
         resource.setrlimit(limit, (most, most))
-    for fd in range(3):  # what a function prints is not for the daemon's log
-        os.dup2(nowhere, fd)
-    os.close(nowhere)
-    seccomp.install()
 
 
 def _become(user: int) -> None:

@@ -33,13 +33,13 @@ def main() -> None:
     import cloudpickle  # noqa: F401  # what functions are unpickled with
     import torch
 
-    from djinnd.functions.serving import Channel, Serving, rehearse
+    from djinnd.functions.serving import Serving, channel_to_server, rehearse
 
     tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; nobody can write there
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     rehearse()
-    channel = Channel(socket.socket(fileno=given.fd))
+    channel = channel_to_server(socket.socket(fileno=given.fd))
     lacking = sandbox.missing()
     if lacking:
         channel.send(interventions.Unfit(lacking))

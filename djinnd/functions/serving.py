@@ -3,12 +3,10 @@ changed goes back as edits. All of it is the tenant's own code's to spoil, and s
 
 from __future__ import annotations
 
-import array
 import os
 import pickle
 import socket
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +22,10 @@ from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest
 from djinn_client.hits import Hit
 from djinn_client.interventions import Function, apply
-from djinn_client.protocol import MAX_FDS, AddEdit, FrameDecoder, Generated, Timings, Usage
+from djinn_client.protocol import AddEdit, Generated, Timings, Usage
 from djinn_client.shm import new_window
 from djinnd import interventions
+from djinnd.confinement.channel import Channel
 from djinnd.interventions import (
     MAX_FRAME,
     Changed,
@@ -41,33 +40,11 @@ from djinnd.interventions import (
     decode_to_process,
 )
 
-_READ = 1 << 18
-_FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 _MOST_TOLD = 2000  # characters of an exception
 
 
-class Channel:
-    """The process's end of the socket pair."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._decoder = FrameDecoder(MAX_FRAME)
-        self._fds: deque[int] = deque()
-
-    def messages(self) -> Iterator[tuple[ToProcess, list[int]]]:
-        """With the descriptors of each; until the server hangs up."""
-        while True:
-            data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
-            if not data:
-                return
-            for level, kind, rights in ancillary:
-                assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
-                self._fds.extend(array.array("i", rights))
-            for frame in self._decoder.feed(data):
-                yield decode_to_process(frame.payload), [self._fds.popleft() for _ in range(frame.fds)]
-
-    def send(self, message: FromProcess) -> None:
-        self._socket.sendall(interventions.encode(message))
+def channel_to_server(sock: socket.socket) -> Channel[ToProcess, FromProcess]:
+    return Channel(sock, MAX_FRAME, decode_to_process, interventions.encode)
 
 
 class _Loaded(NamedTuple):
@@ -91,7 +68,7 @@ class Serving:
         self._memory = memory
         self._functions: dict[Key, _Loaded] = {}
 
-    def serve(self, channel: Channel) -> None:
+    def serve(self, channel: Channel[ToProcess, FromProcess]) -> None:
         """Until the server hangs up. An exception of a function is told, and the process goes on."""
         for message, fds in channel.messages():
             if isinstance(message, Forget):

@@ -7,7 +7,6 @@ has it; where it is not, the client is told, and sends it again.
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable, Collection, Iterable
 
 from djinn_client import protocol
@@ -18,6 +17,7 @@ from djinn_client.shm import SEALS
 from djinnd import config
 from djinnd.interventions import Key, Run
 from djinnd.server.client import Answer, Call
+from djinnd.server.confined_process import sparse_environ
 from djinnd.server.editing import Editing
 from djinnd.server.function_process import FunctionProcess
 from djinnd.server.models import Models
@@ -25,9 +25,6 @@ from djinnd.server.python import python_module
 from djinnd.server.sessions import SessionRecord, SessionTable
 
 _COMMAND = python_module("djinnd.functions")
-# What Python and the libraries need of the daemon's environment. A tenant can read all of what its process has.
-_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Functions:
@@ -119,8 +116,7 @@ class Functions:
     def _process_of(self, user: int) -> FunctionProcess:
         process = self._processes.get(user)
         if process is None:
-            environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _ONE_THREAD
-            process = FunctionProcess(_COMMAND, environ, user, self._rules.memory, self._ended)
+            process = FunctionProcess(_COMMAND, sparse_environ(), user, self._rules.memory, self._ended)
             self._processes[user] = process
         return process
 

@@ -6,6 +6,9 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
                     │
                     └─► keep is set: a stop string is complete; tokens that still come are not the session's
 
+The text of tokens is read here, or, of models that are not configured, by a text worker: then `is_late`, tokens are
+taken with `take_unread`, and what the worker has read comes back with `heard`.
+
 The text of tokens is read with each of them where somebody waits for it, as a piece or because it may complete a stop
 string. Else it is read READ_AT_ONCE tokens at a time, which takes little more than one. Those that run together take
 turns: no step has much to read, nor has one with which many calls end. What is left is read with the last token, while
@@ -19,8 +22,7 @@ from collections.abc import Collection
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
-from djinnd.text.detokenizer import TextStream
-from djinnd.text.stop_strings import StopMatcher
+from djinnd.text.reader import TextReader
 
 READ_AT_ONCE = 16  # tokens: some tens of microseconds
 
@@ -28,8 +30,8 @@ _turns = itertools.cycle(range(READ_AT_ONCE))
 
 
 class Generation:
-    """`tokens` is the session's list; its last `prompt_tokens` came with the request. `text` None: no tokenizer, so
-    tokens only."""
+    """`tokens` is the session's list; its last `prompt_tokens` came with the request. `reader` None: no tokenizer, so
+    tokens only, or `is_late`."""
 
     def __init__(
         self,
@@ -37,8 +39,9 @@ class Generation:
         tokens: list[int],
         prompt_tokens: int,
         stop_tokens: Collection[int],
-        text: TextStream | None,
+        reader: TextReader | None,
         received: float,
+        is_late: bool = False,
     ) -> None:
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
         self.is_full = False  # the last token was the request's last
@@ -47,9 +50,11 @@ class Generation:
         self._prompt_tokens = prompt_tokens
         self._prompt_end = len(tokens)
         self._stop_tokens = stop_tokens
-        self._text = text
-        self._matcher = StopMatcher(request.stop)
+        self._reader = reader
+        self._is_late = is_late
+        self._is_stopped = False  # a stop string is complete
         self._read = self._prompt_end  # the text of tokens before this has been read
+        self._asked = self._prompt_end  # and before this, a text worker is reading it
         self._read_at_once = 1 if request.stream or request.stop else READ_AT_ONCE
         self._next_read = self._read + next(_turns) % self._read_at_once  # when there are more tokens than that
         self._received = received
@@ -71,22 +76,50 @@ class Generation:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         self.is_full = len(self._tokens) - self._prompt_end == self._request.max_tokens or token in self._stop_tokens
+        if self._is_late:
+            return None
         if len(self._tokens) > self._next_read or self.is_full:
             self._read_text()
-        if self._matcher.matched is not None:
-            self.keep = len(self._tokens) - self._prompt_end
-        if self._request.stream and (self._untold or self._text is None):
-            return Piece(id=self._request.id, **self._take())
-        return None
+        return self._piece()
+
+    @property
+    def unread(self) -> int:
+        """Tokens that no text worker has been asked for yet."""
+        return len(self._tokens) - self._asked
+
+    @property
+    def is_due(self) -> bool:
+        """Somebody waits for the text of the unread tokens, or there are enough of them."""
+        return len(self._tokens) > self._next_read or (self.is_full and self.unread > 0)
+
+    def take_unread(self, most: int) -> list[int]:
+        """The next tokens for the text worker, of which at most one is at work."""
+        assert self._asked == self._read
+        self._asked = min(len(self._tokens), self._read + most)
+        return self._with_text(self._tokens[self._read : self._asked])
+
+    def heard(self, text: str, stopped_after: int | None) -> Piece | None:
+        """What the worker has read of the tokens that it was asked for. Tokens behind the one that completed a stop
+        string are the session's no more."""
+        if stopped_after is not None:
+            self._is_stopped = True
+            self._asked = min(self._asked, self._read + stopped_after)
+            del self._tokens[self._asked :]
+            del self._logprobs[self._asked - self._told :]
+            self.keep = self._asked - self._prompt_end
+        self._note_read(self._asked, text)
+        return self._piece()
 
     def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
         """The final reply. `computed` counts the prompt's tokens that the model ran."""
-        self._read_text()
-        self._untold.append(self._matcher.finish("" if self._text is None else self._text.finish()))
-        stopped = self._matcher.matched is not None
+        if not self._is_late:
+            self._read_text()
+        if self._reader is not None:
+            self._untold.append(self._reader.finish())
+            self._is_stopped = self._reader.stopped_after is not None
         return Generated(
             id=self._request.id,
-            finish_reason="stop" if stopped else reason,
+            finish_reason="stop" if self._is_stopped else reason,
             usage=Usage(
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=len(self._tokens) - self._prompt_end,
@@ -112,17 +145,36 @@ class Generation:
         return len(self._tokens)
 
     def _read_text(self) -> None:
-        """Of all tokens that there are. A stop token is the session's, but says nothing."""
-        tokens, self._read = self._tokens[self._read :], len(self._tokens)
-        self._next_read = self._read + self._read_at_once - 1
-        if self._text is None or not tokens:
-            return
-        text = self._matcher.feed(self._text.feed_all([token for token in tokens if token not in self._stop_tokens]))
+        """Of all tokens that there are."""
+        tokens = self._with_text(self._tokens[self._read :])
+        text = "" if self._reader is None or not tokens else self._reader.read(tokens)
+        self._note_read(len(self._tokens), text)
+        if self._reader is not None and self._reader.stopped_after is not None:
+            self.keep = len(self._tokens) - self._prompt_end
+
+    def _with_text(self, tokens: list[int]) -> list[int]:
+        """A stop token is the session's, but says nothing."""
+        return [token for token in tokens if token not in self._stop_tokens]
+
+    def _note_read(self, end: int, text: str) -> None:
+        self._read = end
+        self._next_read = end + self._read_at_once - 1
         if text:
             self._untold.append(text)
 
+    def _piece(self) -> Piece | None:
+        if self._request.stream and (self._untold or (self._reader is None and not self._is_late)):
+            return Piece(id=self._request.id, **self._take())
+        return None
+
     def _take(self) -> dict[str, Any]:
-        """What no piece has brought yet; from now on it has been."""
-        taken = {"text": "".join(self._untold), "token_ids": self._tokens[self._told :], "logprobs": self._logprobs}
-        self._untold, self._told, self._logprobs = [], len(self._tokens), []
+        """What no piece has brought yet, as far as its text has been read; from now on it has been."""
+        count = self._read - self._told
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        taken = {
+            "text": "".join(self._untold),
+            "token_ids": self._tokens[self._told : self._read],
+            "logprobs": logprobs,
+        }
+        self._untold, self._told = [], self._read
         return taken

@@ -34,6 +34,7 @@ from djinnd.server.signals import Signals
 from djinnd.server.status import Status
 from djinnd.server.stopping import Restart
 from djinnd.server.supervisor import Supervisor
+from djinnd.server.texts import Texts
 from djinnd.server.work_requests import WorkRequests
 
 log = logging.getLogger("djinnd.server")
@@ -93,6 +94,7 @@ class Handlers:
         self,
         sessions: SessionTable,
         models: Models,
+        texts: Texts,
         sharing: Sharing,
         prefixes: PrefixTable,
         queue: Queue,
@@ -108,7 +110,7 @@ class Handlers:
         self._journal = journal
         self._signals = Signals(self._tell_signal)
         of_sessions = SessionRequests(sessions, models, status)
-        of_work = WorkRequests(sessions, models, queue)
+        of_work = WorkRequests(sessions, models, texts, queue)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart, lambda: journal.notes)
         editing = Editing(sessions, models)

@@ -28,7 +28,7 @@ from djinnd.server.model import Model
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.slow_files import SlowFiles
-from djinnd.text.vocabulary import Vocabulary
+from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
 
@@ -48,6 +48,7 @@ class Loader:
         page_folder: Path,
         slow_files: SlowFiles,
         hub: Hub,
+        texts: Texts,
         gone: Callable[[Model], None],
     ) -> None:
         self.keep_alive = KeepAlive(sessions, self.sleep)
@@ -60,6 +61,7 @@ class Loader:
         self._page_folder = page_folder
         self._slow_files = slow_files
         self._hub = hub
+        self._texts = texts
         self._gone = gone
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
@@ -117,7 +119,7 @@ class Loader:
         whoever finds the model ready finds its sessions open there."""
         try:
             files = await self._files(model)
-            vocabulary = await self._slow_files.run(model.opener, partial(Vocabulary.read, model.name, files))
+            text = await self._texts.open(model.opener, model.name, files, model.is_configured)
             await self._left_by_others()
             engine = await self._engine_for(model.name)
             if model.kv.host == 0:
@@ -129,7 +131,7 @@ class Loader:
             raise
         finally:
             model.changing = model.progress = None
-        model.info, model.vocabulary, model.engine, model.state = loaded.model, vocabulary, engine, "ready"
+        model.info, model.text, model.engine, model.state = loaded.model, text, engine, "ready"
         model.used = time.monotonic()
         self.keep_alive.begin(model)
         for prefix in self._prefixes.of_model(model.name, shared=model.share is not None):

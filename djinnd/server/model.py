@@ -19,7 +19,7 @@ from djinnd.messages import Loading
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.kv_sizes import KvSizes
 from djinnd.server.share import Share
-from djinnd.text.vocabulary import Vocabulary
+from djinnd.server.texts import ModelText
 
 ModelState = Literal["available", "loading", "ready", "asleep", "failed"]
 OnLoading = Callable[[Loading], None]
@@ -27,7 +27,7 @@ OnLoading = Callable[[Loading], None]
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """`info` and `vocabulary` are set when it is ready for the first time, and stay.
+    """`info` and `text` are set when it is ready for the first time, and stay.
 
     `used`, CLOCK_MONOTONIC: when it was last asked for, or was ready, or a session of it that has gone last had a call;
     `in_use` counts what keeps it awake beside the calls of its sessions. See keep_alive.py."""
@@ -40,7 +40,8 @@ class Model:
     state: ModelState = "available"
     error: str = ""
     info: ModelInfo | None = None
-    vocabulary: Vocabulary | None = None
+    text: ModelText | None = None
+    is_configured: bool = False  # by an administrator, or shipped with djinnd
     engine: EngineClient | None = None  # while it is ready
     changing: asyncio.Task[None] | None = None  # its load, its way to sleep, or its unload
     progress: Loading | None = None
@@ -53,8 +54,9 @@ class Model:
     next_look: asyncio.TimerHandle | None = None  # of KeepAlive
 
     @classmethod
-    def configured(cls, name: str, source: config.Model) -> Model:
-        return cls(name, source, KvSizes.configured(source), source.placing, source.keep_alive)
+    def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> Model:
+        sizes = KvSizes.configured(source)
+        return cls(name, source, sizes, source.placing, source.keep_alive, is_configured=is_configured)
 
     def forget_wishes(self) -> None:
         """What somebody wanted otherwise than configured."""
@@ -64,13 +66,15 @@ class Model:
     @property
     def opener(self) -> int:
         """The user for whose sake its files are read."""
+        if self.share is not None:
+            return self.share.user
         return os.geteuid() if self.owner is None else self.owner
 
     @property
-    def described(self) -> tuple[ModelInfo, Vocabulary]:
+    def described(self) -> tuple[ModelInfo, ModelText]:
         """Of a model that has been ready."""
-        assert self.info is not None and self.vocabulary is not None
-        return self.info, self.vocabulary
+        assert self.info is not None and self.text is not None
+        return self.info, self.text
 
     def placed(self, wish: Placing | None) -> Placing:
         """Where its blocks are to go. Weights that a client shares lie as they do, and there is no other copy of

@@ -41,6 +41,7 @@ from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.share import Share
 from djinnd.server.slow_files import SlowFiles
+from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
 
@@ -58,9 +59,12 @@ class Models:
         page_folder: Path,
         prefixes: PrefixTable,
         limits: config.Limits,
+        texts: Texts,
     ) -> None:
         self._known = known_models(configured)
-        self._models = {name: Model.configured(name, source) for name, source in self._known.items()}
+        self._models = {
+            name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
+        }
         self._sessions = sessions
         self._prefixes = prefixes
         self._arena = arena
@@ -77,6 +81,7 @@ class Models:
             page_folder,
             self._slow_files,
             self._hub,
+            texts,
             self._forget_unless_used,
         )
         self._closing = False
@@ -94,7 +99,7 @@ class Models:
         name = os.path.normpath(name) if name.startswith("/") else name
         if name in self._models:
             return self._models[name]
-        return Model.configured(name, model_named(name, self._known))
+        return Model.configured(name, model_named(name, self._known), is_configured=name in self._known)
 
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
         """The engine that has the session open, if there is one."""

@@ -10,14 +10,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import Cancelled, DjinnError
-from djinn_client.protocol import CLASSES, Forward, Generate, Generated, Logits, Logprobs, Sampling, Timings
+from djinn_client.protocol import CLASSES, Forward, Generate, Generated, Logits, Logprobs, Piece, Sampling, Timings
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
 from djinnd.server.call_breakpoints import CallBreakpoints
@@ -25,9 +25,12 @@ from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
+from djinnd.server.late_text import LateText
 from djinnd.server.queueing import Place
 from djinnd.server.sessions import SessionRecord
-from djinnd.text.vocabulary import Vocabulary
+from djinnd.server.text_worker import TextWorker
+from djinnd.server.texts import ModelText
+from djinnd.text.detokenizer import CONTEXT_TOKENS
 
 log = logging.getLogger("djinnd.server")
 
@@ -131,10 +134,12 @@ class GenerateRun(SessionRun):
         request: Generate,
         prompt: Sequence[int],
         stop_tokens: Collection[int],
-        vocabulary: Vocabulary,
+        text: ModelText,
+        worker: TextWorker | None,
         capturing: Capturing | None,
         breaking: CallBreakpoints,
     ) -> None:
+        """`worker`: that reads the text of the tokens, and has the model's tokenizer; None: it is read here."""
         super().__init__(call, session, engine)
         self._place = place
         self._capturing = capturing
@@ -142,6 +147,9 @@ class GenerateRun(SessionRun):
         self._extend(prompt)
         self._fault: BaseException | None = None
         self._halted = False
+        self._late: LateText | None = None
+        self._is_over = False  # in the engine
+        self._held_by: set[str] = set()
         seed = request.sampling.seed
         self._number = engine.run(
             self,
@@ -159,8 +167,12 @@ class GenerateRun(SessionRun):
         )
         self._send_off()
         try:  # while the engine has its work
-            text = vocabulary.text_after(session.tokens, request.skip_special_tokens)
-            self._generation = Generation(request, session.tokens, len(prompt), stop_tokens, text, call.received)
+            reader = text.reader(session.tokens, request)
+            fields = (request, session.tokens, len(prompt), stop_tokens, reader, call.received)
+            self._generation = Generation(*fields, is_late=worker is not None)
+            if worker is not None:
+                context = session.tokens[-CONTEXT_TOKENS * 4 :]  # of which some have no text
+                self._late = LateText(worker, text.number, context, request, self)
         except BaseException as fault:
             self._blame(fault)
             self.cancel()
@@ -182,20 +194,74 @@ class GenerateRun(SessionRun):
             self._blame(fault)
             self.cancel()
             return
-        if piece is not None or self._generation.is_full:
+        if self._late is not None:
+            self._late.go_on(self._generation)
+        elif piece is not None or self._generation.is_full:
             self._session.changed()
+        self._told(piece)
+
+    def _told(self, piece: Piece | None) -> None:
         if piece is not None:
             self._call.send(piece)
         if self._generation.keep is not None and not self._halted:
             self._halted = True
-            self._engine.send(Halt(self._number, self._generation.keep))
+            if not self._is_over:
+                self._engine.send(Halt(self._number, self._generation.keep))
+
+    def hold(self, held: bool) -> None:
+        self._hold("client", held)
+
+    def _hold(self, who: str, held: bool) -> None:
+        """It goes on when nobody holds it."""
+        was = bool(self._held_by)
+        (self._held_by.add if held else self._held_by.discard)(who)
+        if bool(self._held_by) != was and not self._is_over:
+            super().hold(not was)
+
+    # --- what the text worker says: see LateText --------------------------------------------------------------------
+
+    def text_came(self, text: str, stopped_after: int | None) -> None:
+        piece = self._generation.heard(text, stopped_after)
+        if piece is not None:
+            self._session.changed()
+        self._told(piece)
+
+    def text_failed(self, error: DjinnError) -> None:
+        self._fault = error
+        if not self._is_over:
+            self.cancel()
+
+    def text_behind(self, is_behind: bool) -> None:
+        self._hold("text", is_behind)
+
+    def _when_read(self, then: Callable[[], None]) -> None:
+        """The engine has ended the run; its last word is acted on when the text of all tokens has been read."""
+        self._is_over = True
+        if self._late is None or self._fault is not None:
+            then()
+        else:
+            self._late.finish(self._generation, then)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def failed(self, error: DjinnError) -> None:
+        self._is_over = True
+        if self._late is not None:
+            self._late.end()
+        super().failed(error)
 
     def finished(self, message: Finished) -> None:
+        self._when_read(lambda: self._finish(message))
+
+    def captured(self, message: Finished, fd: int) -> None:
+        self._when_read(lambda: self._finish_captured(message, fd))
+
+    def _finish(self, message: Finished) -> None:
         reply = self._ended(message)
         if reply is not None:
             self.done.set_result(Answer(reply))
 
-    def captured(self, message: Finished, fd: int) -> None:
+    def _finish_captured(self, message: Finished, fd: int) -> None:
         assert message.capture is not None
         reply, fds = self._ended(message), [fd]
         if reply is None or reply.finish_reason == "cancelled" or (message.stopped is not None and reply.hit is None):
@@ -222,7 +288,7 @@ class GenerateRun(SessionRun):
         """The final reply; None where there is none, but an error."""
         reply = self._reply(message) if self._fault is None else None
         if reply is None:
-            self._undo(DjinnError(f"the daemon failed on a token of its own: {self._fault!r}; its log has the details"))
+            self._undo(_told_of(self._fault))
             return None
         length = self._generation.length
         if message.length != length:
@@ -247,6 +313,13 @@ class GenerateRun(SessionRun):
         """A panic in the tokenizer's Rust code, too, which is no Exception."""
         log.exception("token_failed session=%s", self._session.id)
         self._fault = fault
+
+
+def _told_of(fault: BaseException | None) -> DjinnError:
+    """What the caller is told: an error of the text side says what to do; anything else is the daemon's own."""
+    if isinstance(fault, DjinnError):
+        return fault
+    return DjinnError(f"the daemon failed on a token of its own: {fault!r}; its log has the details")
 
 
 class ForwardRun(SessionRun):

@@ -50,6 +50,7 @@ from djinnd.server.status import Status
 from djinnd.server.stopping import Restart, Stopping
 from djinnd.server.succession import Inherited, inherited
 from djinnd.server.supervisor import Supervisor
+from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
 
@@ -88,6 +89,7 @@ class Server:
         self._prefixes = PrefixTable(config.limits, self._journal)
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
+        self._texts = Texts(config.limits)
         self._models = Models(
             config.models,
             self._sessions,
@@ -96,6 +98,7 @@ class Server:
             self._page_folder,
             self._prefixes,
             config.limits,
+            self._texts,
         )
         self._supervisor = Supervisor(
             engine_command,
@@ -134,6 +137,7 @@ class Server:
         self._handlers = Handlers(
             self._sessions,
             self._models,
+            self._texts,
             self._sharing,
             self._prefixes,
             self._queue,
@@ -210,6 +214,7 @@ class Server:
         for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
         self._models.follow(held.limits)
+        self._texts.follow(held.limits)
         self._queue.places = held.limits.queue
         self._supervisor.set_scheduling(held.scheduling)
         self._functions.follow(held.functions)
@@ -231,6 +236,7 @@ class Server:
         await self._metrics.close()
         self._models.stop()
         await self._functions.close()
+        await self._texts.close()
         await self._stop_engine()
         if self._stopping.restart is None or not self._nursery.is_sound:
             await self._nursery.close()

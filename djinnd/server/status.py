@@ -158,7 +158,7 @@ class Status:
         described = {info.name: info for info in report.models} if report else {}
         info = described.get(model.name) or model.info or ModelInfo(name=model.name, path=model.source.path)
         sessions = len(self._sessions.of_model(model.name))
-        notes = [*info.notes, *(model.vocabulary.notes if model.vocabulary is not None else [])]
+        notes = [*info.notes, *(model.text.notes if model.text is not None else [])]
         if model.share is not None:
             notes.insert(0, f"shared by user {model.share.user}")
         return msgspec.structs.replace(

@@ -6,7 +6,6 @@ the session as it is here.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,36 +19,38 @@ from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
-from djinnd.text.encoder import TextRules
-from djinnd.text.vocabulary import Vocabulary
-
-LONG_TEXT = 2 << 10  # characters; such a prompt takes a millisecond and is tokenised in a thread
+from djinnd.server.texts import Texts
 
 
 class WorkRequests:
-    def __init__(self, sessions: SessionTable, models: Models, queue: Queue) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, texts: Texts, queue: Queue) -> None:
         self._sessions = sessions
         self._models = models
+        self._texts = texts
         self._queue = queue
 
     async def generate(self, call: Call, request: Generate) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:
-            info, vocabulary = (await self._models.once_ready(session)).described
-            admission.check_generate(request, info, vocabulary.lacking)
-            prompt = await _prompt(request, vocabulary, first=not session.tokens)
+            info, text = (await self._models.once_ready(session)).described
+            admission.check_generate(request, info, text.lacking)
+            room = info.max_context - len(session.tokens) - min(request.max_tokens, 1)
+            prompt, stop_tokens = await self._texts.prepare(
+                text, session.user, request, starts=not session.tokens, room=max(0, room)
+            )
+            stop_tokens |= frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else text.eos)
             admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)
-            stop_tokens = _stop_tokens(request, vocabulary)
             engine = await self._models.ready(session.model)
             session.expect_model()
+            worker = self._texts.reading_worker(text, session.user)
             if request.resume and session.is_paused:
                 session.is_paused = False
                 engine.send(Resume(session.id))
             run = GenerateRun(
-                call, session, engine, place, request, prompt, stop_tokens, vocabulary, capturing, breaking
+                call, session, engine, place, request, prompt, stop_tokens, text, worker, capturing, breaking
             )
             call.client.started(call, run)
             return await run.done
@@ -73,20 +74,3 @@ class WorkRequests:
             session.tenant.expect_tokens(call.received)
             with self._queue.place(session.user, call.received) as place:
                 yield place
-
-
-async def _prompt(request: Generate, vocabulary: Vocabulary, first: bool) -> list[int]:
-    if request.text is None:
-        return request.token_ids or []
-    rules = TextRules(first, request.parse_special, request.prefix_space)
-    if len(request.text) > LONG_TEXT:
-        return await asyncio.to_thread(vocabulary.encode, request.text, rules)
-    return vocabulary.encode(request.text, rules)
-
-
-def _stop_tokens(request: Generate, vocabulary: Vocabulary) -> frozenset[int]:
-    """Raises InvalidRequest."""
-    stops = frozenset(request.stop_token_ids)
-    if request.stop:
-        stops |= vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
-    return stops if request.ignore_eos else stops | vocabulary.eos

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import ModelFiles
-from djinnd.text.detokenizer import Detokenizer, TextStream
+from djinn_client.model_files import SMALL_FILE, ModelFiles
+from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
+from djinnd.text.reach import characters_per_token
+from djinnd.text.reader import TextReader
+
+TOKENIZER = "tokenizer.json"
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER)  # that a vocabulary is read from
+_JSON_BYTES = 8 << 20  # of each of the others
 
 
 class Vocabulary:
@@ -21,37 +28,39 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer | None, eos: frozenset[int], lacking: str = "") -> None:
         self.eos = eos
         self.lacking = lacking
+        self._tokenizer = tokenizer
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
 
     @classmethod
-    def read(cls, name: str, files: ModelFiles) -> Vocabulary:
-        """From tokenizer.json, tokenizer_config.json, generation_config.json and config.json, as far as they are there.
-        Raises ModelRejected for a file that cannot be read."""
-        generation = _json(name, files, "generation_config.json")
-        config = _json(name, files, "config.json")
-        told = _json(name, files, "tokenizer_config.json")
-        tokenizer = _tokenizer(name, files, "tokenizer.json")
+    def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE) -> Vocabulary:
+        """From those of FILES that are there. `most`: bytes that tokenizer.json may have. Raises ModelRejected for a
+        file that is larger, or cannot be read."""
+        config, generation, told = (_json(name, files, file) for file in FILES if file != TOKENIZER)
+        tokenizer = _tokenizer(name, files, most)
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
-        return cls(tokenizer, eos, "" if tokenizer else _lacking(files))
+        return cls(tokenizer, eos, "" if tokenizer else lacking(files))
 
     @property
     def has_text(self) -> bool:
         return self._encoder is not None
 
-    @property
-    def notes(self) -> list[str]:
-        """What somebody who uses the model should know."""
-        return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        """Characters of a text that one token stands for at the most; None where nothing bounds them."""
+        assert self._tokenizer is not None
+        return characters_per_token(self._tokenizer)
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
         """Where there is text."""
         assert self._encoder is not None
         return self._encoder.encode(text, rules)
 
-    def text_after(self, context: Sequence[int], skip_special: bool = True) -> TextStream | None:
-        """The text of tokens that follow `context`."""
-        return None if self._detokenizer is None else self._detokenizer.stream(context, skip_special)
+    def reader(self, context: Sequence[int], stops: Sequence[str], skip_special: bool = True) -> TextReader | None:
+        """Of tokens that follow `context`."""
+        if self._detokenizer is None:
+            return None
+        return TextReader(self._detokenizer.stream(context, skip_special), stops)
 
     def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
         """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where
@@ -76,7 +85,7 @@ class Vocabulary:
             )
 
 
-def _lacking(files: ModelFiles) -> str:
+def lacking(files: ModelFiles) -> str:
     """Why there is no text, for a checkpoint without tokenizer.json."""
     slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if name in files]
     if not slow:
@@ -87,14 +96,14 @@ def _lacking(files: ModelFiles) -> str:
     )
 
 
-def _tokenizer(name: str, files: ModelFiles, file: str) -> Tokenizer | None:
-    if file not in files:
+def _tokenizer(name: str, files: ModelFiles, most: int) -> Tokenizer | None:
+    if TOKENIZER not in files:
         return None
-    content = files.read(file)
+    content = files.read(TOKENIZER, most)
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
-        raise ModelRejected(f"{name}: {file} cannot be read: {error}") from error
+        raise ModelRejected(f"{name}: {files.folder}/{TOKENIZER} cannot be read: {error}") from error
     tokenizer.no_truncation()  # settings that some files carry, and that would change prompts
     tokenizer.no_padding()
     return tokenizer
@@ -104,9 +113,9 @@ def _json(name: str, files: ModelFiles, file: str) -> dict[str, Any]:
     if file not in files:
         return {}
     try:
-        content = json.loads(files.read(file))
-    except ValueError as error:
-        raise ModelRejected(f"{name}: {file} cannot be read: {error}") from error
+        content = json.loads(files.read(file, _JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ModelRejected(f"{name}: {files.folder}/{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelRejected(f"{name}: {file} holds no JSON object")
+        raise ModelRejected(f"{name}: {files.folder}/{file} holds no JSON object")
     return content

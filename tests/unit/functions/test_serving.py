@@ -18,7 +18,7 @@ from djinn_client.breakpoints import HitInfo
 from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.protocol import FrameDecoder
 from djinn_client.shm import new_window
-from djinnd.functions.serving import Channel, Serving, rehearse
+from djinnd.functions.serving import Serving, channel_to_server, rehearse
 from djinnd.interventions import Changed, Done, Failed, Forget, Load, Run, decode_from_process, encode
 
 WIDTH, ROWS, OFFSET = 4, 3, 64
@@ -70,7 +70,7 @@ class Line:
 def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair()
     with theirs:
-        thread = threading.Thread(target=Serving(123_456).serve, args=[Channel(theirs)])
+        thread = threading.Thread(target=Serving(123_456).serve, args=[channel_to_server(theirs)])
         thread.start()
         with ours:
             yield Line(ours)

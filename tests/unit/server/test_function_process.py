@@ -196,7 +196,7 @@ def test_no_such_command() -> None:
     async def play() -> None:
         ended: list[FunctionProcess] = []
         process = FunctionProcess(["/nonexistent/python"], {}, 0, 0, ended.append)
-        await refused(load(process), FunctionFailed, "could be started")
+        await refused(load(process), FunctionFailed, "could not be started")
         await process.end()
         assert ended == [process]
 

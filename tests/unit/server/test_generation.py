@@ -7,6 +7,7 @@ import pytest
 from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.generation import READ_AT_ONCE, Generation
 from djinnd.text.detokenizer import Detokenizer
+from djinnd.text.reader import TextReader
 
 STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
 PROMPT = [5, 6]
@@ -19,7 +20,8 @@ class Play:
     def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), **request):
         self.session = [*before, *PROMPT]
         self.clock = itertools.count(101)
-        text = Detokenizer(tokenizer).stream(self.session) if has_text else None
+        stops = request.get("stop", [])
+        text = TextReader(Detokenizer(tokenizer).stream(self.session), stops) if has_text else None
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         self.generation = Generation(message, self.session, len(PROMPT), frozenset(stop_tokens), text, received=100.0)
         self.pieces = []
@@ -79,7 +81,8 @@ def test_text_that_nobody_waits_for_is_read_many_tokens_at_a_time(tiny, story):
 
     def reads(**request):
         play = Play(tiny, **request)
-        text = play.generation._text = Counting(play.generation._text)
+        reader = play.generation._reader
+        text = reader._stream = Counting(reader._stream)
         found = []
         for token in tokens:
             before = len(text.asked)

@@ -20,6 +20,7 @@ from djinnd.server.quotas import Rule, Tenant
 from djinnd.server.runs import GenerateRun
 from djinnd.server.sessions import SessionRecord
 from djinnd.text.detokenizer import Detokenizer
+from djinnd.text.reader import TextReader
 
 PROMPT = [5, 6]
 
@@ -53,8 +54,8 @@ class Stage:
         queue = Queue(8, 0.0)
         with queue.place(1000, 0.0) as place:
             message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-            vocabulary = SimpleNamespace(
-                text_after=lambda tokens, skip_special: self.did.append("read text") or text(tokens)
+            reads = SimpleNamespace(
+                reader=lambda tokens, asked: self.did.append("read text") or TextReader(text(tokens), asked.stop)
             )
             self.run = GenerateRun(
                 call,
@@ -64,7 +65,8 @@ class Stage:
                 message,
                 PROMPT,
                 frozenset(),
-                vocabulary,  # type: ignore[arg-type]
+                reads,  # type: ignore[arg-type]
+                None,
                 None,
                 CallBreakpoints([], None, Reach(1, 3, 3, 9), BreakpointList(), 8),
             )
@@ -86,7 +88,7 @@ class Panicking:
         if at == "beginning":
             raise Panic
 
-    def feed(self, token: int) -> str:
+    def feed_all(self, tokens: list[int]) -> str:
         if self.at == "token":
             raise Panic
         return "a"
@@ -136,7 +138,7 @@ def test_the_last_token_is_written_and_read_before_the_engine_has_ended_the_run(
         stage.run.token(tokens[-1], None, 0.0)
         assert stage.journal.heard == [len(stage.session.tokens)]
         stage.session.journalled = len(stage.session.tokens)  # at the end of this turn of the loop
-        stage.run._generation._text.feed_all = None  # type: ignore[union-attr, method-assign, assignment]
+        stage.run._generation._reader._stream.feed_all = None  # type: ignore[union-attr, method-assign, assignment]
         stage.end()
         assert len(stage.journal.heard) == 1, "nothing is new"
         assert stage.run.done.result().message.text == "def greet(name)"  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from djinnd.server.prefixes import PrefixTable
 from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, sweep
+from djinnd.server.texts import Texts
 from tests.support.descriptors import open_descriptors
 
 OWNER = SimpleNamespace(user=1000, is_admin=False)
@@ -76,7 +77,16 @@ def models_with(made, tmp_path):
         PrefixTable(Limits(), journal),
     )
     arena = Arena(str(tmp_path))
-    models = Models({}, sessions, arena, lambda name: pytest.fail("no engine is needed"), tmp_path, prefixes, Limits())
+    models = Models(
+        {},
+        sessions,
+        arena,
+        lambda name: pytest.fail("no engine is needed"),
+        tmp_path,
+        prefixes,
+        Limits(),
+        Texts(Limits()),
+    )
     models.add_shared(made)
     return models
 

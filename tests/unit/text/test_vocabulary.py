@@ -11,6 +11,11 @@ from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
 
+def read(name, folder):
+    with ModelFiles.open(str(folder)) as files:
+        return Vocabulary.read(name, files)
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder with a tokenizer that puts <s> before a text, and with these files."""
@@ -32,19 +37,14 @@ def checkpoint(tmp_path):
     return write
 
 
-def read(folder):
-    with ModelFiles.open(str(folder)) as files:
-        return Vocabulary.read("m", files)
-
-
 def test_only_the_first_text_of_a_session_gets_the_special_tokens(checkpoint):
-    vocabulary = read(checkpoint())
+    vocabulary = read("m", checkpoint())
     assert vocabulary.encode("hello world", TextRules(starts=True)) == [0, 3, 4]
     assert vocabulary.encode("hello world", TextRules(starts=False)) == [3, 4]
 
 
 def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
-    assert len(read(checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
+    assert len(read("m", checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
     ],
 )
 def test_the_tokens_that_end_an_output(checkpoint, files, eos):
-    assert read(checkpoint(**files)).eos == eos
+    assert read("m", checkpoint(**files)).eos == eos
 
 
 def test_a_checkpoint_without_a_tokenizer(checkpoint):
-    vocabulary = read(checkpoint(tokenizer=False, config={}))
+    vocabulary = read("m", checkpoint(tokenizer=False, config={}))
     assert not vocabulary.has_text
-    assert vocabulary.text_after([1, 2]) is None
+    assert vocabulary.reader([1, 2], []) is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "config", "generation_config"])
@@ -77,33 +77,29 @@ def test_a_damaged_file_is_named(checkpoint, name, content):
     folder = checkpoint(tokenizer=False)
     (folder / f"{name}.json").write_text(content)
     with pytest.raises(ModelRejected, match=rf"m: .*{name}\.json"):
-        read(folder)
+        read("m", folder)
 
 
 def test_the_shipped_model(tiny):
-    from djinnd.server.checkpoints import known_models
+    from djinnd.server.checkpoints import find_checkpoint, known_models
 
-    vocabulary = read(known_models({})["djinn-tiny"].path)
+    folder = find_checkpoint("djinn-tiny", known_models({})["djinn-tiny"].path)
+    vocabulary = read("djinn-tiny", folder)
     tokens = vocabulary.encode("def fibonacci(", TextRules(starts=True))
     assert tokens == tiny.encode("def fibonacci(").ids
-    stream = vocabulary.text_after([])
-    assert "".join(map(stream.feed, tokens)) + stream.finish() == "def fibonacci("
+    reader = vocabulary.reader([], [])
+    assert reader.read(tokens) + reader.finish() == "def fibonacci("
     assert vocabulary.eos == {0}
 
 
-def test_a_model_without_an_end_token_says_so(checkpoint):
-    assert "no end token" in read(checkpoint()).notes[0]
-    assert not read(checkpoint(config={"eos_token_id": 1})).notes
-
-
 def test_a_special_token_among_the_stop_strings_is_a_stop_token(checkpoint):
-    vocabulary = read(checkpoint())
+    vocabulary = read("m", checkpoint())
     assert vocabulary.stop_tokens(["</s>", "hello"], skip_special=True) == {1}
     assert vocabulary.stop_tokens(["</s>"], skip_special=False) == {1}
 
 
 def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
-    vocabulary = read(checkpoint())
+    vocabulary = read("m", checkpoint())
     with pytest.raises(InvalidRequest, match="skip_special_tokens=False"):
         vocabulary.stop_tokens(["world</s>"], skip_special=True)
     assert vocabulary.stop_tokens(["world</s>"], skip_special=False) == set()
@@ -112,6 +108,6 @@ def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
 def test_slow_tokenizers_are_named_with_the_remedy(checkpoint):
     folder = checkpoint(tokenizer=False)
     (folder / "tokenizer.model").write_bytes(b"x")
-    lacking = read(folder).lacking
+    lacking = read("m", folder).lacking
     assert "tokenizer.model" in lacking
     assert "save_pretrained" in lacking

@@ -1,0 +1,50 @@
+"""A confined process's end of its socket pair to the server: blocking, one frame after another."""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from djinn_client.protocol import MAX_FDS, FrameDecoder
+
+_READ = 1 << 18
+_FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+
+Heard = TypeVar("Heard")
+Said = TypeVar("Said")
+
+
+class Channel(Generic[Heard, Said]):
+    """`decode` and `encode` are those of the process's protocol; `max_frame`: bytes of what the server says."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        max_frame: int,
+        decode: Callable[[bytes], Heard],
+        encode: Callable[[Said], bytes],
+    ) -> None:
+        self._socket = sock
+        self._decoder = FrameDecoder(max_frame)
+        self._decode = decode
+        self._encode = encode
+        self._fds: deque[int] = deque()
+
+    def messages(self) -> Iterator[tuple[Heard, list[int]]]:
+        """With the descriptors of each; until the server hangs up."""
+        while True:
+            data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            for level, kind, rights in ancillary:
+                assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
+                self._fds.extend(array.array("i", rights))
+            for frame in self._decoder.feed(data):
+                yield self._decode(frame.payload), [self._fds.popleft() for _ in range(frame.fds)]
+
+    def send(self, message: Said) -> None:
+        self._socket.sendall(self._encode(message))

@@ -1,0 +1,121 @@
+"""The text of one run's tokens, read by a text worker while the engine goes on.
+
+    token … token ──► Read ──► worker ──► ReadText ──► piece     one Read at a time: tokens that come meanwhile
+                                                                 are the next one's
+    Finished ──► Read(last) ──► ReadText ──► the final reply
+
+A run whose worker falls behind by more than MOST_BEHIND tokens is held, so that the engine never outruns the text
+without bound. A slow tokenizer costs its own tenant's runs time, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from djinn_client.errors import DjinnError, TextFailed
+from djinn_client.protocol import Generate
+from djinnd.server.generation import Generation
+from djinnd.server.text_worker import Reply, TextWorker
+from djinnd.text.reader import expect_bounded
+from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
+
+MOST_BEHIND = 1024  # tokens
+
+_numbers = itertools.count(1)  # of readings
+
+
+class Reader(Protocol):
+    """The run whose tokens are read."""
+
+    def text_came(self, text: str, stopped_after: int | None) -> None: ...
+    def text_failed(self, error: DjinnError) -> None: ...
+    def text_behind(self, is_behind: bool) -> None: ...
+
+
+class LateText:
+    """A reading in a worker, from the run's start to its last text, or until `end`."""
+
+    def __init__(
+        self, worker: TextWorker, model: int, context: Sequence[int], request: Generate, reader: Reader
+    ) -> None:
+        self._number = next(_numbers)
+        self._worker = worker
+        self._reader = reader
+        self._is_asked = False
+        self._asked = 0  # tokens of the last Read
+        self._is_over = False
+        self._is_behind = False
+        self._then: Callable[[], None] | None = None  # when all has been read
+        self._tokens = self._characters = 0  # so far
+        worker.readings += 1
+        worker.tell(Begin(self._number, model, list(context), request.stop, request.skip_special_tokens))
+
+    def go_on(self, generation: Generation) -> None:
+        """Tokens came, or a Read was answered."""
+        if self._is_over:
+            return
+        self._note_behind(generation.unread > MOST_BEHIND)
+        if self._is_asked or not (generation.is_due or self._then is not None):
+            return
+        is_last = self._then is not None and generation.unread <= READ_TOKENS
+        tokens = generation.take_unread(READ_TOKENS)
+        self._is_asked, self._asked = True, len(tokens)
+        self._tokens += len(tokens)
+        self._worker.ask(
+            Read(self._number, tokens, is_last), lambda answer: self._answered(generation, is_last, answer)
+        )
+
+    def finish(self, generation: Generation, then: Callable[[], None]) -> None:
+        """No more tokens come. `then` is called when the text of all has been read, or cannot be."""
+        if self._is_over:
+            then()
+            return
+        self._then = then
+        self.go_on(generation)
+
+    def end(self) -> None:
+        """Nobody waits for the rest."""
+        if not self._is_over:
+            self._is_over = True
+            self._worker.readings -= 1
+            self._worker.tell(End(self._number))
+
+    def _answered(self, generation: Generation, is_last: bool, answer: Reply | DjinnError) -> None:
+        self._is_asked = False
+        if self._is_over:
+            return
+        try:
+            text, stopped_after = self._expect_text(answer)
+        except DjinnError as error:
+            self._finished()
+            self._reader.text_failed(error)
+        else:
+            if is_last or stopped_after is not None:
+                self._finished()
+            self._reader.text_came(text, stopped_after)
+        if self._is_over and self._then is not None:
+            self._then()
+        else:
+            self.go_on(generation)
+
+    def _expect_text(self, answer: Reply | DjinnError) -> tuple[str, int | None]:
+        """Raises what the worker has failed with, and TextFailed for more text than any honest one sends."""
+        if isinstance(answer, DjinnError):
+            raise answer
+        assert isinstance(answer, ReadText), answer
+        if answer.stopped_after is not None and not 0 <= answer.stopped_after <= self._asked:
+            raise TextFailed("the text worker has counted tokens that it was not asked for")
+        self._characters += len(answer.text)
+        expect_bounded(self._characters, self._tokens)
+        return answer.text, answer.stopped_after
+
+    def _finished(self) -> None:
+        self._note_behind(False)
+        self.end()
+
+    def _note_behind(self, is_behind: bool) -> None:
+        if is_behind != self._is_behind:
+            self._is_behind = is_behind
+            self._reader.text_behind(is_behind)

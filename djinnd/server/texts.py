@@ -1,0 +1,306 @@
+"""Text of models: who turns it into tokens, and tokens into text.
+
+    model          short text      longer text            long text              tokens
+    configured     the loop        a thread of a few      the text worker        the loop
+    any other      the principal's text worker, for everything
+
+A configured model's files are the administrator's, and its tokenizer is trusted with the loop's time for what is short.
+Texts that cannot fit are refused before anything is done with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from djinn_client.errors import DjinnError, PromptTooLong, QuotaExceeded
+from djinn_client.model_files import ModelFiles
+from djinn_client.protocol import Generate
+from djinnd.config import Limits
+from djinnd.server.bucket import Bucket
+from djinnd.server.confined_process import sparse_environ
+from djinnd.server.python import python_module
+from djinnd.server.stopping import leave_signals_to_the_loop
+from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
+from djinnd.text.encoder import TextRules
+from djinnd.text.reader import TextReader
+from djinnd.text.vocabulary import FILES, Vocabulary, lacking
+from djinnd.text_jobs import Encode, Encoded, Open, Opened, TooMany
+
+SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
+LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
+_THREADS = 2
+_IDLE = 60.0  # seconds without a question, after which a worker ends
+_MINUTE = 60.0
+_COMMAND = python_module("djinnd.text_worker")
+
+_numbers = itertools.count(1)
+
+
+class ModelText:
+    """The text side of one loaded model. `vocabulary`: of a configured model; None: its files are only ever read by
+    text workers. `files`: those that a vocabulary is read from, open for as long as somebody refers to this. `lacking`:
+    why it takes no text; "" where it takes some."""
+
+    def __init__(
+        self, name: str, files: ModelFiles, eos: frozenset[int], lacking: str, vocabulary: Vocabulary | None
+    ) -> None:
+        self.number = next(_numbers)
+        self.name = name
+        self.files = files
+        self.eos = eos
+        self.lacking = lacking
+        self.vocabulary = vocabulary
+        weakref.finalize(self, files.close)
+
+    def reader(self, context: Sequence[int], request: Generate) -> TextReader | None:
+        """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
+        if self.vocabulary is None:
+            return None
+        return self.vocabulary.reader(context, request.stop, request.skip_special_tokens)
+
+    @property
+    def is_read_by_workers(self) -> bool:
+        return self.vocabulary is None and not self.lacking
+
+    @property
+    def notes(self) -> list[str]:
+        """What somebody who uses the model should know."""
+        return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]
+
+
+class Texts:
+    """Owns the text workers, one a principal at the most, and the threads for configured models' texts."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._workers: dict[int, TextWorker] = {}  # by user; those that take questions
+        self._ending: set[TextWorker] = set()  # those that do not, and are not gone yet
+        self._turns: dict[tuple[int, str], asyncio.Lock] = {}
+        self._used: dict[int, _Use] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "djinn-text", leave_signals_to_the_loop)
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def open(self, user: int, name: str, files: ModelFiles, is_configured: bool) -> ModelText:
+        """The text side of a model that is being loaded, for `user`. `files` stay the caller's. Raises ModelRejected,
+        TextFailed, QuotaExceeded."""
+        kept = _duplicates(files)
+        try:
+            if is_configured:
+                loop = asyncio.get_running_loop()
+                vocabulary = await loop.run_in_executor(self._threads, _read, name, kept)
+                return ModelText(name, kept, vocabulary.eos, vocabulary.lacking, vocabulary)
+            text = ModelText(name, kept, frozenset(), lacking(files), None)
+            weakref.finalize(text, self._forget, text.number)
+            async with self._turn(user, "worker"):
+                self.expect_time(user)
+                worker = self.worker(user)
+                opened = await self._ask(worker, *_opening(text, self.limits))
+            assert isinstance(opened, Opened)
+            text.eos, text.lacking = frozenset(opened.eos), "" if opened.has_text else text.lacking
+            worker.models[text.number] = None
+            return text
+        except BaseException:
+            kept.close()
+            raise
+
+    async def prepare(
+        self, text: ModelText, user: int, request: Generate, starts: bool, room: int
+    ) -> tuple[list[int], frozenset[int]]:
+        """The prompt, and the special tokens among the stop strings. `room`: tokens that fit. Raises PromptTooLong,
+        InvalidRequest, TextFailed, QuotaExceeded."""
+        given = request.token_ids or []
+        if request.text is None and not request.stop:
+            return given, frozenset()
+        rules = TextRules(starts, request.parse_special, request.prefix_space)
+        vocabulary, prompt = text.vocabulary, request.text or ""
+        if vocabulary is not None:
+            stop_tokens = vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
+            if request.text is None:
+                return given, stop_tokens
+            _expect_fits(text.name, vocabulary, prompt, room)
+            if len(prompt) <= SHORT_TEXT:
+                return vocabulary.encode(prompt, rules), stop_tokens
+            if len(prompt) <= LONG_TEXT:
+                async with self._turn(user, "thread"):
+                    loop = asyncio.get_running_loop()
+                    encoding = loop.run_in_executor(self._threads, vocabulary.encode, prompt, rules)
+                    return await encoding, stop_tokens
+        question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
+        async with self._turn(user, "worker"):
+            self.expect_time(user)
+            answer = await self._ask(self.worker_with(text, user), question)
+        if isinstance(answer, TooMany):
+            raise _too_long(text.name, f"has {answer.tokens:,} tokens", room)
+        assert isinstance(answer, Encoded)
+        return given if request.text is None else answer.tokens, frozenset(answer.stop_tokens)
+
+    def follow(self, limits: Limits) -> None:
+        """These hold for workers that start from now on, and for the time that is used."""
+        self.limits = limits
+        rate = limits.text_seconds_per_minute
+        for use in self._used.values():
+            use.bucket.resize(rate / _MINUTE, rate, time.monotonic())
+
+    def expect_time(self, user: int) -> None:
+        """Raises QuotaExceeded where the user's text workers have used more CPU time than they may."""
+        wait = self._use(user).bucket.wait_s(time.monotonic())
+        if wait:
+            rate = self.limits.text_seconds_per_minute
+            raise QuotaExceeded(
+                f"your text workers have used their {rate:g} s of CPU time a minute (limits.text_seconds_per_minute): "
+                f"try again in {math.ceil(wait)} s",
+                quota="text_seconds_per_minute",
+                limit=rate,
+                retry_s=wait,
+            )
+
+    def seconds_used(self, user: int) -> float:
+        """CPU time of the user's text workers since the daemon started."""
+        return self._used[user].seconds if user in self._used else 0.0
+
+    def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:
+        """The user's worker for the text of a run; None where the server reads it. Raises QuotaExceeded."""
+        if not text.is_read_by_workers:
+            return None
+        self.expect_time(user)
+        return self.worker_with(text, user)
+
+    def worker(self, user: int) -> TextWorker:
+        """The user's, which is started if need be. Raises QuotaExceeded where there are too many."""
+        worker = self._workers.get(user)
+        if worker is None:
+            if len(self._workers) >= self.limits.text_workers:
+                told = f"the daemon has {len(self._workers)} text workers, its limit (limits.text_workers): try again"
+                raise QuotaExceeded(told, quota="text_workers", limit=self.limits.text_workers)
+            limits, charge = self.limits, self._use(user).charge
+            fields = (user, limits.text_memory, limits.text_seconds, charge, self._ended)
+            worker = self._workers[user] = TextWorker(_COMMAND, sparse_environ(), *fields)
+            self._sweep_later()
+        return worker
+
+    def worker_with(self, text: ModelText, user: int) -> TextWorker:
+        """The user's, which has the model's tokenizer, or is about to have it. Raises QuotaExceeded."""
+        worker = self.worker(user)
+        if text.number not in worker.models:
+            while len(worker.models) >= MOST_MODELS:
+                worker.forget(next(iter(worker.models)))
+            question, fds = _opening(text, self.limits)
+            worker.models[text.number] = None
+            worker.ask(question, lambda answer: _opened(worker, text.number, answer), fds)
+        worker.models.move_to_end(text.number)
+        return worker
+
+    async def close(self) -> None:
+        """Kills all workers at once. Returns when none is left."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for worker in [*self._workers.values(), *self._ending]:
+            await worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self, model: int) -> None:
+        for worker in self._workers.values():
+            worker.forget(model)
+
+    async def _ask(self, worker: TextWorker, question: Question, fds: Sequence[int] = ()) -> Reply:
+        """Raises what the worker answers with. A caller that stops waiting leaves the job to its limits."""
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def then(answer: Reply | DjinnError) -> None:
+            if future.done():  # cancelled
+                return
+            if isinstance(answer, DjinnError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        worker.ask(question, then, fds)
+        return await future
+
+    def _turn(self, user: int, where: str) -> asyncio.Lock:
+        """One text of a user at a time, in a thread and in its worker: the next one waits here."""
+        return self._turns.setdefault((user, where), asyncio.Lock())
+
+    def _use(self, user: int) -> _Use:
+        if user not in self._used:
+            self._used[user] = _Use(self.limits.text_seconds_per_minute)
+        return self._used[user]
+
+    def _ended(self, worker: TextWorker) -> None:
+        del self._workers[worker.user]
+        self._ending.add(worker)
+        worker.gone.add_done_callback(lambda _: self._ending.discard(worker))
+
+    def _sweep_later(self) -> None:
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(_IDLE / 2, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """Workers that nobody has asked anything for a while, or that have no model any more."""
+        self._sweep = None
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if worker.is_idle and (now - worker.used > _IDLE or not worker.models):
+                worker.kill()
+        if self._workers:
+            self._sweep_later()
+
+
+class _Use:
+    """What a user's text workers have used, of `rate` CPU seconds a minute."""
+
+    def __init__(self, rate: float) -> None:
+        self.seconds = 0.0
+        self.bucket = Bucket(rate / _MINUTE, rate, time.monotonic())
+
+    def charge(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.bucket.take(seconds, time.monotonic())
+
+
+def _read(name: str, files: ModelFiles) -> Vocabulary:
+    """For a thread. Whatever is only known by looking at all of the vocabulary is looked at here."""
+    vocabulary = Vocabulary.read(name, files)
+    if vocabulary.has_text:
+        vocabulary.characters_per_token  # noqa: B018
+    return vocabulary
+
+
+def _expect_fits(name: str, vocabulary: Vocabulary, prompt: str, room: int) -> None:
+    """Raises PromptTooLong for a text that has too many tokens, whatever they are."""
+    if len(prompt) <= SHORT_TEXT:
+        return
+    characters = vocabulary.characters_per_token
+    if characters is not None and len(prompt) > room * characters:
+        raise _too_long(name, f"has {len(prompt):,} characters, and no token stands for more than {characters}", room)
+
+
+def _too_long(name: str, what: str, room: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"the prompt {what}; in {name} there is room for {room:,} tokens: truncate the session, or shorten the prompt",
+        max_context=room,
+    )
+
+
+def _duplicates(files: ModelFiles) -> ModelFiles:
+    names = [name for name in FILES if name in files]
+    return ModelFiles(files.folder, {name: os.dup(files.descriptor(name)) for name in names})
+
+
+def _opening(text: ModelText, limits: Limits) -> tuple[Open, list[int]]:
+    names = list(text.files)
+    fds = [os.dup(text.files.descriptor(name)) for name in names]
+    return Open(text.number, text.name, names, limits.tokenizer_bytes), fds
+
+
+def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:
+    """Where it failed, the question that follows finds no tokenizer, and the next one opens it again."""
+    if isinstance(answer, DjinnError):
+        worker.models.pop(model, None)

@@ -1,0 +1,72 @@
+"""The text of one request's tokens, up to the first stop string, with a bound on its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from djinn_client.errors import TextFailed
+from djinnd.text.detokenizer import TextStream
+from djinnd.text.stop_strings import StopMatcher
+
+FIRST_CHARACTERS = 4096  # any one token may have so many
+CHARACTERS_PER_TOKEN = 256  # and all tokens of a request so many more, on average
+
+
+class TextReader:
+    """Reads tokens as they come. `stopped_after` is set when a stop string is complete: it counts the tokens up to and
+    with the one that completed it, and no more is read then."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self.stopped_after: int | None = None
+        self._stream = stream
+        self._matcher = StopMatcher(stops)
+        self._has_stops = bool(stops)
+        self.tokens = 0  # that were read
+        self._characters = 0
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text that these make certain and that cannot be part of a stop string any more. Raises TextFailed."""
+        if not self._has_stops:
+            self.tokens += len(tokens)
+            return self._bounded(self._stream.feed_all(tokens))
+        told: list[str] = []
+        for token in tokens:
+            if self.stopped_after is not None:
+                break
+            self.tokens += 1
+            told.append(self._matched(self._stream.feed_all([token])))
+        return "".join(told)
+
+    def finish(self) -> str:
+        """What is left when no token follows. Raises TextFailed."""
+        if self.stopped_after is not None:
+            return ""
+        text = self._matcher.finish(self._bounded(self._stream.finish()))
+        self._note_match()
+        return text
+
+    def _matched(self, text: str) -> str:
+        told = self._matcher.feed(self._bounded(text))
+        self._note_match()
+        return told
+
+    def _note_match(self) -> None:
+        if self._matcher.matched is not None:
+            self.stopped_after = self.tokens
+
+    def _bounded(self, text: str) -> str:
+        self._characters += len(text)
+        expect_bounded(self._characters, self.tokens)
+        return text
+
+
+def expect_bounded(characters: int, tokens: int) -> None:
+    """Raises TextFailed where the text of so many tokens is longer than any honest tokenizer makes it."""
+    limit = FIRST_CHARACTERS + CHARACTERS_PER_TOKEN * tokens
+    if characters > limit:
+        raise TextFailed(
+            f"the decoder in tokenizer.json made {characters:,} characters of {tokens:,} tokens; at most {limit:,} are "
+            "sent: take the token ids, or mend the decoder",
+            characters=characters,
+            limit=limit,
+        )

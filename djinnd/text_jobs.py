@@ -1,0 +1,135 @@
+"""What the server and a text worker say to each other, in the frames of djinn_client.protocol.
+
+    server ──Open, with the open files──► worker ──Opened | Failed──► server
+           ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
+           ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
+           ──End, Forget──►
+
+The worker's first word is Ready. It answers in the order in which it was asked. What it says later may be the work of
+somebody who has taken it over, and is believed no more than what clients say.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from djinn_client.protocol import decoded, framed
+from djinnd.text.encoder import TextRules
+
+MAX_QUESTION = 256 << 20  # bytes: a request's text, which limits.request_bytes bounds
+MAX_ANSWER = 8 << 20  # bytes: the tokens of a prompt, or the text of READ_TOKENS tokens
+READ_TOKENS = 1024  # of one Read, at the most
+
+# --- server to worker -----------------------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, tag="open"):
+    """The files `files` of a model come with this; the worker closes them when it has read them."""
+
+    model: int
+    name: str  # for messages
+    files: list[str]
+    most: int  # bytes that tokenizer.json may have
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """Readings of the model go on."""
+
+    model: int
+
+
+class Encode(msgspec.Struct, tag="encode"):
+    """A request's prompt and stop strings. `text` None: the prompt came as tokens."""
+
+    model: int
+    text: str | None
+    rules: TextRules
+    most: int  # tokens that there is room for
+    stops: list[str]
+    skip_special: bool
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """A reading: the text of tokens that follow `context`."""
+
+    reading: int
+    model: int
+    context: list[int]
+    stops: list[str]
+    skip_special: bool
+
+
+class Read(msgspec.Struct, tag="read"):
+    reading: int
+    tokens: list[int]
+    last: bool  # no more follow, and the reading ends
+
+
+class End(msgspec.Struct, tag="end"):
+    """The reading ends, and nobody wants the rest of it."""
+
+    reading: int
+
+
+# --- worker to server -----------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """`lacking`: what this machine lacks of the sandbox, which is closed as far as it goes; "": nothing."""
+
+    lacking: str = ""
+
+
+class Opened(msgspec.Struct, tag="opened"):
+    has_text: bool
+    eos: list[int]
+
+
+class Encoded(msgspec.Struct, tag="encoded"):
+    tokens: list[int]
+    stop_tokens: list[int]  # special tokens among the stop strings
+
+
+class TooMany(msgspec.Struct, tag="too_many"):
+    """`tokens` are more than there is room for."""
+
+    tokens: int
+
+
+class ReadText(msgspec.Struct, tag="read_text"):
+    """`stopped_after`: the tokens of this Read up to and with the one that completed a stop string; the reading has
+    ended then."""
+
+    text: str
+    stopped_after: int | None = None
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The worker goes on."""
+
+    code: Literal["model_rejected", "text_failed", "invalid_request"]
+    message: str
+
+
+ToWorker = Open | Forget | Encode | Begin | Read | End
+Answer = Opened | Encoded | TooMany | ReadText | Failed
+FromWorker = Ready | Answer
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker, fds: int = 0) -> bytes:
+    return framed(_encode(message), fds)
+
+
+def decode_to_worker(payload: bytes) -> ToWorker:
+    return decoded(_to_worker, payload)
+
+
+def decode_from_worker(payload: bytes) -> FromWorker:
+    """Raises ProtocolError."""
+    return decoded(_from_worker, payload)

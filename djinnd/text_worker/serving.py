@@ -1,0 +1,131 @@
+"""The loop of a text worker: each question is answered before the next one is read.
+
+The tokenizer library is Rust. A tokenizer that takes too much memory aborts the process, and the server tells its
+caller why; one that panics raises a BaseException, which is answered here, and the process goes on.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from djinn_client.errors import InvalidRequest, ModelRejected, TextFailed
+from djinn_client.model_files import ModelFiles
+from djinnd.confinement.channel import Channel
+from djinnd.text.encoder import TextRules
+from djinnd.text.reader import TextReader
+from djinnd.text.vocabulary import Vocabulary
+from djinnd.text_jobs import (
+    MAX_ANSWER,
+    Answer,
+    Begin,
+    Encode,
+    Encoded,
+    End,
+    Failed,
+    Forget,
+    Open,
+    Opened,
+    Read,
+    ReadText,
+    TooMany,
+    ToWorker,
+)
+
+_MOST_TOLD = 2000  # characters of an error
+_MOST_TOKENS = MAX_ANSWER // 5 - 16  # of one answer: a token is five bytes at the most
+
+
+class Serving:
+    def __init__(self) -> None:
+        self._vocabularies: dict[int, Vocabulary] = {}
+        self._readings: dict[int, TextReader] = {}
+
+    def serve(self, channel: Channel[ToWorker, Any]) -> None:
+        """Until the server hangs up."""
+        for message, fds in channel.messages():
+            answer = self.answer(message, fds)
+            if answer is not None:
+                channel.send(answer)
+
+    def answer(self, message: ToWorker, fds: list[int]) -> Answer | None:
+        """None: the message wants none."""
+        match message:
+            case Forget(model=model):
+                self._vocabularies.pop(model, None)
+                return None
+            case End(reading=reading):
+                self._readings.pop(reading, None)
+                return None
+        try:
+            return self._answer(message, fds)
+        except ModelRejected as error:
+            return Failed("model_rejected", error.message[:_MOST_TOLD])
+        except TextFailed as error:
+            return Failed("text_failed", error.message[:_MOST_TOLD])
+        except InvalidRequest as error:
+            return Failed("invalid_request", error.message[:_MOST_TOLD])
+        except BaseException as error:  # a panic in Rust code is no Exception
+            return Failed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
+
+    def _answer(self, message: Open | Encode | Begin | Read, fds: list[int]) -> Answer | None:
+        match message:
+            case Open():
+                with ModelFiles.handed_over(message.name, message.files, fds) as files:
+                    vocabulary = Vocabulary.read(message.name, files, message.most)
+                self._vocabularies[message.model] = vocabulary
+                return Opened(vocabulary.has_text, sorted(vocabulary.eos))
+            case Encode():
+                return _encoded(self._vocabulary(message.model), message)
+            case Begin():
+                self._begin(message)
+                return None
+            case Read():
+                return self._read(message)
+
+    def _begin(self, message: Begin) -> None:
+        """What fails is told with the first Read, which then finds no reading."""
+        with suppress(BaseException):
+            reader = self._vocabulary(message.model).reader(message.context, message.stops, message.skip_special)
+            assert reader is not None, "the server asks for the text of models that have some"
+            self._readings[message.reading] = reader
+
+    def _read(self, message: Read) -> ReadText:
+        reader = self._readings.pop(message.reading, None)
+        if reader is None:
+            raise TextFailed("the tokenizer failed on the tokens before the call's")
+        before = reader.tokens
+        text = reader.read(message.tokens)
+        if message.last:
+            text += reader.finish()
+        elif reader.stopped_after is None:
+            self._readings[message.reading] = reader
+        stopped_after = reader.stopped_after
+        return ReadText(text, None if stopped_after is None else max(0, stopped_after - before))
+
+    def _vocabulary(self, model: int) -> Vocabulary:
+        if model not in self._vocabularies:
+            raise TextFailed("the worker has forgotten the model's tokenizer: try again")
+        return self._vocabularies[model]
+
+
+def _encoded(vocabulary: Vocabulary, message: Encode) -> Encoded | TooMany:
+    tokens = [] if message.text is None else vocabulary.encode(message.text, message.rules)
+    if len(tokens) > min(message.most, _MOST_TOKENS):
+        return TooMany(len(tokens))
+    return Encoded(tokens, sorted(vocabulary.stop_tokens(message.stops, message.skip_special)))
+
+
+def rehearse() -> None:
+    """Everything once before the sandbox is closed: libraries are imported, and the machine is asked, at first use."""
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    vocabulary = Vocabulary(Tokenizer.from_str(tokenizer.to_str()), frozenset())
+    tokens = vocabulary.encode("text", TextRules(starts=True))
+    reader = vocabulary.reader([], ["stop"])
+    assert reader is not None
+    reader.read(tokens)
+    reader.finish()
