@@ -56,16 +56,9 @@ class LateText:
         """Tokens came, or a Read was answered."""
         if self._is_over:
             return
+        if not self._is_asked and (generation.is_due or self._then is not None):
+            self._ask(generation)
         self._note_behind(generation.unread > MOST_BEHIND)
-        if self._is_asked or not (generation.is_due or self._then is not None):
-            return
-        is_last = self._then is not None and generation.unread <= READ_TOKENS
-        tokens = generation.take_unread(READ_TOKENS)
-        self._is_asked, self._asked = True, len(tokens)
-        self._tokens += len(tokens)
-        self._worker.ask(
-            Read(self._number, tokens, is_last), lambda answer: self._answered(generation, is_last, answer)
-        )
 
     def finish(self, generation: Generation, then: Callable[[], None]) -> None:
         """No more tokens come. `then` is called when the text of all has been read, or cannot be."""
@@ -81,6 +74,15 @@ class LateText:
             self._is_over = True
             self._worker.readings -= 1
             self._worker.tell(End(self._number))
+
+    def _ask(self, generation: Generation) -> None:
+        is_last = self._then is not None and generation.unread <= READ_TOKENS
+        tokens = generation.take_unread(READ_TOKENS)
+        self._is_asked, self._asked = True, len(tokens)
+        self._tokens += len(tokens)
+        self._worker.ask(
+            Read(self._number, tokens, is_last), lambda answer: self._answered(generation, is_last, answer)
+        )
 
     def _answered(self, generation: Generation, is_last: bool, answer: Reply | DjinnError) -> None:
         self._is_asked = False

@@ -10,7 +10,7 @@ import pytest
 
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import Generate, Piece
-from djinnd.config import Quota
+from djinnd.config import Limits, Quota
 from djinnd.messages import CancelRun, Finished, Truncate
 from djinnd.server.breakpoint_list import BreakpointList, Reach
 from djinnd.server.call_breakpoints import CallBreakpoints
@@ -43,7 +43,7 @@ class Stage:
         self.journal, self.sent, self.pieces = Journal(), [], []
         self.did: list[str] = []
         latency = SessionLatency({"agent": Latencies()})
-        tenant = Tenant(1000, Rule("", Quota()), 0.0)
+        tenant = Tenant(1000, Rule("", Quota()), 0.0, Limits)
         self.session = SessionRecord("s", 1000, "m", "agent", 0.0, 0.0, self.journal, latency, tenant)  # type: ignore[arg-type]
         self.session.tokens += [7]
         client = SimpleNamespace(unfinished=calls)
