@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from djinn_client.errors import DjinnError, PromptTooLong, QuotaExceeded
+from djinn_client.errors import DjinnError, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinnd.config import Limits
@@ -45,8 +45,7 @@ _numbers = itertools.count(1)
 
 class ModelText:
     """The text side of one loaded model. `vocabulary`: of a configured model; None: its files are only ever read by
-    text workers. `files`: those that a vocabulary is read from, open for as long as somebody refers to this. `lacking`:
-    why it takes no text; "" where it takes some."""
+    text workers. `files`: the model's, which closes them. `lacking`: why it takes no text; "" where it takes some."""
 
     def __init__(
         self, name: str, files: ModelFiles, eos: frozenset[int], lacking: str, vocabulary: Vocabulary | None
@@ -57,7 +56,6 @@ class ModelText:
         self.eos = eos
         self.lacking = lacking
         self.vocabulary = vocabulary
-        weakref.finalize(self, files.close)
 
     def reader(self, context: Sequence[int], request: Generate) -> TextReader | None:
         """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
@@ -88,27 +86,22 @@ class Texts:
         self._sweep: asyncio.TimerHandle | None = None
 
     async def open(self, user: int, name: str, files: ModelFiles, is_configured: bool) -> ModelText:
-        """The text side of a model that is being loaded, for `user`. `files` stay the caller's. Raises ModelRejected,
+        """The text side of a model that is being loaded, for `user`. `files` stay the model's. Raises ModelRejected,
         TextFailed, QuotaExceeded."""
-        kept = _duplicates(files)
-        try:
-            if is_configured:
-                loop = asyncio.get_running_loop()
-                vocabulary = await loop.run_in_executor(self._threads, _read, name, kept)
-                return ModelText(name, kept, vocabulary.eos, vocabulary.lacking, vocabulary)
-            text = ModelText(name, kept, frozenset(), lacking(files), None)
-            weakref.finalize(text, self._forget, text.number)
-            async with self._turn(user, "worker"):
-                self.expect_time(user)
-                worker = self.worker(user)
-                opened = await self._ask(worker, *_opening(text, self.limits))
-            assert isinstance(opened, Opened)
-            text.eos, text.lacking = frozenset(opened.eos), "" if opened.has_text else text.lacking
-            worker.models[text.number] = None
-            return text
-        except BaseException:
-            kept.close()
-            raise
+        if is_configured:
+            loop = asyncio.get_running_loop()
+            vocabulary = await loop.run_in_executor(self._threads, _read, name, files)
+            return ModelText(name, files, vocabulary.eos, vocabulary.lacking, vocabulary)
+        text = ModelText(name, files, frozenset(), lacking(files), None)
+        weakref.finalize(text, self._forget, text.number)
+        async with self._turn(user, "worker"):
+            self.expect_time(user)
+            worker = self.worker(user)
+            opened = await self._ask(worker, *_opening(text, self.limits))
+        assert isinstance(opened, Opened)
+        text.eos, text.lacking = frozenset(opened.eos), "" if opened.has_text else text.lacking
+        worker.models[text.number] = None
+        return text
 
     async def prepare(
         self, text: ModelText, user: int, request: Generate, starts: bool, room: int
@@ -289,13 +282,11 @@ def _too_long(name: str, what: str, room: int) -> PromptTooLong:
     )
 
 
-def _duplicates(files: ModelFiles) -> ModelFiles:
-    names = [name for name in FILES if name in files]
-    return ModelFiles(files.folder, {name: os.dup(files.descriptor(name)) for name in names})
-
-
 def _opening(text: ModelText, limits: Limits) -> tuple[Open, list[int]]:
-    names = list(text.files)
+    """Raises TextFailed where the model has been unloaded meanwhile."""
+    names = [name for name in FILES if name in text.files]
+    if not names:
+        raise TextFailed(f"{text.name} has been unloaded: load it again")
     fds = [os.dup(text.files.descriptor(name)) for name in names]
     return Open(text.number, text.name, names, limits.tokenizer_bytes), fds
 

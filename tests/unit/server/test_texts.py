@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def played(play: Callable[[Texts], Awaitable[None]], **limits: float) -> None:
 
 
 async def opened(texts: Texts, folder: Path = TINY, is_configured: bool = False, user: int = ME) -> ModelText:
-    with ModelFiles.open(str(folder)) as files:
-        return await texts.open(user, "m", files, is_configured)
+    files = ModelFiles.open(str(folder))
+    text = await texts.open(user, "m", files, is_configured)
+    weakref.finalize(text, files.close)
+    return text
 
 
 async def prompt(texts: Texts, text: ModelText, words: str, room: int = ROOM, user: int = ME) -> list[int]:
@@ -147,19 +150,22 @@ def test_stop_strings_are_looked_up_by_the_worker_too() -> None:
     played(play)
 
 
-def test_files_are_closed_and_workers_forget_when_nobody_refers_to_the_text() -> None:
+def test_workers_forget_a_text_that_nobody_refers_to_and_one_of_closed_files_fails() -> None:
     async def play(texts: Texts) -> None:
-        before = len(os.listdir("/proc/self/fd"))
         text = await opened(texts)
         worker = texts.worker(ME)
         assert list(worker.models) == [text.number]
-        with_text = len(os.listdir("/proc/self/fd"))
-        del text
+        text.files.close()
+        assert await prompt(texts, text, "x = 1")
+        await worker.end()
+        with pytest.raises(TextFailed, match="has been unloaded"):
+            await prompt(texts, text, "x = 1")
+        other = await opened(texts)
+        worker = texts.worker(ME)
+        assert list(worker.models) == [other.number]
+        del other
         gc.collect()
         assert not worker.models
-        assert len(os.listdir("/proc/self/fd")) < with_text
-        await worker.end()
-        assert len(os.listdir("/proc/self/fd")) <= before + 2  # the loop's own watching of children
 
     played(play)
 
