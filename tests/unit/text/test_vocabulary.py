@@ -9,6 +9,7 @@ from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
+from tests.support.serving import TINY
 
 
 def read(name, folder):
@@ -81,10 +82,7 @@ def test_a_damaged_file_is_named(checkpoint, name, content):
 
 
 def test_the_shipped_model(tiny):
-    from djinnd.server.checkpoints import find_checkpoint, known_models
-
-    folder = find_checkpoint("djinn-tiny", known_models({})["djinn-tiny"].path)
-    vocabulary = read("djinn-tiny", folder)
+    vocabulary = read("djinn-tiny", TINY)
     tokens = vocabulary.encode("def fibonacci(", TextRules(starts=True))
     assert tokens == tiny.encode("def fibonacci(").ids
     reader = vocabulary.reader([], [])
