@@ -13,6 +13,7 @@ Landlock and seccomp are about threads.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import pwd
 import resource
@@ -22,8 +23,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import djinn_client
-import djinnd
 from djinnd.confinement import landlock, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
@@ -110,5 +109,6 @@ def _readable() -> list[str]:
     paths = sysconfig.get_paths()
     packages = [*site.getsitepackages(), paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]]
     prefixes = [sys.prefix, sys.base_prefix] if sys.base_prefix not in ("/", "/usr") else []
-    ours = [str(Path(module.__path__[0]).resolve()) for module in (djinnd, djinn_client)]
+    specs = [importlib.util.find_spec(name) for name in ("djinnd", "djinn_client")]
+    ours = [str(Path(place).resolve()) for spec in specs if spec for place in spec.submodule_search_locations or ()]
     return [*_SYSTEM, *packages, *prefixes, *ours]
