@@ -18,6 +18,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,7 +61,7 @@ def is_saved_session(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+def _opened(path: str | os.PathLike[str]) -> BufferedReader:
     """Does not wait for whoever might write into a pipe of that name. Raises OSError, FileDamaged."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -35,6 +35,7 @@ from djinnd.engine.host_pages import HostPages, object_bytes
 from djinnd.engine.memory import ModelShape, pages_share
 from djinnd.engine.planning import bytes_beside, describe
 from djinnd.kvcache.page_file import PageFile
+from djinnd.kvcache.page_folder import remove_abandoned
 from djinnd.messages import (
     ArenaFilled,
     ArenaReady,
@@ -281,6 +282,8 @@ def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
     if file is None:
         return None, ""
     try:
+        for gone in remove_abandoned(file.folder, but=file.name):
+            log.info("page_file_removed name=%s reason=the disk is short, and no model has used it for longest", gone)
         size, fingerprint = wanted.page_bytes, wanted.fingerprint
         return PageFile(file.folder, file.name, size, file.slots, fingerprint, any_size=file.any_size), ""
     except OSError as error:

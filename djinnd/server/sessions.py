@@ -272,7 +272,7 @@ class SessionTable:
         """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
         reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
-        self._journal.set_short(free < reserve)
+        self._journal.keep_small(free, reserve)
         if free - nbytes < reserve:
             expect_space(tenant, nbytes, self._quotas, reserve, free)
 
