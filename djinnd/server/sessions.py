@@ -83,6 +83,7 @@ class SessionRecord:
         finally:
             self.call = None
             self.used = time.monotonic()
+            self.charge_journal()
 
     def called(self, received: float) -> None:
         """A call that was received then is about to run: its latency is measured."""
@@ -92,7 +93,6 @@ class SessionRecord:
         """Tokens were appended, if there are any that the journal has not heard of."""
         if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
-            self.charge_journal()
 
     @property
     def journal_bytes(self) -> int:
@@ -102,7 +102,8 @@ class SessionRecord:
         return SESSION_BYTES + TOKEN_BYTES * len(self.tokens) + self.part_bytes
 
     def charge_journal(self) -> None:
-        """To the tenant, as much as it has there now. What is new there had to have room before."""
+        """To the tenant, as much as it has there now. What is new there had to have room before. A call's tokens are
+        charged when it ends: a step of many sessions takes no longer for it."""
         if self.is_closed:
             return
         grown = self.journal_bytes - self.charged
