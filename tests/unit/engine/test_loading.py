@@ -317,7 +317,7 @@ def test_a_load_whose_files_do_not_come_delays_no_other_and_is_given_up(
     stuck.set()
     queue.loads.close()
     for thread in threading.enumerate():
-        if thread.name.startswith("djinn-"):
+        if thread.name in ("djinn-load", "djinn-open", "djinn-read"):
             thread.join(FOREVER)
     del result  # its error's frames hold the arena
     assert open_descriptors() == before
