@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, TypeVar, overload
 
+from djinn_client import folders
 from djinn_client.connection import Connection, OnProgress, connect
 from djinn_client.options import PlacingOptions, build, placing_fields
 from djinn_client.placing import ModelPlan
@@ -91,7 +92,7 @@ class Client:
     def points(self, model: str) -> list[str]:
         """The places in the model where sessions may look and change, one name for each, in the order of computing;
         see djinn_client.points for the others. A model that is not loaded is loaded, for what it has is known then."""
-        known = next((info.points for info in self.models() if info.name == model), None)
+        known = next((info.points for info in self.models() if info.name == folders.model_name(model)), None)
         known = known or self.load(model).points
         return [] if known is None else list(known.names())
 
@@ -123,7 +124,7 @@ class Client:
         too; where others have sessions of that, only by an administrator (NotPermitted)."""
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
         fields = placing_fields(placing)
-        request = build(LoadModel, model=model, placing=fields, keep_alive_s=keep_alive_s, **sizes)
+        request = build(LoadModel, model=folders.model_name(model), placing=fields, keep_alive_s=keep_alive_s, **sizes)
         return self._call(request, ModelReply, on_progress).model
 
     def plan(
@@ -133,7 +134,9 @@ class Client:
         memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises OutOfMemory
         with the figure where nothing fits."""
         fields = placing_fields(placing)
-        request = build(PlanModel, model=model, memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields)
+        request = build(
+            PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields
+        )
         return self._call(request, PlanReply).plan
 
     def set_budget(self, memory_bytes: int) -> BudgetReply:
@@ -149,7 +152,7 @@ class Client:
 
     def unload(self, model: str, *, force: bool = False) -> None:
         """`force` closes the sessions that use the model; without it they are an error."""
-        self._call(build(UnloadModel, model=model, force=force), Done)
+        self._call(build(UnloadModel, model=folders.model_name(model), force=force), Done)
 
     def close_session(self, session: str) -> None:
         """Raises SessionNotFound."""
@@ -208,6 +211,8 @@ class Client:
 
     def _steps(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
         connection = yield from self._connected()
+        if isinstance(request, folders.NamesModel):
+            return (yield from folders.call(connection, request, expected, on_progress)).message
         return (yield from connection.call(request, expected, on_progress)).message
 
     def _connected(self) -> Steps[Connection]:

@@ -15,6 +15,7 @@ DjinnError
 │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
 │   ├── FunctionNotFound    the intervention process has it no more: intervene again
 │   └── ModelNotFound
+│       └── FilesWanted     the daemon opens no such folder for this user: hand over its open files; the client does
 ├── NotPermitted            the caller may not do this
 │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
 ├── FunctionFailed          a function of the client's, in the intervention process: the message has its account
@@ -97,6 +98,10 @@ class SessionNotFound(NotFound):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class FilesWanted(ModelNotFound):
+    code = "files_wanted"
 
 
 class FunctionNotFound(NotFound):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from djinn_client import saved_session
 from djinn_client.connection import Answer
+from djinn_client.folders import model_name
 from djinn_client.kv import KvWindow, exported_kv, window_with
 from djinn_client.options import build, token_ids
 from djinn_client.protocol import Class, ImportSession, SessionExported, SessionInfo
@@ -59,7 +60,7 @@ def import_of_file(
         file.close()
     request = build(
         ImportSession,
-        model=model or saved.model,
+        model=model_name(model) if model else saved.model,
         token_ids=saved.tokens,
         priority=priority or saved.priority,
         fingerprint=saved.fingerprint,
@@ -78,7 +79,9 @@ def import_of_kv(
     """Raises InvalidRequest, TokenOutOfRange, OutOfMemory, and what loading raises."""
     ids = token_ids(tokens)
     window = window_with(model, ids, kv, address, on_progress)
-    return Import(_with(build(ImportSession, model=model, token_ids=ids, priority=priority), window), window)
+    return Import(
+        _with(build(ImportSession, model=model_name(model), token_ids=ids, priority=priority), window), window
+    )
 
 
 def _with(request: ImportSession, window: KvWindow | None) -> ImportSession:

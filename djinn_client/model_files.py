@@ -8,6 +8,7 @@ daemon, whoever runs it, opens nothing on the client's behalf.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from djinn_client.other_files import HEAD, what_it_is
 
 MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
 MAX_NAMES = 4096  # entries of a folder that are looked at
+MAX_OTHERS = 64  # names of other entries that are remembered
 SMALL_FILE = 64 << 20  # bytes of a file that is read whole, such as tokenizer.json
 
 _NAMED = frozenset(
@@ -52,7 +54,6 @@ class ModelFiles:
     def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
         self.folder = folder
         self.others = list(others)
-        self.bytes_read = 0  # so far, roughly where several threads read: tells who waits that something comes
         self._descriptors = dict(descriptors)
 
     @classmethod
@@ -64,14 +65,14 @@ class ModelFiles:
         file that is no regular one, and for more than MAX_FILES."""
         try:
             directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ModelNotFound(f"{folder}: {error.strerror}", path=folder) from error
+        except (OSError, ValueError) as error:
+            raise _no_folder(folder, error) from error
         descriptors: dict[str, int] = {}
         others: list[str] = []
         try:
             for name in sorted(_names(directory)):
                 if name not in _NAMED and not name.endswith(_ENDINGS):
-                    others.append(name)
+                    others += [name] * (len(others) < MAX_OTHERS)
                     continue
                 if len(descriptors) == MAX_FILES:
                     raise InvalidRequest(f"{folder} has more than {MAX_FILES} files of a checkpoint", limit=MAX_FILES)
@@ -85,20 +86,24 @@ class ModelFiles:
         return cls(folder, descriptors, others)
 
     @classmethod
-    def handed_over(cls, folder: str, names: Sequence[str], descriptors: Sequence[int]) -> Self:
+    def handed_over(
+        cls, folder: str, names: Sequence[str], descriptors: Sequence[int], others: Sequence[str] = ()
+    ) -> Self:
         """Files that a peer has opened and sent. Takes the descriptors, also where it raises InvalidRequest: for names
-        that are no file names, and for descriptors that cannot be read or are no regular files."""
+        that are no file names, and for descriptors that are no regular files, or not open for reading. Only the latter
+        prove that the peer may read the file."""
         try:
             if len(names) != len(descriptors) or len(set(names)) != len(names):
                 raise InvalidRequest(f"{len(names)} names of files came with {len(descriptors)} descriptors")
             for name, descriptor in zip(names, descriptors, strict=True):
                 if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
                     raise InvalidRequest(f"{name[:80]!r} is no name of a file")
+                _expect_readable(name, descriptor)
                 _expect_regular(folder, name, descriptor)
         except BaseException:
             _close(descriptors)
             raise
-        return cls(folder, dict(zip(names, descriptors, strict=True)))
+        return cls(folder, dict(zip(names, descriptors, strict=True)), others)
 
     def __contains__(self, name: str) -> bool:
         return name in self._descriptors
@@ -142,7 +147,6 @@ class ModelFiles:
         try:
             while count and (piece := os.pread(self._descriptors[name], min(count, 16 << 20), offset)):
                 pieces.append(piece)
-                self.bytes_read += len(piece)
                 offset, count = offset + len(piece), count - len(piece)
         except OSError as error:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
@@ -155,7 +159,6 @@ class ModelFiles:
         try:
             while done < len(memory) and (count := os.preadv(self._descriptors[name], [memory[done:]], offset + done)):
                 done += count
-                self.bytes_read += count
         except OSError as error:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
         return done
@@ -183,24 +186,39 @@ def _names(directory: int) -> list[str]:
 
 
 def _open_regular(folder: str, name: str, directory: int) -> int:
-    """Raises FileNotFoundError, ModelRejected, InvalidRequest."""
+    """Raises FileNotFoundError, ModelRejected, InvalidRequest. What is looked at first is a mere place in the file
+    system: opening a device may have effects, such as starting a watchdog."""
     try:
-        descriptor = os.open(name, _NO_WAIT, dir_fd=directory)
+        place = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            _expect_regular(folder, name, place)
+            return os.open(f"/proc/self/fd/{place}", _NO_WAIT)
+        finally:
+            os.close(place)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ModelRejected(f"{folder}/{name} cannot be opened: {error.strerror}", file=name) from error
-    try:
-        _expect_regular(folder, name, descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        raise ModelRejected(f"{name} cannot be opened: {error.strerror}", file=name) from error
 
 
 def _expect_regular(folder: str, name: str, descriptor: int) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise InvalidRequest(f"{folder}/{name} is no regular file", file=name)
+
+
+def _expect_readable(name: str, descriptor: int) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if flags & os.O_PATH or flags & os.O_ACCMODE not in (os.O_RDONLY, os.O_RDWR):
+        raise InvalidRequest(f"the descriptor of {name} is not open for reading", file=name)
+
+
+def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
+    """The same for every folder into which this user may not look, whether it is there or not."""
+    if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
+        told = f"there is no such folder, or user {os.geteuid()} may not look into it"
+    else:
+        told = f"the folder cannot be opened: {getattr(error, 'strerror', error)}"
+    return ModelNotFound(told, path=folder)
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -177,6 +177,12 @@ class ModelReply(Reply, tag="model"):
     model: ModelInfo
 
 
+class FilesHandedOver(Reply, tag="files_handed_over"):
+    """`model`: the name of the model that has these files, to be used instead of the folder's."""
+
+    model: str
+
+
 class ShareDescribed(Reply, tag="share_described"):
     share: str
     model: str

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from djinn_client import folders
 from djinn_client.breakpoints import HitInfo
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
@@ -94,7 +95,7 @@ class SessionSteps:
         return self._info
 
     def open(self, model: str, priority: str, on_progress: OnProgress | None) -> Steps[None]:
-        yield from self._enter(build(OpenSession, model=model, priority=priority), on_progress)
+        yield from self._enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
 
     def attach(self, session: str) -> Steps[None]:
         yield from self._enter(build(AttachSession, session=session))
@@ -290,7 +291,11 @@ class SessionSteps:
         """Connects and begins. Who stops waiting hangs up: the model may take minutes to load."""
         connection = yield from connect(self._address)
         try:
-            self._info = (yield from connection.call(request, SessionOpened, on_progress, fds)).message.session
+            if isinstance(request, OpenSession | ImportSession):
+                answer = yield from folders.call(connection, request, SessionOpened, on_progress, fds)
+            else:
+                answer = yield from connection.call(request, SessionOpened, on_progress, fds)
+            self._info = answer.message.session
         except BaseException:
             connection.close()
             raise

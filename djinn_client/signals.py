@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from djinn_client.bounds import Name
 from djinn_client.errors import InvalidRequest
 
 SignalKind = Literal["IO_WAIT", "COMPUTE", "PREFILL", "DECODE"]
@@ -23,10 +22,10 @@ class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
 
     It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
 
-    session: Name
-    kind: Name  # a SignalKind; any word decodes, so that a newer client's does no harm
+    session: str
+    kind: str  # a SignalKind; any word decodes, so that a newer client's does no harm
     expected_s: float = 0.0
-    tool: Name = ""
+    tool: str = ""
 
     def validate(self) -> None:
         """Raises InvalidRequest."""

@@ -63,6 +63,7 @@ class Limits(Struct, frozen=True):
     output_bytes: Size = 64 << 20  # that wait for a slow client before its connection is closed
     connection_bytes_per_user: Size = 64 << 20  # of large requests, and of replies that wait
     descriptors_per_user: Count = 1024  # that a user's clients have sent and that are not closed yet
+    model_files_per_user: Count = 1024  # that are kept open, of models that the user has brought
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     journal_reserve: Size = 32 << 20  # of the journal's disk: when less is free, large users are refused
     text_seconds: Seconds = 10  # of CPU time, for one job of a text worker
@@ -157,6 +158,7 @@ class Quota(Struct, frozen=True):
     descriptors: LimitCount = None
     requests: LimitCount = None
     journal_bytes: LimitSize = None
+    model_files: LimitCount = None
 
 
 class Functions(Struct, frozen=True):
@@ -193,6 +195,7 @@ class Config(Struct, frozen=True):
     state_dir: PathText = ""
     log: Log = Log()
     limits: Limits = Limits()
+    hub: bool = True  # whether clients may name hub ids; those of the configuration are fetched in any case
     models: dict[str, Model] = {}
     scheduling: Scheduling = Scheduling()
     quotas: dict[str, Quota] = {}  # by name of the rule; read again at SIGHUP

@@ -25,6 +25,7 @@ class Load(msgspec.Struct, tag="load"):
     shared: Dtype | None = None  # the dtype that a client has given its weights in; None: they are in the checkpoint
     files: list[str] = []  # names of the checkpoint's open files, which travel with the frame; none: `path` is opened
     fds: list[int] = []  # at the receiver, which owns them: the files, in the order of `files`
+    others: list[str] = []  # names of further files beside them, which explain a refusal
 
 
 class Unload(msgspec.Struct, tag="unload"):
@@ -51,6 +52,7 @@ class Plan(msgspec.Struct, tag="plan"):
     shared: Dtype | None = None  # as in Load
     files: list[str] = []  # likewise
     fds: list[int] = []  # likewise
+    others: list[str] = []  # likewise
 
 
 class DescribeImage(msgspec.Struct, tag="describe_image"):
@@ -65,6 +67,7 @@ class DescribeImage(msgspec.Struct, tag="describe_image"):
     shared: Dtype
     files: list[str] = []  # as in Load
     fds: list[int] = []  # likewise
+    others: list[str] = []  # likewise
 
 
 class PublicPrefix(msgspec.Struct, tag="public_prefix"):

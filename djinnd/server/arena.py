@@ -19,12 +19,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import logging
 import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import posix_ipc
@@ -33,11 +32,9 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.host_memory import tightest
 from djinnd.messages import Holding
 from djinnd.server.arena_header import HEADER_BYTES, MAGIC, VERSION, Header, State, start_ticks
+from djinnd.server.shared_objects import PREFIX, SHM, own_objects
 
 log = logging.getLogger("djinnd.server")
-
-SHM = Path("/dev/shm")
-PREFIX = "djinnd-"
 
 Key = tuple[str, Holding]  # the model's name, and what of it
 
@@ -69,19 +66,14 @@ class Arena:
     def __init__(self, state_dir: str) -> None:
         self._state_dir = os.path.abspath(state_dir)
         self._objects: dict[Key, _Object] = {}
-        self._numbers = itertools.count(1)
 
     def adopt(self) -> list[str]:
         """At start, before this daemon has objects: takes over those whose owner is gone and which are complete and of
         this state directory; removes what is left of that and of use to nobody, and what no daemon will come for.
         Answers with the models that it then has something of.
         """
-        for path in sorted(SHM.glob(f"{PREFIX}*")):
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            except OSError:  # gone meanwhile, or another user's
-                continue
-            if not self._take(f"/{path.name}", fd):
+        for name, fd in own_objects(SHM, PREFIX):
+            if not self._take(f"/{name}", fd):
                 os.close(fd)
         return sorted(self.models)
 
@@ -199,10 +191,10 @@ class Arena:
         return there
 
     def _open_new(self, model: str) -> tuple[str, int]:
-        """Name and descriptor. Names that are taken are those of an earlier process that had this pid."""
+        """Name and descriptor. Nobody can know the name before, and take it."""
         digest = hashlib.sha256(model.encode()).hexdigest()[:12]
         while True:
-            name = f"/{PREFIX}{os.getpid()}-{digest}-{next(self._numbers)}"
+            name = f"/{PREFIX}{os.getpid()}-{digest}-{secrets.token_hex(8)}"
             with suppress(posix_ipc.ExistentialError):
                 return name, posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
 
@@ -246,8 +238,6 @@ class Arena:
             return f"the {header.holds} of {header.model} were not brought in to their end"
         if header.state_dir != self._state_dir:
             return f"its daemon's state directory {header.state_dir} is gone"
-        if stat.st_uid != os.geteuid():
-            return f"it belongs to user {stat.st_uid}"
         if stat.st_size != HEADER_BYTES + header.payload:
             return f"it has {stat.st_size:,} bytes and should have {HEADER_BYTES + header.payload:,}"
         another = (header.model, header.holds) in self._objects
@@ -276,10 +266,10 @@ def _has_no_maker(name: str) -> bool:
 def _owned_by(pid: int) -> set[str]:
     """The names of the objects whose header says so."""
     owner, names = (pid, start_ticks(pid)), set()
-    for path in SHM.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError), path.open("rb") as file:
+    for name, fd in own_objects(SHM, PREFIX):
+        with open(fd, "rb") as file, suppress(OSError, ValueError):
             if Header.unpack(file.read(HEADER_BYTES))[:2] == owner:
-                names.add(path.name)
+                names.add(name)
     return names
 
 

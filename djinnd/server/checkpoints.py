@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from importlib.resources import files
 
 from djinn_client.errors import ModelNotFound
-from djinn_client.model_files import ModelFiles
 from djinnd import config
 
 SHIPPED = "djinn-tiny"
@@ -21,25 +20,17 @@ def known_models(configured: Mapping[str, config.Model]) -> dict[str, config.Mod
     return {SHIPPED: shipped, **configured}
 
 
-def model_named(name: str, known: Mapping[str, config.Model]) -> config.Model:
-    """What a caller means by `name`. Raises ModelNotFound with what there is."""
+def model_named(name: str, known: Mapping[str, config.Model], hub: bool) -> config.Model:
+    """What a caller means by `name`, which is no folder. Raises ModelNotFound with what there is."""
     if name in known:
         return known[name]
-    if name.startswith("/") or is_hub_id(name):
+    if hub and is_hub_id(name):
         return config.Model(path=name)
     near = difflib.get_close_matches(name, known, n=1)
     suggestion = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
-    raise ModelNotFound(f"no model is called {name[:200]!r}: {suggestion} (or a checkpoint's folder, or org/name)")
+    others = "or org/name" if hub else "hub ids are switched off here"
+    raise ModelNotFound(f"no model is called {name[:200]!r}: {suggestion} (or a checkpoint's folder; {others})")
 
 
 def is_hub_id(path: str) -> bool:
     return _HUB_ID.fullmatch(path) is not None
-
-
-def open_checkpoint(name: str, folder: str) -> ModelFiles:
-    """For a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
-    files = ModelFiles.open(folder)
-    if "config.json" in files:
-        return files
-    files.close()
-    raise ModelNotFound(f"{name}: {folder} is not a checkpoint: it has no config.json", path=folder)

@@ -130,12 +130,13 @@ class EngineClient:
         self.send(kind(number, **fields), fds)
         return number
 
-    async def call(self, kind: type[Question], **fields: Any) -> Any:
-        """The engine's answer to such a message; the engine lives when it comes. Raises its error, or EngineLost."""
+    async def call(self, kind: type[Question], fds: Sequence[int] = (), **fields: Any) -> Any:
+        """The engine's answer to such a message; the engine lives when it comes. The descriptors are the connection's
+        then. Raises its error, or EngineLost."""
         number = next(_numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(kind(number, **fields))
+            self.send(kind(number, **fields), fds)
             await asyncio.wait([future, self.lost], return_when=asyncio.FIRST_COMPLETED)
             if self.lost.done():
                 raise self.lost.result()

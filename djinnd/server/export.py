@@ -18,7 +18,7 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.handed_over import open_window
 from djinnd.server.loader import open_in
-from djinnd.server.models import Models
+from djinnd.server.models import Models, expect_open
 from djinnd.server.runs import SessionRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
 from djinnd.server.status import Status
@@ -54,14 +54,15 @@ class Exporting:
         window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):
             raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
-        model = self._models.find_open(request.model, call.client)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
         tenant = self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
         if request.kv is None:
             self._sessions.expect_journal(tenant, TOKEN_BYTES * len(request.token_ids))
         uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
         if uncomputed > 0:
             tenant.expect_tokens(call.received)
-        engine = await self._models.ready(model.name, call.tell_loading)
+        engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         model = self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
         info, _ = model.described
         _check(request, info)
@@ -77,7 +78,6 @@ class Exporting:
             raise
         session.tokens = request.token_ids
         session.changed()
-        session.charge_journal()
         tenant.charge(uncomputed, call.received)
         if ours < 0:
             open_in(engine, session)

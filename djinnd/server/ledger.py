@@ -28,7 +28,8 @@ CONNECTION_BYTES = Resource("connection_bytes", "bytes in connections", "read th
 DESCRIPTORS = Resource("descriptors", "descriptors that are not closed yet", "hand over fewer at once")
 REQUESTS = Resource("requests", "unfinished requests", "wait for one of them")
 JOURNAL_BYTES = Resource("journal_bytes", "bytes in the journal", "close sessions, or end edits")
-RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, JOURNAL_BYTES)
+MODEL_FILES = Resource("model_files", "open files of models", "unload some of your models")
+RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, JOURNAL_BYTES, MODEL_FILES)
 
 
 class Limit(NamedTuple):

@@ -11,23 +11,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, Retry
-from djinn_client.model_files import ModelFiles
 from djinn_client.placing import ModelPlan, Placing
 from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
 from djinnd.server.arena import Arena
-from djinnd.server.checkpoints import is_hub_id, open_checkpoint
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.folders import Folders
 from djinnd.server.granting import Granting
-from djinnd.server.hub import Hub
 from djinnd.server.keep_alive import KeepAlive
 from djinnd.server.model import Model
+from djinnd.server.opened import duplicates
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
-from djinnd.server.slow_files import SlowFiles
 from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
@@ -46,8 +43,7 @@ class Loader:
         granting: Granting,
         engine_for: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
-        slow_files: SlowFiles,
-        hub: Hub,
+        folders: Folders,
         texts: Texts,
         gone: Callable[[Model], None],
     ) -> None:
@@ -59,18 +55,19 @@ class Loader:
         self._granting = granting
         self._engine_for = engine_for
         self._page_folder = page_folder
-        self._slow_files = slow_files
-        self._hub = hub
+        self._folders = folders
         self._texts = texts
         self._gone = gone
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """What loading the model would come to. Raises ModelNotFound, and what the engine refuses."""
-        files = await self._files(model)
+        files = await self._folders.files_of(model)
         engine = await self._engine_for(model.name)
         fields = model.load_fields(files, model.placed(placing))
         kv_bytes = kv_bytes or model.kv.device
-        planned: Planned = await engine.call(Plan, **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes)
+        planned: Planned = await engine.call(
+            Plan, duplicates(files), **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes
+        )
         return planned.plan
 
     def load(self, model: Model) -> None:
@@ -101,7 +98,7 @@ class Loader:
         await model.join()
 
     def stop(self) -> None:
-        self._hub.stop()
+        self._folders.hub.stop()
         for model in self._models:
             self.keep_alive.end(model)
             if model.changing is not None:
@@ -110,7 +107,7 @@ class Loader:
     async def close(self) -> None:
         """After `stop`. Returns when nothing changes any more."""
         changes = [model.changing for model in self._models if model.changing is not None]
-        await asyncio.gather(*changes, self._hub.close(), return_exceptions=True)
+        await asyncio.gather(*changes, self._folders.hub.close(), return_exceptions=True)
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -118,14 +115,14 @@ class Loader:
         """Between the engine's word that it has the model and telling it of prefixes and sessions nothing is awaited:
         whoever finds the model ready finds its sessions open there."""
         try:
-            files = await self._files(model)
+            files = await self._folders.files_of(model)
             text = await self._texts.open(model.opener, model.name, files, model.is_configured)
             await self._left_by_others()
             engine = await self._engine_for(model.name)
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")
             fields = model.load_fields(files, model.placing) | model.kv.fields
-            loaded: Loaded = await engine.call(Load, **fields, disk_folder=self._disk_folder(model))
+            loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
         except Exception as error:
             await self._load_failed(model, error, wakes)
             raise
@@ -155,32 +152,11 @@ class Loader:
         keep = sleeps_on or isinstance(error, EngineLost)
         await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
         if not isinstance(error, OutOfMemory | Retry):
-            self.close_files(model)  # they may be what is wrong
+            self._folders.close(model)  # they may be what is wrong
         if sleeps_on:
             self._arena.rest(model.name)
         else:
             self._gone(model)
-
-    async def _files(self, model: Model) -> ModelFiles:
-        """They are opened once, and stay the model's for as long as it is known or loaded."""
-        if model.files is None:
-            folder = model.source.path
-            if is_hub_id(folder):
-                folder = await self._hub.folder(folder, model.opener)
-            opened = await self._slow_files.run(
-                model.opener, partial(open_checkpoint, model.name, folder), ModelFiles.close
-            )
-            if model.files is not None:  # somebody else has opened them meanwhile
-                self._slow_files.let_go(opened.close)
-            else:
-                model.files = opened
-        return model.files
-
-    def close_files(self, model: Model) -> None:
-        """The next load opens them anew."""
-        if model.files is not None:
-            self._slow_files.let_go(model.files.close)
-            model.files = None
 
     def _disk_folder(self, model: Model) -> str:
         """Pages of weights that a client shares are not kept: the next weights of that name may be others, and nothing
@@ -206,7 +182,7 @@ class Loader:
             await self._granting.remove(model.name)
         finally:
             model.changing = None
-        self.close_files(model)
+        self._folders.close(model)
         self._gone(model)
         log.info("model_unloaded model=%s", model.name)
 

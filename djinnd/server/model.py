@@ -16,8 +16,11 @@ from djinn_client.placing import Placing
 from djinn_client.protocol import ModelInfo
 from djinnd import config
 from djinnd.messages import Loading
+from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.kv_sizes import KvSizes
+from djinnd.server.ledger import Ledger
+from djinnd.server.opened import Marks
 from djinnd.server.share import Share
 from djinnd.server.texts import ModelText
 
@@ -46,8 +49,11 @@ class Model:
     changing: asyncio.Task[None] | None = None  # its load, its way to sleep, or its unload
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)
-    files: ModelFiles | None = None  # of its checkpoint, from its first load or plan until nobody has use for them
-    owner: int | None = None  # the user that has brought it; None: the administrator's
+    files: ModelFiles | None = None  # of its checkpoint; see Folders
+    marks: Marks | None = None  # of these, or of those that it had in an earlier daemon
+    ledger: Ledger | None = None  # that is charged for them
+    owner: int | None = None  # the user that has brought it, and may decide about it; None: administrators alone
+    users: set[int] | None = None  # that have proven that they may read its files; None: it is everybody's
     share: Share | None = None  # where its weights are, of a model that a client shares
     used: float = field(default_factory=time.monotonic)
     in_use: int = 0
@@ -62,6 +68,18 @@ class Model:
         """What somebody wanted otherwise than configured."""
         self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
         self.keep_alive = self.source.keep_alive
+
+    def is_open_to(self, client: Client) -> bool:
+        """Whether this client may use the model, and know of it."""
+        if self.share is not None:
+            return self.share.is_open_to(client)
+        return self.users is None or client.user in self.users or client.is_admin
+
+    def is_of(self, client: Client) -> bool:
+        """Whether this client may say how the model is loaded, and unload it."""
+        if self.share is not None:
+            return self.share.is_of(client)
+        return client.is_admin or client.user == self.owner
 
     @property
     def opener(self) -> int:
@@ -84,10 +102,12 @@ class Model:
         return replace(wish, packing=self.share.placing.packing, keep_host=True)
 
     def load_fields(self, files: ModelFiles, placing: Placing) -> dict[str, Any]:
-        """What Load and Plan have in common."""
+        """What Load and Plan have in common. The files go with them."""
         return {
             "model": self.name,
             "path": files.folder,
+            "files": list(files),
+            "others": files.others,
             "dtype": self.source.dtype,
             "max_context": self.source.max_context,
             "placing": placing,

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 
+from msgspec.structs import replace
+
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotPermitted
-from djinn_client.protocol import Done, ModelReply, PlanReply, ShareDescribed
+from djinn_client.protocol import Done, FilesHandedOver, ModelReply, PlanReply, ShareDescribed
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.kv_sizes import KvSizes
-from djinnd.server.models import Model, Models
+from djinnd.server.models import Model, Models, expect_open
 from djinnd.server.sessions import SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
+
+_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s")  # of a LoadModel
 
 
 class ModelRequests:
@@ -28,13 +32,18 @@ class ModelRequests:
         self._status = status
 
     async def list_models(self, call: Call, request: protocol.ListModels) -> Answer:
-        return Answer(protocol.Models(id=call.id, models=await self._status.model_infos(call.client)))
+        return Answer(
+            protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
+        )
 
     async def load(self, call: Call, request: protocol.LoadModel) -> Answer:
         admission.check_load(request)
         kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        if not model.is_of(call.client):
+            return await self._load_as_it_is(call, request, model)
         call.client.tenant.expect_tiers(request.host_kv_bytes, request.disk_kv_bytes)
-        model = self._models.find_open(request.model, call.client)
         if model.state in ("loading", "ready", "asleep"):
             loaded = f"{model.name} is {'being loaded' if model.state == 'loading' else 'loaded'} already"
             if kv.over(model.kv) != model.kv:
@@ -44,18 +53,30 @@ class ModelRequests:
             if request.keep_alive_s not in (None, model.keep_alive):
                 self._expect_own(model, call.client)
                 self._models.set_keep_alive(model, request.keep_alive_s)
-        await self._models.ready(request.model, call.tell_loading, kv, request.placing, request.keep_alive_s)
-        model = self._models.find(request.model)
+        user = call.client.user
+        await self._models.ready(model.name, call.tell_loading, kv, request.placing, request.keep_alive_s, user)
+        model = self._models.find(model.name)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def _load_as_it_is(self, call: Call, request: protocol.LoadModel, model: Model) -> Answer:
+        """For a client that may use the model, and not say how it is loaded; it may be told how that is."""
+        await self._models.ready(model.name, call.tell_loading)
+        model = self._models.find_visible(model.name, call.client)
+        wishes = [name for name in _WISHES if getattr(request, name) not in (0, None)]
+        if not wishes:
+            return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+        info = await self._status.complete_info(model)
+        note = f"{', '.join(wishes)}: not as asked, for only {_deciders(model)} may say that"
+        return Answer(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
 
     async def plan(self, call: Call, request: protocol.PlanModel) -> Answer:
         admission.check_plan(request)
-        self._models.find_visible(request.model, call.client)
-        plan = await self._models.plan(request.model, request.memory_bytes, request.kv_bytes, request.placing)
+        model = await self._models.named(request.model, call.client)
+        plan = await self._models.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
         return Answer(PlanReply(id=call.id, plan=plan))
 
     async def unload(self, call: Call, request: protocol.UnloadModel) -> Answer:
-        model = self._models.find_visible(request.model, call.client)
+        model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
         sessions = self._sessions.of_model(model.name)
         if sessions and not request.force:
@@ -69,11 +90,15 @@ class ModelRequests:
         return Answer(Done(id=call.id))
 
     def _expect_own(self, model: Model, client: Client) -> None:
-        """Raises NotPermitted where others use the model, or share it."""
-        if model.share is not None and not model.share.is_of(client):
-            raise NotPermitted(f"{model.name} is another user's: only that user, or an administrator, may do that")
+        """Raises NotPermitted where the model is others', or others use it."""
+        if not model.is_of(client):
+            raise NotPermitted(f"{model.name} is not yours: only {_deciders(model)} may do that")
         if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
             raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
+
+    async def hand_over_files(self, call: Call, request: protocol.HandOverFiles) -> Answer:
+        model = await self._models.hand_over(call.client, request, call.take_descriptors())
+        return Answer(FilesHandedOver(id=call.id, model=model.name))
 
     # --- shares -----------------------------------------------------------------------------------------------------
 
@@ -90,3 +115,7 @@ class ModelRequests:
     async def end_share(self, call: Call, request: protocol.EndShare) -> Answer:
         await self._sharing.end(call.client, request.share)
         return Answer(Done(id=call.id))
+
+
+def _deciders(model: Model) -> str:
+    return "administrators" if model.is_configured else "its owner or an administrator"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from djinn_client.errors import ModelNotFound
 from djinn_client.placing import ModelPlan, Placing
-from djinn_client.protocol import ModelInfo
+from djinn_client.protocol import HandOverFiles, ModelInfo
 from djinnd import config
 from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, TenantLimits, ToEngine
 from djinnd.server import admission, edit_admission
@@ -30,17 +29,17 @@ from djinnd.server.arena import Arena
 from djinnd.server.checkpoints import known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.folders import Folders
 from djinnd.server.granting import Granting
-from djinnd.server.hub import Hub
 from djinnd.server.keep_alive import idle_seconds
 from djinnd.server.kv_sizes import AS_CONFIGURED, KvSizes
 from djinnd.server.loader import Loader
 from djinnd.server.model import Model as Model
 from djinnd.server.model import OnLoading as OnLoading
+from djinnd.server.model_records import ModelRecords, Record
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.share import Share
-from djinnd.server.slow_files import SlowFiles
 from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
@@ -60,7 +59,11 @@ class Models:
         prefixes: PrefixTable,
         limits: config.Limits,
         texts: Texts,
+        hub: bool,
+        state_dir: str,
+        is_admin: Callable[[int], bool],
     ) -> None:
+        """`hub`: whether clients may name hub ids. `is_admin`: whether a user is an administrator."""
         self._known = known_models(configured)
         self._models = {
             name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
@@ -69,8 +72,11 @@ class Models:
         self._prefixes = prefixes
         self._arena = arena
         self._granting = Granting(arena)
-        self._slow_files = SlowFiles(limits.files)
-        self._hub = Hub(limits)
+        self._has_hub = hub
+        self._records = ModelRecords(state_dir, self._record)
+        self._folders = Folders(
+            self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
+        )
         self._loader = Loader(
             self,
             sessions,
@@ -79,8 +85,7 @@ class Models:
             self._granting,
             engine_for,
             page_folder,
-            self._slow_files,
-            self._hub,
+            self._folders,
             texts,
             self._forget_unless_used,
         )
@@ -91,15 +96,27 @@ class Models:
 
     def follow(self, limits: config.Limits) -> None:
         """From now on."""
-        self._slow_files.seconds = limits.files
-        self._hub.limits = limits
+        self._folders.follow(limits)
 
     def find(self, name: str) -> Model:
-        """Raises ModelNotFound. A folder or a hub id becomes a known model when somebody loads it."""
-        name = os.path.normpath(name) if name.startswith("/") else name
+        """Raises ModelNotFound. A hub id becomes a known model when somebody loads it."""
         if name in self._models:
             return self._models[name]
-        return Model.configured(name, model_named(name, self._known), is_configured=name in self._known)
+        return Model.configured(name, model_named(name, self._known, self._has_hub), is_configured=name in self._known)
+
+    async def named(self, name: str, client: Client) -> Model:
+        """What the client means by it. A folder is opened for that, here or by the client: see Folders. Raises
+        ModelNotFound, FilesWanted, InvalidRequest, Retry."""
+        if name.startswith("/") and name not in self._known:
+            return await self._folders.named(name, client)
+        model = self.find_visible(name, client)
+        if name not in self._models:
+            model.owner = client.user
+        return model
+
+    async def hand_over(self, client: Client, request: HandOverFiles, fds: list[int]) -> Model:
+        """See Folders.take."""
+        return await self._folders.take(client, request.folder, request.names, request.others, fds)
 
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
         """The engine that has the session open, if there is one."""
@@ -121,23 +138,24 @@ class Models:
     def find_open(self, name: str, client: Client) -> Model:
         """For a new session. Raises ModelNotFound also for what the client may not use, or nobody may any more."""
         model = self.find_visible(name, client)
-        if model.share is not None and model.share.ended:
-            raise _taken_back(model)
+        expect_open(model)
         return model
 
     def find_visible(self, name: str, client: Client) -> Model:
         """Raises ModelNotFound also for what the client may not see."""
         model = self.find(name)
-        if model.share is not None and not model.share.is_open_to(client):
-            return Model.configured(name, model_named(name, self._known))  # raises: no such name is a configured one's
+        if not model.is_open_to(client):
+            return Model.configured(name, model_named(name, self._known, self._has_hub))  # raises: as if it were not
         return model
 
     def visible(self, client: Client) -> list[Model]:
-        return [model for model in self if model.share is None or model.share.is_open_to(client)]
+        return [model for model in self if model.is_open_to(client)]
 
     def preload(self, adopted: Iterable[str] = ()) -> None:
         """What is configured so, and what an earlier daemon had loaded: its blocks, or its pages, are in the arena.
         What slept there goes on sleeping."""
+        adopted = list(adopted)
+        self._restore(adopted)
         for name in adopted:
             try:
                 model = self._models[name] = self.find(name)
@@ -153,6 +171,20 @@ class Models:
             if model.source.preload and model.state == "available":
                 self._load(model)
 
+    def _restore(self, adopted: list[str]) -> None:
+        """Models that users had brought to an earlier daemon, as far as there is something of them."""
+        sessions = [session for session in self._sessions if session.is_servable and session.model.startswith("/")]
+        used = {*adopted, *(session.model for session in sessions)} - self._known.keys()
+        for record in self._records.read():
+            if record.name in used:
+                model = self._models[record.name] = Model.configured(record.name, config.Model(path=record.folder))
+                model.owner, model.users, model.marks = record.owner, set(record.users), record.files
+        for session in sessions:
+            if session.model not in self._models:  # of a daemon that had no records
+                model = Model.configured(session.model, config.Model(path=session.model))
+                self._models[session.model] = model
+                model.owner, model.users = session.user, {session.user}
+
     async def ready(
         self,
         name: str,
@@ -160,15 +192,19 @@ class Models:
         kv: KvSizes = AS_CONFIGURED,
         placing: Placing | None = None,
         keep_alive: float | None = None,
+        user: int | None = None,
     ) -> EngineClient:
         """The engine that has the model, which is loaded if need be: with so much for its pages, its blocks placed so
-        and awake for so long, and as configured where that says nothing. Raises ModelNotFound, and what loading raises.
+        and awake for so long, and as configured where that says nothing. A model that nobody knows yet, from the hub,
+        is then that user's. Raises ModelNotFound, and what loading raises.
 
         The engine lives, and has the model, until the caller waits for something else.
         """
         while (model := self.find(name)).engine is None:
-            if model.share is not None and model.share.ended and not self._sessions.of_model(name):
-                raise _taken_back(model)
+            if not self._sessions.of_model(name):
+                expect_open(model)
+            if name not in self._models:
+                model.owner = user
             if model.changing is None:
                 model.kv = kv.over(model.kv)
                 model.placing = model.placed(placing)
@@ -221,10 +257,14 @@ class Models:
             last = session.used if session.call is None else time.monotonic()
             model.used = max(model.used, last)
 
-    async def plan(self, name: str, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+    async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """What loading the model would come to; 0 and None: as configured, and the device's own budget. Raises
         ModelNotFound, and what the engine refuses."""
-        return await self._loader.plan(self.find(name), memory_bytes, kv_bytes, placing)
+        try:
+            return await self._loader.plan(model, memory_bytes, kv_bytes, placing)
+        finally:
+            if model.state == "available" and model.changing is None:
+                self._forget_unless_used(model)
 
     async def unload(self, model: Model) -> None:
         """Of a model without sessions. Raises InvalidRequest while it is being loaded."""
@@ -234,7 +274,7 @@ class Models:
         """A model that is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
         model = self._models[share.model] = Model.configured(share.model, source)
-        model.placing, model.share = share.placing, share
+        model.placing, model.share, model.owner = share.placing, share, share.user
         return model
 
     async def drop(self, share: Share) -> None:
@@ -260,6 +300,7 @@ class Models:
         """After `stop`, when the engine is gone. Returns when the arena is empty, or left to the next daemon."""
         await self._loader.close()
         await self._granting.close(keep_blocks)
+        await self._records.close()
 
     def set_tenants(self, limits: Collection[TenantLimits]) -> None:
         """In every engine that has sessions."""
@@ -314,8 +355,14 @@ class Models:
         model.forget_wishes()
         if model.name not in self._known:
             self._models.pop(model.name, None)
-            self._loader.close_files(model)
+            self._folders.close(model)
+            self._records.changed()
+
+    def _record(self) -> list[Record]:
+        return [Record.of(model) for model in self if model.users is not None]
 
 
-def _taken_back(model: Model) -> ModelNotFound:
-    return ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")
+def expect_open(model: Model) -> None:
+    """Raises ModelNotFound where new sessions of it are not to be: its client has taken it back."""
+    if model.share is not None and model.share.ended:
+        raise ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")

@@ -99,6 +99,9 @@ class Server:
             self._prefixes,
             config.limits,
             self._texts,
+            config.hub,
+            config.state_dir,
+            lambda user: self._clients.is_admin(user),
         )
         self._supervisor = Supervisor(
             engine_command,

@@ -15,7 +15,7 @@ from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.loader import open_in
-from djinnd.server.models import Models
+from djinnd.server.models import Models, expect_open
 from djinnd.server.sessions import SessionTable
 from djinnd.server.status import Status
 
@@ -29,9 +29,10 @@ class SessionRequests:
         self._status = status
 
     async def open(self, call: Call, request: protocol.OpenSession) -> Answer:
-        model = self._models.find_open(request.model, call.client)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
         self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
-        engine = await self._models.ready(model.name, call.tell_loading)
+        engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
         session = self._sessions.open(call.client, model.name, request.priority, shared=model.share is not None)
         open_in(engine, session)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from djinn_client.errors import Retry
@@ -28,32 +29,42 @@ class SlowFiles:
         self.seconds = seconds
         self._places: dict[int, asyncio.Semaphore] = {}
         self._pieces: dict[int, int] = {}  # by user: pieces of work that run or wait for a place
+        self._let_go: set[asyncio.Task[None]] = set()
 
     async def run(self, user: int, work: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
         """What `work` returns. Raises what it raises, and Retry when the time is over. `discard` gets a result for
         which nobody waits any more, in a thread too."""
-        await self._take_place(user)
+        await self._take_place(user, self.seconds)
         result: Future[T] = Future()
         _start(self._work, user, work, discard, result, asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self.seconds):
                 return await asyncio.wrap_future(result)
         except BaseException as error:
-            if not result.cancel() and result.exception() is None:
-                _start(discard, result.result())
+            if not result.cancel() and result.exception() is None:  # it has just come
+                self.let_go(user, partial(discard, result.result()))
             if isinstance(error, TimeoutError):
                 raise self._too_slow() from error
             raise
 
-    def let_go(self, work: Callable[[], Any]) -> None:
-        """Runs what nobody waits for, such as closing files."""
-        _start(work)
+    def let_go(self, user: int, work: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
+        """Does what nobody waits for, such as closing files, when the user has a place; and `then`, in the loop."""
+        task = asyncio.create_task(self._do(user, work, then))
+        self._let_go.add(task)
+        task.add_done_callback(self._let_go.discard)
 
-    async def _take_place(self, user: int) -> None:
+    async def _do(self, user: int, work: Callable[[], Any], then: Callable[[], None]) -> None:
+        await self._take_place(user, None)
+        result: Future[Any] = Future()
+        _start(self._work, user, work, lambda _: None, result, asyncio.get_running_loop())
+        await asyncio.wrap_future(result)
+        then()
+
+    async def _take_place(self, user: int, seconds: float | None) -> None:
         places = self._places.setdefault(user, asyncio.Semaphore(PLACES))
         self._pieces[user] = self._pieces.get(user, 0) + 1
         try:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout(seconds):
                 await places.acquire()
         except TimeoutError as error:
             self._leave(user)

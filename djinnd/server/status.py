@@ -36,6 +36,7 @@ _NOTHING_ON_DEVICE = {
     "pages": 0,
     "pages_used": 0,
 }  # of a ModelInfo
+_LOOK = 0.05  # seconds between two looks at what an engine says when it is asked
 PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
 
 
@@ -74,7 +75,7 @@ class Status:
             address=self._address,
             state=self.state,
             devices=[self._device_info(report)],
-            models=self._model_infos(client, report),
+            models=[self.model_info(model, report) for model in self._models.visible(client)],
             sessions=self.classes(),
             requests_running=running,
             requests_queued=queued,
@@ -108,9 +109,11 @@ class Status:
         return running, busy.total() - running
 
     def line(self) -> str:
-        """For systemctl status."""
-        ready = [model.name for model in self._models if model.engine is not None]
-        return f"{self.state}; sessions: {len(self._sessions)}; models: {', '.join(ready) or 'none'}"
+        """For systemctl status, which anybody may read: so models of users are only counted."""
+        ready = [model for model in self._models if model.engine is not None]
+        public = [model.name for model in ready if model.is_configured]
+        told = ", ".join(public + [f"{len(ready) - len(public)} of users"] * (len(ready) > len(public)))
+        return f"{self.state}; sessions: {len(self._sessions)}; models: {told or 'none'}"
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -151,8 +154,21 @@ class Status:
 
     # --- models and devices -----------------------------------------------------------------------------------------
 
-    async def model_infos(self, client: Client) -> list[ModelInfo]:
-        return self._model_infos(client, await self.report())
+    async def model_infos(self, models: Sequence[Model]) -> list[ModelInfo]:
+        report = await self.report()
+        return [self.model_info(model, report) for model in models]
+
+    async def complete_info(self, model: Model) -> ModelInfo:
+        """With the lower tiers, which come a moment after the model."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            (info,) = await self.model_infos([model])
+            is_told = (
+                info.host_pages or model.kv.host == 0 or any("no pages on the host" in note for note in info.notes)
+            )
+            if is_told or time.monotonic() > deadline:
+                return info
+            await asyncio.sleep(_LOOK)
 
     def model_info(self, model: Model, report: Report | None = None) -> ModelInfo:
         described = {info.name: info for info in report.models} if report else {}
@@ -171,9 +187,6 @@ class Status:
             idle_s=self._models.idle_seconds(model),
             **(_NOTHING_ON_DEVICE if model.state == "asleep" else {}),
         )
-
-    def _model_infos(self, client: Client, report: Report | None) -> list[ModelInfo]:
-        return [self.model_info(model, report) for model in self._models.visible(client)]
 
     def _device_info(self, report: Report | None) -> DeviceInfo:
         supervisor = self._supervisor

@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -313,7 +315,7 @@ def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
     assert not path.exists()
 
 
-def whole_object(root: Path, pid: int, ticks: int, version: int = 3, state: int = 2, payload: int = 1000) -> Path:
+def whole_object(root: Path, pid: int, ticks: int, version: int = 4, state: int = 2, payload: int = 1000) -> Path:
     """As djinnd/server/arena_header.py has it; 1,000 bytes of weights."""
     fixed = struct.pack("<8sQQIIQQ64s", b"DJARENA1", pid, ticks, version, state, payload, 1, b"ab" * 32)
     path = root / "djinnd-weights"
@@ -390,10 +392,39 @@ def test_a_look_leaves_no_lock(tmp_path: Path) -> None:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_an_object_that_this_user_may_not_read(tmp_path: Path) -> None:
-    (tmp_path / "djinnd-link").symlink_to("/etc/passwd")  # not followed, which is as good
-    (result,) = arena.check(tmp_path, fix=True)
-    assert (result.state, result.finding) == ("warn", "djinnd-link is not yours to read")
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a pipe"),
+        (lambda path: path.symlink_to("/etc/passwd"), "a symbolic link"),
+        (lambda path: path.symlink_to(path), "a symbolic link"),
+        (Path.mkdir, "a folder"),
+        (a_socket, "a socket"),
+    ],
+)
+def test_what_is_no_file_is_named_and_neither_waited_for_nor_removed(
+    tmp_path: Path, make: Callable[[Path], None], kind: str
+) -> None:
+    make(tmp_path / "djinnd-0-odd")
+    dead = arena_object(tmp_path, "djinnd-1-weights", dead_process(), 1)
+    odd, removed = arena.check(tmp_path, fix=True)
+    assert (odd.state, odd.finding) == ("warn", f"djinnd-0-odd is {kind}, which no djinnd has made")
+    assert removed.state == "ok" and not dead.exists()
+    assert os.path.lexists(tmp_path / "djinnd-0-odd")
+
+
+def test_an_object_with_a_lease_on_it_is_not_waited_for(tmp_path: Path) -> None:
+    path = arena_object(tmp_path, "djinnd-1-weights", dead_process(), 1)
+    with path.open("r+b") as file:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # a signal that is ignored
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        (result,) = arena.check(tmp_path)
+    assert (result.state, result.finding) == ("warn", "djinnd-1-weights is not yours to read")
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

@@ -182,13 +182,15 @@ def test_findings_name_what_is_missing_and_what_is_too_much(arena):
     assert stray.name in findings[1]
 
 
-def test_a_name_that_is_taken_is_left_to_who_has_it(arena):
+def test_a_name_that_is_taken_is_left_to_its_owner(arena, monkeypatch):
     """By an earlier process that had the same pid, as is usual in containers."""
+    tokens = iter(["taken", "free"])
+    monkeypatch.setattr("djinnd.server.arena.secrets.token_hex", lambda nbytes: next(tokens))
     digest = hashlib.sha256(b"llama").hexdigest()[:12]
-    taken = f"/djinnd-{os.getpid()}-{digest}-1"
+    taken = f"/djinnd-{os.getpid()}-{digest}-taken"
     posix_ipc.SharedMemory(taken, posix_ipc.O_CREX, size=4096).close_fd()
     try:
-        assert arena.grant("llama", 4096, FINGERPRINT).name == taken[:-1] + "2"
+        assert arena.grant("llama", 4096, FINGERPRINT).name == taken.replace("taken", "free")
         assert arena.findings() == []
     finally:
         posix_ipc.unlink_shared_memory(taken)

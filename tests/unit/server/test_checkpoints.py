@@ -6,7 +6,7 @@ import pytest
 
 from djinn_client.errors import ModelNotFound
 from djinnd.config import Model
-from djinnd.server.checkpoints import known_models, model_named, open_checkpoint
+from djinnd.server.checkpoints import known_models, model_named
 
 KNOWN = known_models({"llama": Model(path="/models/llama")})
 
@@ -20,13 +20,15 @@ def test_a_configured_model_may_take_the_shipped_one_s_name():
     assert known_models({"djinn-tiny": Model(path="/mine")})["djinn-tiny"].path == "/mine"
 
 
-@pytest.mark.parametrize("name", ["/models/x", "org/name", "meta-llama/Llama-3.1-8B"])
-def test_folders_and_hub_ids_name_themselves(name):
-    assert model_named(name, KNOWN).path == name
+@pytest.mark.parametrize("name", ["org/name", "meta-llama/Llama-3.1-8B"])
+def test_hub_ids_name_themselves_unless_they_are_switched_off(name):
+    assert model_named(name, KNOWN, hub=True).path == name
+    with pytest.raises(ModelNotFound, match="switched off"):
+        model_named(name, KNOWN, hub=False)
 
 
 def test_configured_names():
-    assert model_named("llama", KNOWN).path == "/models/llama"
+    assert model_named("llama", KNOWN, hub=False).path == "/models/llama"
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,4 @@ def test_configured_names():
 )
 def test_names_that_mean_nothing(name, words):
     with pytest.raises(ModelNotFound, match=words):
-        model_named(name, KNOWN)
-
-
-def test_a_folder(tmp_path):
-    with pytest.raises(ModelNotFound, match=r"m: .* no config\.json"):
-        open_checkpoint("m", str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with open_checkpoint("m", str(tmp_path)) as files:
-        assert list(files) == ["config.json"]
-    with pytest.raises(ModelNotFound, match="No such file"):
-        open_checkpoint("m", str(tmp_path / "not"))
+        model_named(name, KNOWN, hub=True)

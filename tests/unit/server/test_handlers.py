@@ -22,6 +22,7 @@ from djinn_client.protocol import (
     Generated,
     GetStatus,
     GetTokens,
+    HandOverFiles,
     Hello,
     ListModels,
     ListSessions,
@@ -339,7 +340,7 @@ def test_loading_what_is_loaded_answers_at_once(wire):
     ("request_", "code"),
     [
         (OpenSession(id=3, model="djin-tiny"), "model_not_found"),
-        (OpenSession(id=3, model="/not/there"), "model_not_found"),
+        (OpenSession(id=3, model="/not/there"), "files_wanted"),
         (LoadModel(id=3, model="what"), "model_not_found"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=1 << 30), "invalid_request"),  # it is loaded already
@@ -347,7 +348,7 @@ def test_loading_what_is_loaded_answers_at_once(wire):
         (LoadModel(id=3, model="/not/there", placing=Placing(resident=float("nan"))), "invalid_request"),
         (LoadModel(id=3, model="/not/there", placing=Placing(resident=1.5)), "invalid_request"),
         (PlanModel(id=3, model="what"), "model_not_found"),
-        (PlanModel(id=3, model="/not/there"), "model_not_found"),
+        (PlanModel(id=3, model="/not/there"), "files_wanted"),
         (PlanModel(id=3, model="djinn-tiny", memory_bytes=-1), "invalid_request"),
         (PlanModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
         (PlanModel(id=3, model="djinn-tiny", placing=Placing(resident=-1)), "invalid_request"),
@@ -356,6 +357,11 @@ def test_loading_what_is_loaded_answers_at_once(wire):
         (SetBudget(id=3, memory_bytes=-1), "invalid_request"),
         (SetBudget(id=3, memory_bytes=1), "out_of_memory"),
         (UnloadModel(id=3, model="what"), "model_not_found"),
+        (UnloadModel(id=3, model="/not/there"), "files_wanted"),
+        (HandOverFiles(id=3, folder="/not/there", names=["config.json"]), "invalid_request"),
+        (HandOverFiles(id=3, folder="there", names=[]), "invalid_request"),
+        (HandOverFiles(id=3, folder="/" + "x" * 2000, names=[]), "invalid_request"),
+        (HandOverFiles(id=3, folder="/there", names=[]), "model_not_found"),
         (Hello(id=3), "protocol_error"),
     ],
 )

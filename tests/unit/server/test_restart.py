@@ -377,7 +377,7 @@ def test_blocks_of_a_checkpoint_that_is_gone_are_removed_and_why_is_said(serve, 
     restart(daemon)
     wait_for(lambda: "model_failed" in daemon.log)
     wait_for(lambda: daemon.arena() == [])
-    assert f"there is no folder {checkpoint}" in daemon.log
+    assert "there is no such folder" in daemon.log
     assert djinn.status(check=True, address=daemon.address).integrity == []
 
 

@@ -86,6 +86,9 @@ def models_with(made, tmp_path):
         prefixes,
         Limits(),
         Texts(Limits()),
+        True,
+        "",
+        [].count,
     )
     models.add_shared(made)
     return models

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,17 +31,23 @@ from djinnctl.units import size
 MAGIC = b"DJARENA1"
 OWNER = struct.Struct("<8sQQ")
 CONTENT = struct.Struct("<8xQQIIQQ64x16s1920s1984s64x")
-VERSION, WHOLE = 3, (2, 3)  # states: complete, and complete of a model that slept
+VERSION, WHOLE = 4, (2, 3)  # states: complete, and complete of a model that slept
 SHM = Path("/dev/shm")
 PREFIX = "djinnd-"
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 class Object(NamedTuple):
     name: str
     nbytes: int
-    state: Literal["live", "adoptable", "stale", "foreign", "unreadable"]
+    state: Literal["live", "adoptable", "stale", "foreign", "unreadable", "odd"]
     pid: int = 0
-    holds: str = ""  # "weights" or "pages", of an adoptable one, as is what follows
+    holds: str = ""  # "weights" or "pages", of an adoptable one, as is what follows; what an odd one is
     model: str = ""
     state_dir: str = ""
 
@@ -78,6 +85,8 @@ def judge(found: Object) -> Result:
             )
         case "unreadable":
             return warn("arena", f"{found.name} is not yours to read", "run doctor as the user of that djinnd")
+        case "odd":
+            return warn("arena", f"{found.name} is {found.holds}, which no djinnd has made", f"rm {SHM / found.name}")
         case "foreign":
             return warn(
                 "arena",
@@ -99,14 +108,30 @@ def started(pid: int) -> int | None:
 def _examined(path: Path) -> Iterator[Object]:
     """A stale object is locked meanwhile, so that nobody adopts what is about to be removed."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = _open(path)
     except OSError:
         yield Object(path.name, 0, "unreadable")
+        return
+    if isinstance(fd, str):
+        yield Object(path.name, 0, "odd", holds=fd)
         return
     try:
         yield _inspect(path.name, fd)
     finally:
         os.close(fd)
+
+
+def _open(path: Path) -> int | str:
+    """A descriptor for reading, or what it is instead of a regular file. Anybody may make something by such a name, so
+    that is found out first: a pipe's other end, or a lease, would have this process wait. Raises OSError."""
+    place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(place).st_mode
+        if not stat.S_ISREG(mode):
+            return _KINDS.get(stat.S_IFMT(mode), "a device")
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(place)
 
 
 def _inspect(name: str, fd: int) -> Object:

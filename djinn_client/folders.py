@@ -1,0 +1,72 @@
+"""Checkpoint folders that a caller names. The daemon opens none with more rights than the caller has: where it may not
+open one itself, it asks for the files, and the caller's process opens them and hands them over.
+
+    LoadModel "/home/me/model" ──► FilesWanted
+    HandOverFiles, with the open files ──► FilesHandedOver: the model's name
+    LoadModel with that name ──► …
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from djinn_client.connection import Answer, Connection, OnProgress
+from djinn_client.errors import FilesWanted
+from djinn_client.model_files import ModelFiles
+from djinn_client.options import build
+from djinn_client.protocol import (
+    FilesHandedOver,
+    HandOverFiles,
+    ImportSession,
+    LoadModel,
+    OpenSession,
+    PlanModel,
+    Reply,
+    UnloadModel,
+)
+from djinn_client.steps import Steps
+
+R = TypeVar("R", bound=Reply)
+
+NamesModel = OpenSession | ImportSession | LoadModel | PlanModel | UnloadModel
+_TRIES = 3  # somebody else may unload the model between two requests
+
+
+def model_name(model: Any) -> Any:
+    """What the daemon is told. A folder is named by its absolute path: one that begins with `/`, `~` or `.`, and any
+    other with a slash that is there, also where it could be a hub id. All else is a name, or wrong."""
+    if not isinstance(model, str | os.PathLike):
+        return model
+    name = os.fspath(model)
+    if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.isdir(name)):
+        return "/" + os.path.abspath(os.path.expanduser(name)).lstrip("/")
+    return name
+
+
+def call(
+    connection: Connection,
+    request: NamesModel,
+    expected: type[R],
+    on_progress: OnProgress | None = None,
+    fds: Sequence[int] = (),
+) -> Steps[Answer[R]]:
+    """As `connection.call`, for a request that names a model by what `model_name` says. Raises ModelNotFound,
+    ModelRejected, InvalidRequest for a folder that this process cannot open, too."""
+    folder = request.model
+    for _ in range(_TRIES):
+        try:
+            return (yield from connection.call(request, expected, on_progress, fds))
+        except FilesWanted:
+            if not folder.startswith("/"):
+                raise
+        request.model = yield from _hand_over(connection, folder)
+    return (yield from connection.call(request, expected, on_progress, fds))
+
+
+def _hand_over(connection: Connection, folder: str) -> Steps[str]:
+    with ModelFiles.open(folder) as files:
+        request = build(HandOverFiles, folder=folder, names=list(files), others=files.others)
+        descriptors = [files.descriptor(name) for name in files]
+        return (yield from connection.call(request, FilesHandedOver, fds=descriptors)).message.model

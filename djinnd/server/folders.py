@@ -1,0 +1,225 @@
+"""Checkpoint folders: which model a user means by one, and the open files of all models.
+
+The daemon is nobody's deputy. A folder that a client names is opened by the client, which hands the open files over
+and so proves that it may read them. The daemon opens one itself where that lends nobody its rights: for administrators
+(root and its own user are), and for what the configuration names.
+
+A checkpoint is known by its files' devices and inodes. So it is one model for all who have proven that they may read
+it, whatever they call it, and two folders of one name (another user's mount, or new files in the place of old ones) are
+two models. A model has the name by which it was first called; where another one has that, `@` and a digest follow.
+
+The files stay open for as long as the model is known, so it is loaded again without its path. After a restart of the
+daemon they are opened by their path once more if that leads to the very same files, unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from djinn_client.errors import DjinnError, FilesWanted, InvalidRequest, ModelNotFound, ModelRejected, Retry
+from djinn_client.model_files import ModelFiles
+from djinnd import config
+from djinnd.server.checkpoints import is_hub_id
+from djinnd.server.client import Client
+from djinnd.server.hub import Hub
+from djinnd.server.ledger import MODEL_FILES
+from djinnd.server.model import Model
+from djinnd.server.opened import Marks, Opened, are_same, digest, is_at, open_folder, take_over, taken_out
+from djinnd.server.sessions import SessionTable
+from djinnd.server.slow_files import SlowFiles
+
+MAX_NAME = 1900  # bytes of a folder's name: the header of an arena's object has room for so many
+_UNUSED = 60.0  # seconds that files are kept for a model which nobody loads
+
+
+class Folders:
+    """`models` are all that there are, by name, and `configured` those that the administrator has named; both are
+    Models' own. `changed` is called when a user has got access to one, and `unused` with one that nobody has loaded."""
+
+    def __init__(
+        self,
+        models: dict[str, Model],
+        configured: Mapping[str, config.Model],
+        sessions: SessionTable,
+        limits: config.Limits,
+        is_admin: Callable[[int], bool],
+        changed: Callable[[], None],
+        unused: Callable[[Model], None],
+    ) -> None:
+        self.hub = Hub(limits)
+        self.slow_files = SlowFiles(limits.files)
+        self._models = models
+        self._configured = configured
+        self._sessions = sessions
+        self._is_admin = is_admin
+        self._changed = changed
+        self._unused = unused
+
+    def follow(self, limits: config.Limits) -> None:
+        """From now on."""
+        self.hub.limits, self.slow_files.seconds = limits, limits.files
+
+    # --- which model a folder is ------------------------------------------------------------------------------------
+
+    async def named(self, name: str, client: Client) -> Model:
+        """Raises FilesWanted where the client must open it, InvalidRequest for what is no path."""
+        folder = folder_name(name)
+        there = self._models.get(folder)
+        if there is not None and there.users and client.user in there.users and there.marks:
+            return there
+        if not client.is_admin:
+            raise _wanted(folder)
+        try:
+            opened = await self.slow_files.run(client.user, partial(open_folder, folder), Opened.close)
+        except (ModelNotFound, ModelRejected, InvalidRequest) as error:
+            raise _wanted(folder, error.message) from error
+        return await self._identify(folder, opened, client)
+
+    async def take(
+        self, client: Client, folder: str, names: Sequence[str], others: Sequence[str], fds: list[int]
+    ) -> Model:
+        """The model that has these files, which the client has handed over. Takes the descriptors out of the list.
+        Raises InvalidRequest, QuotaExceeded, ModelNotFound, Retry."""
+        try:
+            work = partial(take_over, folder_name(folder), names, fds, others)
+            opened = await self.slow_files.run(client.user, work, Opened.close)
+        finally:
+            if fds:
+                client.traffic.discard(taken_out(fds))
+        return await self._identify(opened.files.folder, opened, client)
+
+    async def _identify(self, folder: str, opened: Opened, client: Client) -> Model:
+        """Takes the files."""
+        try:
+            configured = await self._configured_with(opened.marks)
+            model = self._with(opened.marks) or configured or self._left(folder, client.user)
+            if model is None:
+                model = self._add(folder, opened, client)
+            elif model.users is None or model.files is not None:
+                self.slow_files.let_go(client.user, opened.close)
+            else:
+                self._give(model, opened, client)
+        except BaseException:
+            self.slow_files.let_go(client.user, opened.close)
+            raise
+        if model.users is not None:
+            model.users.add(client.user)
+            self._changed()
+        return model
+
+    def _with(self, marks: Marks) -> Model | None:
+        for model in self._models.values():
+            if model.share is None and model.marks is not None and are_same(model.marks, marks):
+                return model
+        return None
+
+    async def _configured_with(self, marks: Marks) -> Model | None:
+        """Of one that is loaded `_with` knows."""
+        paths = {name: source.path for name, source in self._configured.items() if not is_hub_id(source.path)}
+
+        def find() -> str | None:
+            return next((name for name, path in paths.items() if is_at(path, marks)), None)
+
+        name = await self.slow_files.run(os.geteuid(), find)
+        return None if name is None else self._models[name]
+
+    def _left(self, folder: str, user: int) -> Model | None:
+        """The model of that name from which only this user has sessions, and which has lost its files."""
+        model = self._models.get(folder)
+        if model is None or model.users is None or model.files is not None or model.changing is not None:
+            return None
+        return model if all(session.user == user for session in self._sessions.of_model(folder)) else None
+
+    def _add(self, folder: str, opened: Opened, client: Client) -> Model:
+        name = folder if folder not in self._models else f"{folder}@{digest(opened.marks)}"
+        model = Model.configured(name, config.Model(path=folder))
+        model.users = set()
+        self._give(model, opened, client)
+        self._models[name] = model
+        asyncio.get_running_loop().call_later(_UNUSED, self._look, model)
+        return model
+
+    def _give(self, model: Model, opened: Opened, client: Client) -> None:
+        """Raises QuotaExceeded."""
+        ledger = client.tenant.ledger
+        ledger.charge(MODEL_FILES, len(opened.marks))
+        if model.marks is None or not are_same(model.marks, opened.marks):  # what others have proven was about others
+            model.owner, model.users = client.user, set()
+        model.files, model.marks, model.ledger = opened.files, opened.marks, ledger
+
+    def _look(self, model: Model) -> None:
+        if model.state == "available" and model.changing is None and self._models.get(model.name) is model:
+            self._unused(model)
+
+    # --- open files -------------------------------------------------------------------------------------------------
+
+    async def files_of(self, model: Model) -> ModelFiles:
+        """They are opened once, and stay the model's until `close`. Raises ModelNotFound, ModelRejected, Retry."""
+        if model.files is None:
+            opened = await self._open(model)
+            if model.files is not None:  # somebody else has opened them meanwhile
+                self.slow_files.let_go(model.opener, opened.close)
+            else:
+                model.files, model.marks = opened.files, opened.marks
+        return model.files
+
+    def close(self, model: Model) -> None:
+        """The next load needs them anew."""
+        if model.files is not None:
+            ledger, charged = model.ledger, len(model.marks or ())
+
+            def closed() -> None:
+                if ledger is not None:
+                    ledger.release(MODEL_FILES, charged)
+
+            self.slow_files.let_go(model.opener, model.files.close, closed)
+        model.files = model.marks = model.ledger = None
+
+    async def _open(self, model: Model) -> Opened:
+        folder = model.source.path
+        if is_hub_id(folder):
+            folder = await self.hub.folder(folder, model.opener)
+        elif model.users is not None and not self._is_admin(model.opener):
+            return await self._open_again(model)
+        return await self.slow_files.run(model.opener, partial(open_folder, folder), Opened.close)
+
+    async def _open_again(self, model: Model) -> Opened:
+        """A user's, of an earlier daemon. What is there instead is nothing that this user is told."""
+        wanted = FilesWanted(
+            f"djinnd has lost the files of {model.name}, as it was restarted: `djinnctl load {model.source.path}`, or "
+            "opening a session with it, hands them over again",
+            folder=model.source.path,
+        )
+        if model.marks is None:
+            raise wanted
+        try:
+            opened = await self.slow_files.run(model.opener, partial(open_folder, model.source.path), Opened.close)
+        except Retry:
+            raise
+        except DjinnError:
+            raise wanted from None
+        if opened.marks != model.marks:
+            self.slow_files.let_go(model.opener, opened.close)
+            raise wanted
+        return opened
+
+
+def folder_name(name: str) -> str:
+    """Raises InvalidRequest for what is no absolute path, or too long."""
+    if not name.startswith("/") or "\0" in name:
+        raise InvalidRequest(f"{name[:200]!r} is no absolute path of a folder", field="folder")
+    folder = "/" + os.path.normpath(name).lstrip("/")
+    if (length := len(os.fsencode(folder))) > MAX_NAME:
+        raise InvalidRequest(f"a folder's name of {length:,} bytes is too long: at most {MAX_NAME:,}", limit=MAX_NAME)
+    return folder
+
+
+def _wanted(folder: str, why: str = "") -> FilesWanted:
+    return FilesWanted(
+        f"{why or 'djinnd opens no folder for its users'}: hand over the open files of {folder}, as djinn_client does "
+        "by itself (this one may be too old), or have an administrator configure the model",
+        folder=folder,
+    )

@@ -1,0 +1,83 @@
+"""What the next daemon must know of the models that users have brought: whose they are, and which files they have.
+
+A file in the state directory, which only the daemon's user may read. It is written anew when one of them is loaded,
+gets another user or is forgotten, by a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from djinnd.server.model import Model
+from djinnd.server.opened import Mark
+
+log = logging.getLogger("djinnd.server")
+
+NAME = "models.json"
+
+
+class Record(msgspec.Struct, frozen=True):
+    name: str
+    folder: str
+    owner: int
+    users: list[int]
+    files: dict[str, Mark]
+
+    @classmethod
+    def of(cls, model: Model) -> Record:
+        assert model.owner is not None and model.users is not None
+        return cls(model.name, model.source.path, model.owner, sorted(model.users), model.marks or {})
+
+
+class ModelRecords:
+    """`records` answers with what there is to write."""
+
+    def __init__(self, state_dir: str, records: Callable[[], list[Record]]) -> None:
+        self._path = Path(state_dir, NAME)
+        self._records = records
+        self._writing: asyncio.Task[None] | None = None
+        self._changed = False
+
+    def read(self) -> list[Record]:
+        """Those of the daemon before; none where there is no such file, or it is damaged."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=list[Record])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("model_records_lost path=%s error=%s", self._path, error)
+            return []
+
+    def changed(self) -> None:
+        self._changed = True
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def close(self) -> None:
+        """Returns when all is written."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _write(self) -> None:
+        while self._changed:
+            self._changed = False
+            content = msgspec.json.encode(self._records())
+            try:
+                await asyncio.to_thread(self._replace, content)
+            except OSError as error:
+                log.warning("model_records_not_written path=%s error=%s", self._path, error)
+
+    def _replace(self, content: bytes) -> None:
+        beside = self._path.with_suffix(".new")
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        os.replace(beside, self._path)

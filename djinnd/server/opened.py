@@ -1,0 +1,104 @@
+"""Open files of a checkpoint, and what the kernel says of them, by which a checkpoint is known under any name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from djinn_client.errors import DjinnError, ModelNotFound, OutOfMemory
+from djinn_client.model_files import ModelFiles
+from djinn_client.other_files import what_instead
+from djinnd.server.closer import close_fds
+
+
+class Mark(NamedTuple):
+    """Of a file. `changed` is its ctime in nanoseconds, which nobody can set back."""
+
+    device: int
+    inode: int
+    changed: int
+
+
+Marks = dict[str, Mark]  # by the file's name
+
+
+class Opened(NamedTuple):
+    files: ModelFiles
+    marks: Marks
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def open_folder(folder: str) -> Opened:
+    """For a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
+    return _checked(ModelFiles.open(folder))
+
+
+def take_over(folder: str, names: Sequence[str], fds: list[int], others: Sequence[str]) -> Opened:
+    """Files that a client has handed over; for a thread. Takes the descriptors out of the list. Raises InvalidRequest,
+    ModelNotFound."""
+    return _checked(ModelFiles.handed_over(folder, names, taken_out(fds), others))
+
+
+def taken_out(fds: list[int]) -> list[int]:
+    """All descriptors of the list, which has none then. Where two threads do this, each descriptor has one owner."""
+    taken = []
+    with suppress(IndexError):
+        while True:
+            taken.append(fds.pop(0))
+    return taken
+
+
+def _checked(files: ModelFiles) -> Opened:
+    try:
+        if "config.json" not in files:
+            told = f"{files.folder} is not a checkpoint: it has no config.json; {what_instead([*files, *files.others])}"
+            raise ModelNotFound(told, path=files.folder)
+        return Opened(files, {name: _mark(files.stat(name)) for name in files})
+    except BaseException:
+        files.close()
+        raise
+
+
+def duplicates(files: ModelFiles) -> list[int]:
+    """Descriptors for an engine, in the order of the names. Raises OutOfMemory where this process may open no more."""
+    copies: list[int] = []
+    try:
+        for name in files:
+            copies.append(os.dup(files.descriptor(name)))
+    except OSError as error:
+        close_fds(copies)
+        raise OutOfMemory(f"the daemon cannot pass on the files of {files.folder}: {error.strerror}") from error
+    return copies
+
+
+def are_same(one: Marks, other: Marks) -> bool:
+    """Whether they are of the same files, whatever has become of these."""
+    return {name: mark[:2] for name, mark in one.items()} == {name: mark[:2] for name, mark in other.items()}
+
+
+def digest(marks: Marks) -> str:
+    return hashlib.sha256(repr(sorted(marks.items())).encode()).hexdigest()[:8]
+
+
+def is_at(folder: str, marks: Marks) -> bool:
+    """Whether the folder has these files; for a thread."""
+    try:
+        stat = os.stat(os.path.join(folder, "config.json"))
+        if _mark(stat)[:2] != marks["config.json"][:2]:
+            return False  # as a rule
+        opened = open_folder(folder)
+    except (DjinnError, OSError):
+        return False
+    try:
+        return are_same(opened.marks, marks)
+    finally:
+        opened.close()
+
+
+def _mark(stat: os.stat_result) -> Mark:
+    return Mark(stat.st_dev, stat.st_ino, stat.st_ctime_ns)
