@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.bounds import Name, Whole
+
 When = Literal["always", "prefill", "decode"]
 
 
@@ -24,9 +26,9 @@ class HitInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A call has stopped: the positions from `first` up to and without `end` have been through the blocks before
     `block`, and wait there."""
 
-    breakpoint: int | None  # None: of a checkpoint, which no breakpoint has made
-    point: str  # as the breakpoint names it
-    block: int  # that they would be given to next; the number of blocks for what the last one gives
-    first: int
-    end: int
-    prompt_end: int  # tokens that the session had before the first one that the call generated
+    breakpoint: Whole | None  # None: of a checkpoint, which no breakpoint has made
+    point: Name  # as the breakpoint names it
+    block: Whole  # that they would be given to next; the number of blocks for what the last one gives
+    first: Whole
+    end: Whole
+    prompt_end: Whole  # tokens that the session had before the first one that the call generated

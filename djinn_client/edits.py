@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from djinn_client.bounds import MAX_LIST, Name, Whole
 
 Op = Literal["add", "scale", "project_out", "replace", "clamp"]
 
@@ -24,9 +26,9 @@ class EditInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CapturedPoint(msgspec.Struct, frozen=True, array_like=True):
-    name: str  # as it was asked for; of a pattern with `*`, with the block in its place
-    width: int
-    offset: int  # bytes in the window, of its first position
+    name: Name  # as it was asked for; of a pattern with `*`, with the block in its place
+    width: Whole
+    offset: Whole  # bytes in the window, of its first position
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,8 +36,8 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     filled: those of the session's positions from `first` on."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
-    first: int
-    positions: int
-    room: int
-    nbytes: int  # of the window
-    points: list[CapturedPoint]
+    first: Whole
+    positions: Whole
+    room: Whole
+    nbytes: Whole  # of the window
+    points: Annotated[list[CapturedPoint], msgspec.Meta(max_length=MAX_LIST)]

@@ -54,6 +54,7 @@ class ModelFiles:
     def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
         self.folder = folder
         self.others = list(others)
+        self.bytes_read = 0  # so far, roughly where several threads read: tells who waits that something comes
         self._descriptors = dict(descriptors)
 
     @classmethod
@@ -147,6 +148,7 @@ class ModelFiles:
         try:
             while count and (piece := os.pread(self._descriptors[name], min(count, 16 << 20), offset)):
                 pieces.append(piece)
+                self.bytes_read += len(piece)
                 offset, count = offset + len(piece), count - len(piece)
         except OSError as error:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
@@ -159,6 +161,7 @@ class ModelFiles:
         try:
             while done < len(memory) and (count := os.preadv(self._descriptors[name], [memory[done:]], offset + done)):
                 done += count
+                self.bytes_read += count
         except OSError as error:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
         return done

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from djinn_client.bounds import Whole
 from djinn_client.errors import InvalidRequest
 
 MAX_BYTES = (1 << 63) - 1
@@ -17,13 +18,13 @@ LEAST_PIECE = 64 << 10  # bytes; smaller ones are all overhead
 
 
 class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
-    resident: int | float | None = None  # blocks (an int) or a share of them (a float, 0 to 1); None: as many as fit
-    ring_bytes: int = 0  # of device memory for the ring; 0: by slots
-    slots: int = 0  # of the ring, each for the largest streamed block; 0: the engine decides
+    resident: Whole | float | None = None  # blocks (an int) or a share of them (a float, 0 to 1); None: as many as fit
+    ring_bytes: Whole = 0  # of device memory for the ring; 0: by slots
+    slots: Whole = 0  # of the ring, each for the largest streamed block; 0: the engine decides
     packing: bool = True  # bfloat16 blocks may be packed where they do not all fit plain
     keep_host: bool = True  # False: the host's copy goes once every block is resident
     prefetch: bool = True  # False: each copy waits for its block's turn; for comparison
-    piece_bytes: int = 0  # of one copy over the bus; 0: the engine decides
+    piece_bytes: Whole = 0  # of one copy over the bus; 0: the engine decides
 
     def validate(self) -> None:
         """Raises InvalidRequest for a value outside its range; NaN is outside every range."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from djinn_client import replies, requests, signals
+from djinn_client.bounds import LARGE, PACKED_FROM, expect_few_values, pack, unpack, whole_at
 from djinn_client.breakpoints import *  # noqa: F403
 from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
@@ -43,6 +44,11 @@ HEADER = struct.Struct(">2sBBI")
 MAX_FDS = 240  # the kernel takes 253 at once
 MAX_REQUEST = 16 << 20  # bytes of a frame that a client may send
 MAX_REPLY = 256 << 20  # bytes of a frame that a server may send
+MAX_TOLD = 500  # characters of an account of what is wrong
+
+_ID = b"\xa2id"  # as a key of msgpack
+_ID_FIELD = len(_ID) + 9  # bytes, at the most
+_ID_BEFORE = 64
 
 T = TypeVar("T")
 
@@ -176,6 +182,7 @@ ServerMessage = (
     | replies.StatusReply
     | replies.TraceReply
 )
+BRINGS_TOKENS = (requests.Generate, requests.Forward, requests.ImportSession)
 Partial = replies.Progress | replies.Piece  # the replies that are not final
 
 _encoder = msgspec.msgpack.Encoder()
@@ -201,7 +208,26 @@ def framed(payload: bytes, fds: int = 0) -> bytes:
 
 def decode_request(payload: bytes) -> ClientMessage:
     """Raises ProtocolError with msgspec's account of what is wrong and where."""
-    return decoded(_client_decoder, payload)
+    if len(payload) > LARGE:
+        expect_few_values(payload)
+    message = decoded(_client_decoder, payload)
+    if isinstance(message, BRINGS_TOKENS) and message.packed_ids:
+        if message.token_ids:
+            raise ProtocolError("token ids came as a list and as bytes")
+        message.token_ids, message.packed_ids = unpack(message.packed_ids), b""
+    return message
+
+
+def packed(message: requests.Request | signals.Signal) -> requests.Request | signals.Signal:
+    """The same request with many token ids as bytes. What is no token id stays as it is, and is refused."""
+    if not isinstance(message, BRINGS_TOKENS) or len(message.token_ids or ()) < PACKED_FROM:
+        return message
+    try:
+        packed_ids = pack(message.token_ids or [])
+    except (OverflowError, TypeError):
+        return message
+    nothing: list[int] | None = None if isinstance(message, requests.Generate) else []
+    return msgspec.structs.replace(message, token_ids=nothing, packed_ids=packed_ids)
 
 
 def decode_reply(payload: bytes) -> ServerMessage:
@@ -213,11 +239,16 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message that this side does not understand: {error}") from error
+        told = str(error)  # which may have in it what came
+        raise ProtocolError(f"a message that this side does not understand: {told[:MAX_TOLD]}") from error
 
 
 def request_id_of(payload: bytes) -> int | None:
-    """The `id` of a request that did not decode, so that its sender can be told; None where there is none."""
+    """The `id` of a request that did not decode, so that its sender can be told; None where there is none. A large one
+    is not looked through: it is there among the first fields, or the last one, as this module writes it."""
+    if len(payload) > LARGE:
+        at = max(payload.find(_ID, 0, _ID_BEFORE), payload.rfind(_ID, len(payload) - _ID_FIELD))
+        return None if at < 0 else whole_at(payload, at + len(_ID))
     try:
         return _id_decoder.decode(payload).id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from djinn_client.bounds import Name, Names, PackedTokens, TokenList, Whole, Wholes
 from djinn_client.breakpoints import HitInfo, When
 from djinn_client.edits import Captured, Op
 from djinn_client.image import Dtype
@@ -17,7 +18,7 @@ from djinn_client.sampling import Sampling
 from djinn_client.scheduling import Class
 
 FileName = Annotated[str, msgspec.Meta(max_length=255)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Files = Annotated[dict[Name, Whole], msgspec.Meta(max_length=256)]
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
@@ -25,12 +26,12 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
 
     descriptors: ClassVar[int] = 0
 
-    id: int
+    id: Whole
 
 
 class Hello(Request, tag="hello"):
-    client: str = ""
-    token: str = ""  # remote listeners only
+    client: Name = ""
+    token: Name = ""  # remote listeners only
 
 
 class Ping(Request, tag="ping"):
@@ -38,88 +39,90 @@ class Ping(Request, tag="ping"):
 
 
 class OpenSession(Request, tag="open"):
-    model: str
+    model: Name
     priority: Class = "interactive"
 
 
 class AttachSession(Request, tag="attach"):
-    session: str
+    session: Name
 
 
 class ForkSession(Request, tag="fork"):
     """Opens a session with the model, the tokens and the KV of another one of the caller's, which is idle. They go
     their own ways from there."""
 
-    session: str
+    session: Name
     priority: Class | None = None  # None: the other's
 
 
 class CloseSession(Request, tag="close"):
-    session: str
+    session: Name
 
 
 class Generate(Request, tag="generate"):
     """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates."""
 
-    session: str
+    session: Name
     text: str | None = None
-    token_ids: list[TokenId] | None = None
-    max_tokens: int = 256
+    token_ids: TokenList | None = None
+    packed_ids: PackedTokens = b""  # in the place of many token ids
+    max_tokens: Whole = 256
     sampling: Sampling = Sampling()
-    stop: list[str] = []
-    stop_token_ids: list[TokenId] = []
+    stop: Names = []
+    stop_token_ids: TokenList = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # special tokens have no text in the reply
     parse_special: bool = True  # control strings in `text` become control tokens
     prefix_space: bool | None = None  # before `text`, where the tokenizer puts one; None: if it starts the session
-    logprobs: int | None = None  # None: off; n: the chosen token's and the n likeliest
+    logprobs: Whole | None = None  # None: off; n: the chosen token's and the n likeliest
     stream: bool = False  # Pieces as they come; otherwise only the final reply
-    expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
+    expected_tokens: Whole = 0  # that are likely to be generated; 0: nobody knows
     deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
     resume: bool = False  # goes on from where the last call stopped at a breakpoint; without a prompt
     hit: HitInfo | None = None  # with resume: from there, at whose `end` the session is, and not from its last call's
-    capture: list[str] = []  # points whose activations are wanted: see Generated. `max_tokens` may be 0 then
+    capture: Names = []  # points whose activations are wanted: see Generated. `max_tokens` may be 0 then
 
 
 class Forward(Request, tag="forward"):
     """Extends the session by the tokens and answers with the logits of each."""
 
-    session: str
-    token_ids: list[TokenId]
+    session: Name
+    token_ids: TokenList = []
+    packed_ids: PackedTokens = b""
 
 
 class AddBreakpoint(Request, tag="breakpoint"):
     """Answered by BreakpointAdded. Calls of the session stop where one of the positions that it is about has come to
     the point, which lies between blocks: the reply of Generate then has a `hit`."""
 
-    session: str
-    point: str
+    session: Name
+    point: Name
     when: When = "always"
-    every: int = 1
-    positions: list[int] | None = None
+    every: Whole = 1
+    positions: Wholes | None = None
 
 
 class EndBreakpoints(Request, tag="end_breakpoints"):
     """None: all. Answered by Done."""
 
-    session: str
-    breakpoints: list[int] | None = None
+    session: Name
+    breakpoints: Wholes | None = None
 
 
 class ListBreakpoints(Request, tag="breakpoints"):
     """Answered by Breakpoints."""
 
-    session: str
+    session: Name
 
 
 class AddFunction(Request, tag="function"):
     """Answered by Done. RunFunctions calls it, in the caller's intervention process, where the session has stopped at
     this breakpoint; in the place of one that was there. It goes with the breakpoint, or with that process."""
 
-    session: str
-    breakpoint: int
+    session: Name
+    breakpoint: Whole
     code: bytes  # cloudpickle, of at most MAX_CODE bytes
-    python: str  # whose byte code is in it: functions.PYTHON
+    python: Name  # whose byte code is in it: functions.PYTHON
 
 
 class RunFunctions(Request, tag="run_functions"):
@@ -128,8 +131,8 @@ class RunFunctions(Request, tag="run_functions"):
 
     descriptors: ClassVar[int] = 1
 
-    session: str
-    breakpoints: list[int]
+    session: Name
+    breakpoints: Wholes
     captured: Captured
 
 
@@ -146,14 +149,14 @@ class AddEdit(Request, tag="edit"):
     then are computed again. `values` has v: `rows` rows of the points' width of `dtype`: none for scale, else one, or
     one for each of the positions. Positions are ascending."""
 
-    session: str
-    points: list[str]
+    session: Name
+    points: Names
     op: Op = "add"
     scale: float = 1.0
     low: float | None = None
     high: float | None = None
-    positions: list[int] | None = None
-    rows: int = 0
+    positions: Wholes | None = None
+    rows: Whole = 0
     dtype: Dtype = "float32"
     values: bytes = b""
 
@@ -162,29 +165,29 @@ class EndEdits(Request, tag="end_edits"):
     """From now on these edits of the session change nothing; None: all. What they have changed stays. Answered by
     Done."""
 
-    session: str
-    edits: list[int] | None = None
+    session: Name
+    edits: Wholes | None = None
 
 
 class ListEdits(Request, tag="edits"):
     """Answered by Edits: those that changed anything, too."""
 
-    session: str
+    session: Name
 
 
 class Truncate(Request, tag="truncate"):
-    session: str
-    length: int
+    session: Name
+    length: Whole
 
 
 class GetTokens(Request, tag="tokens"):
-    session: str
+    session: Name
 
 
 class ExportSession(Request, tag="export"):
     """Answered by SessionExported. `kv`: with the KV of all its tokens; what of it is not there is computed first."""
 
-    session: str
+    session: Name
     kv: bool = True
 
 
@@ -197,45 +200,46 @@ class ImportSession(Request, tag="import"):
 
     descriptors: ClassVar[int] = 1
 
-    model: str
-    token_ids: list[TokenId]
+    model: Name
+    token_ids: TokenList = []
+    packed_ids: PackedTokens = b""
     priority: Class = "interactive"
-    fingerprint: str = ""  # of the model that they are of; "": any
+    fingerprint: Name = ""  # of the model that they are of; "": any
     kv: KvLayout | None = None
-    kv_tokens: int = 0
+    kv_tokens: Whole = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
     """One-way: ends the request `target` of this connection; its final reply says `cancelled`."""
 
-    target: int
+    target: Whole
 
 
 class PauseSession(Request, tag="pause"):
     """The session gets no step until ResumeSession, and its pages leave the device for `tier`, which is a lower one.
     Answered by PauseReply when they are there. What runs on it goes on at resume, what comes meanwhile waits."""
 
-    session: str
+    session: Name
     tier: Tier = "host"
 
 
 class ResumeSession(Request, tag="resume"):
     """Answered by Done. A session that is not paused stays as it is."""
 
-    session: str
+    session: Name
 
 
 class SetPriority(Request, tag="set_priority"):
     """The session has this class from now on, a call that runs on it too. Answered by Done."""
 
-    session: str
+    session: Name
     priority: Class
 
 
 class ExplainSession(Request, tag="why"):
     """Answered by WhyReply: why the session is running, or not."""
 
-    session: str
+    session: Name
 
 
 class GetQuotas(Request, tag="quotas"):
@@ -248,8 +252,8 @@ class PublishPrefix(Request, tag="publish_prefix"):
     """Sessions of all users that begin with the first `tokens` tokens of this one share their pages from now on; None:
     all that it has. Answered by PrefixPublished. For administrators: see docs/sessions.md for what it tells."""
 
-    session: str
-    tokens: int | None = None
+    session: Name
+    tokens: Whole | None = None
 
 
 class ListPrefixes(Request, tag="prefixes"):
@@ -259,7 +263,7 @@ class ListPrefixes(Request, tag="prefixes"):
 class WithdrawPrefix(Request, tag="withdraw_prefix"):
     """Answered by PrefixWithdrawn. For administrators."""
 
-    prefix: str
+    prefix: Name
 
 
 class GetStatus(Request, tag="status"):
@@ -269,7 +273,7 @@ class GetStatus(Request, tag="status"):
 class GetTrace(Request, tag="trace"):
     """What the device does in its next `steps` steps, or in `seconds`, whichever ends first. For administrators."""
 
-    steps: int = 4
+    steps: Whole = 4
     seconds: float = 10.0
 
 
@@ -285,10 +289,10 @@ class LoadModel(Request, tag="load"):
     """Answers with Progress until the model is there. `kv_bytes` 0, and None of the others: as the daemon sees fit.
     `keep_alive_s` holds for a model that is loaded already, too."""
 
-    model: str
-    kv_bytes: int = 0
-    host_kv_bytes: int | None = None  # for pages in host memory; 0: none
-    disk_kv_bytes: int | None = None  # for pages on disk; 0: none
+    model: Name
+    kv_bytes: Whole = 0
+    host_kv_bytes: Whole | None = None  # for pages in host memory; 0: none
+    disk_kv_bytes: Whole | None = None  # for pages on disk; 0: none
     placing: Placing | None = None  # None: as configured
     keep_alive_s: float | None = None  # without a call, after which it goes to sleep; 0: never
 
@@ -296,9 +300,9 @@ class LoadModel(Request, tag="load"):
 class PlanModel(Request, tag="plan"):
     """What loading would come to. The model may be loaded or not, and nothing about it changes."""
 
-    model: str
-    memory_bytes: int = 0  # 0: the device's budget
-    kv_bytes: int = 0  # 0: as configured
+    model: Name
+    memory_bytes: Whole = 0  # 0: the device's budget
+    kv_bytes: Whole = 0  # 0: as configured
     placing: Placing | None = None  # None: as configured
 
 
@@ -317,7 +321,7 @@ class HandOverFiles(Request, tag="hand_over_files"):
 
 
 class UnloadModel(Request, tag="unload"):
-    model: str
+    model: Name
     force: bool = False  # closes the sessions that use it
 
 
@@ -329,11 +333,11 @@ class ShareModel(Request, tag="share"):
 
     descriptors: ClassVar[int] = 1
 
-    model: str  # "": the daemon makes a name up
-    files: dict[str, int]
+    model: Name  # "": the daemon makes a name up
+    files: Files
     stored: Dtype  # of the weights, as the client has them
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # to compute in
-    kv_bytes: int = 0  # 0: as the daemon sees fit
+    kv_bytes: Whole = 0  # 0: as the daemon sees fit
     placing: Placing = Placing()
     public: bool = False  # other users may have sessions of it, too
 
@@ -345,19 +349,19 @@ class ShareWeights(Request, tag="share_weights"):
 
     descriptors: ClassVar[int] = 1
 
-    share: str
+    share: Name
 
 
 class EndShare(Request, tag="end_share"):
     """No new session may use the model; when the last has gone, it goes. Done also where there is no such share."""
 
-    share: str
+    share: Name
 
 
 class SetBudget(Request, tag="set_budget"):
     """Changes the device's budget while sessions run: blocks that no longer fit stream, or become resident again."""
 
-    memory_bytes: int
+    memory_bytes: Whole
 
 
 class Restart(Request, tag="restart"):

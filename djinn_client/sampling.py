@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from djinn_client.bounds import Whole
 from djinn_client.errors import InvalidRequest
 
 
@@ -13,12 +14,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Temperature 0 is greedy; 0 or 1 switches the other limits off, as named."""
 
     temperature: float = 0.0
-    top_k: int = 0  # 0: off
+    top_k: Whole = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     repetition_penalty: float = 1.0  # 1: off; prompt and output, as in CTRL (Keskar et al. 2019)
     presence_penalty: float = 0.0  # 0: off; output only
-    seed: int | None = None  # None: the daemon draws one
+    seed: Whole | None = None  # None: the daemon draws one
 
     def validate(self) -> None:
         """Raises InvalidRequest for a value outside its range; NaN is outside every range."""

@@ -13,10 +13,12 @@ KV in it believes its writer, and the daemon keeps that KV from all other sessio
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,10 +55,19 @@ class SavedSession(msgspec.Struct, kw_only=True, frozen=True):
 def is_saved_session(path: str | os.PathLike[str]) -> bool:
     """Whether there is a file that begins as one."""
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+    except (OSError, FileDamaged):
         return False
+
+
+def _opened(path: str | os.PathLike[str]) -> BufferedReader:
+    """Does not wait for whoever might write into a pipe of that name. Raises OSError, FileDamaged."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileDamaged(f"{path} is no saved session: it is no regular file", path=str(path))
+    return open(fd, "rb")
 
 
 def checksum(data: bytes | memoryview) -> bytes:
@@ -108,7 +119,7 @@ class SavedFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises OSError, FileDamaged, InvalidRequest for one of a later version."""
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115  # closed by close()
+        self._file = _opened(path)  # closed by close()
         try:
             self.session = self._header()
         except BaseException:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.bounds import Name
 from djinn_client.errors import InvalidRequest
 
 SignalKind = Literal["IO_WAIT", "COMPUTE", "PREFILL", "DECODE"]
@@ -22,10 +23,10 @@ class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
 
     It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
 
-    session: str
-    kind: str  # a SignalKind; any word decodes, so that a newer client's does no harm
+    session: Name
+    kind: Name  # a SignalKind; any word decodes, so that a newer client's does no harm
     expected_s: float = 0.0
-    tool: str = ""
+    tool: Name = ""
 
     def validate(self) -> None:
         """Raises InvalidRequest."""

@@ -1,15 +1,16 @@
-"""Loads models one after another, beside the step loop, and says what loading one would come to.
+"""Loads models beside the step loop, and says what loading one would come to.
 
     engine thread:  submit ─────────────────────────────────────────────► adopt: KV pool, check, graphs → Loaded
-    loader thread:     read ─ NeedArena ─ wait ─ fill ─ pin ─ upload ─┘
+    job's thread:      read ─ NeedArena ─ wait ─ fill ─ pin ─ upload ─┘
                                      ▲
     engine thread:          arena_ready / arena_refused (from the server)
 
-A load that is under way when the engine ends is broken off at the next buffer. When a model serves, the memory of its
-host tier is brought in the same way, in turn with loads:
+Each job has a thread, and they have the device in turns (`turns.py`): one load comes after the other, and only one that
+waits for slow files lets others go first (`job_files.py`). A load that is under way when the engine ends is broken off
+at the next buffer. When a model serves, the memory of its host tier is brought in the same way, in turn with loads:
 
     engine thread:  submit(WantPages) ───────────────────────────────► take_pages
-    loader thread:     NeedArena ─ wait ─ map ─ pin ───────────────┘
+    job's thread:      NeedArena ─ wait ─ map ─ pin ───────────────┘
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import DjinnError, OutOfMemory
-from djinn_client.model_files import ModelFiles
 from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.host_pages import HostPages, object_bytes
+from djinnd.engine.job_files import JobFiles, WithFiles
 from djinnd.engine.memory import ModelShape, pages_share
 from djinnd.engine.planning import bytes_beside, describe
+from djinnd.engine.turns import Line, Turn
 from djinnd.kvcache.page_file import PageFile
+from djinnd.kvcache.page_folder import remove_abandoned
 from djinnd.messages import (
     ArenaFilled,
     ArenaReady,
     ArenaRefused,
-    DescribeImage,
     ImageDescribed,
     Load,
     Loading,
@@ -49,7 +51,6 @@ from djinnd.messages import (
 )
 from djinnd.model.image import image_of
 from djinnd.model.loader import Loader, Weights
-from djinnd.weights.checkpoint import Checkpoint
 
 log = logging.getLogger("djinnd.engine")
 
@@ -76,8 +77,10 @@ class WantPages:
     file: WantFile | None = None
 
 
-WithFiles = Load | Plan | DescribeImage
 Job = WithFiles | WantPages
+Answers = queue.SimpleQueue[ArenaReady | ArenaRefused | None]  # None: there will be none
+
+_LET_END = 30.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +116,25 @@ class _Closing(Exception):
 
 
 class LoadQueue:
-    """Owns the loader thread. `results` and `_pages` are for the engine's, which is woken when there is one."""
+    """Owns the jobs' threads. `results` and `_pages` are for the engine's, which is woken when there is one."""
 
     def __init__(self, channel: Channel, device: Device, max_batch_tokens: int) -> None:
         self._channel = channel
         self._device = device
         self._max_batch_tokens = max_batch_tokens
         self._closing = False
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: there will be no more
+        self._line = Line()
+        self._threads: list[threading.Thread] = []
         self._unfinished = 0  # loads whose results the engine has not taken
-        self._arenas: queue.SimpleQueue[ArenaReady | ArenaRefused | None] = queue.SimpleQueue()
+        self._arenas: dict[int, Answers] = {}  # by request that waits for one
         self.results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._pages: queue.SimpleQueue[PagesResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="djinn-load", daemon=True)
-        self._thread.start()
 
     def submit(self, job: Job) -> None:
         self._unfinished += isinstance(job, Load)
-        self._jobs.put(job)
+        thread = threading.Thread(target=self._work, args=(job, Turn(self._line)), name="djinn-load", daemon=True)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
 
     @property
     def is_busy(self) -> bool:
@@ -149,23 +153,37 @@ class LoadQueue:
         return None if self._pages.empty() else self._pages.get()
 
     def arena(self, answer: ArenaReady | ArenaRefused) -> None:
-        self._arenas.put(answer)
+        answers = self._arenas.get(answer.request)
+        if answers is not None:
+            answers.put(answer)
+        elif isinstance(answer, ArenaReady) and answer.fd >= 0:
+            os.close(answer.fd)
 
-    def _work(self) -> None:
+    def _work(self, job: Job, turn: Turn) -> None:
         """Keeps no result: its memory must go with the model."""
-        while (job := self._jobs.get()) is not None:
-            try:
-                self._do(job)
-            except (_Closing, ServerGone):
-                return
+        files = None if isinstance(job, WantPages) else JobFiles(job, turn, self._check_open)
+        try:
+            turn.take()
+            self._check_open()
+            self._do(job, files)
             self._channel.wake()
+        except (_Closing, ServerGone):
+            pass
+        finally:
+            turn.give_way()
+            if files is not None:
+                files.close()  # by now nobody waits for it
 
-    def _do(self, job: Job) -> None:
+    def _check_open(self) -> None:
+        if self._closing:
+            raise _Closing
+
+    def _do(self, job: Job, files: JobFiles | None) -> None:
         try:
             if isinstance(job, WantPages):
                 self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job), "", *_file(job)))
-                return
-            with files_of(job) as files:
+            else:
+                assert files is not None
                 self._do_with(files, job)
             return
         except (_Closing, ServerGone):
@@ -185,7 +203,7 @@ class LoadQueue:
         else:
             self._channel.refuse(job.request, told)
 
-    def _do_with(self, files: ModelFiles, job: WithFiles) -> None:
+    def _do_with(self, files: JobFiles, job: WithFiles) -> None:
         if isinstance(job, Load):
             self.results.put(self._load(job, files))
             return
@@ -196,14 +214,12 @@ class LoadQueue:
         else:
             self._channel.send(ImageDescribed(job.request, image_of(loader)))
 
-    def _loader(self, job: WithFiles, files: ModelFiles) -> Loader:
-        checkpoint = Checkpoint(files, has_weights=job.shared is None)
-        return Loader(job.model, checkpoint, self._device, job.dtype, job.placing, job.shared)
+    def _loader(self, job: WithFiles, files: JobFiles) -> Loader:
+        return Loader(job.model, files.checkpoint(), self._device, job.dtype, job.placing, job.shared)
 
-    def _load(self, load: Load, files: ModelFiles) -> LoadResult:
+    def _load(self, load: Load, files: JobFiles) -> LoadResult:
         def progress(stage: str, done: int, total: int) -> None:
-            if self._closing:
-                raise _Closing
+            self._check_open()
             self._channel.send(Loading(load.model, stage, done, total))
 
         progress("opening", 0, 0)
@@ -218,7 +234,7 @@ class LoadQueue:
             memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
             return memory, answer.identity if answer.complete else None
 
-        weights = loader.run(arena, progress, beside, pages_share(load.kv_bytes))
+        weights = loader.run(arena, progress, beside, pages_share(load.kv_bytes), files.reading)
         if load.shared is None:
             self._channel.send(ArenaFilled(load.model, weights.identity))
         return LoadResult(load, weights, shape, None)
@@ -239,40 +255,29 @@ class LoadQueue:
         return pages
 
     def _ask_arena(self, need: NeedArena) -> ArenaReady:
-        self._channel.send(need)
-        answer = self._arenas.get()
+        answers = self._arenas[need.request] = queue.SimpleQueue()
+        try:
+            self._check_open()  # `close` either finds the queue or has been seen
+            self._channel.send(need)
+            answer = answers.get()
+        finally:
+            del self._arenas[need.request]
         if answer is None:
             raise _Closing
-        assert answer.request == need.request, (answer, need)
         if isinstance(answer, ArenaRefused):
             raise OutOfMemory(answer.message, **answer.data)
         return answer
 
     def close(self) -> None:
-        """Returns when the thread has ended; a load that was under way is broken off."""
+        """Returns when the threads have ended, but for those that a file system holds; loads that were under way are
+        broken off."""
         self._closing = True
-        self._arenas.put(None)
-        self._jobs.put(None)
-        self._thread.join()
-        while not self._jobs.empty():  # nobody will do them
-            job = self._jobs.get()
-            if job is not None and not isinstance(job, WantPages):
-                close_files(job)
-
-
-def files_of(job: WithFiles) -> ModelFiles:
-    """The files that came with the job, or those of its path. Raises DjinnError, and has closed them then."""
-    if not job.files:
-        return ModelFiles.open(job.path)
-    fds, job.fds = job.fds, []
-    return ModelFiles.handed_over(job.path, job.files, fds, job.others)
-
-
-def close_files(job: WithFiles) -> None:
-    """Of a job that will not be done."""
-    fds, job.fds = job.fds, []
-    for fd in fds:
-        os.close(fd)
+        self._line.close()
+        for answers in list(self._arenas.values()):
+            answers.put(None)
+        until = time.monotonic() + _LET_END
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
 
 
 def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
@@ -281,6 +286,8 @@ def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
     if file is None:
         return None, ""
     try:
+        for gone in remove_abandoned(file.folder, but=file.name):
+            log.info("page_file_removed name=%s reason=the disk is short, and no model has used it for longest", gone)
         size, fingerprint = wanted.page_bytes, wanted.fingerprint
         return PageFile(file.folder, file.name, size, file.slots, fingerprint, any_size=file.any_size), ""
     except OSError as error:

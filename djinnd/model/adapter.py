@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from djinn_client.errors import ModelRejected
 
 
-class _PrologueDone(Exception):
-    pass
+class PrologueDone(Exception):
+    """Raised by the last stand-in: what the blocks are given has been recorded."""
 
 
 class _StandIn(nn.Module):
@@ -44,7 +44,7 @@ class _StandIn(nn.Module):
         if adapter.final_hidden is None:
             adapter.record(self.index, hidden, args, kwargs)
             if self.last:
-                raise _PrologueDone
+                raise PrologueDone
             out = hidden
         else:
             out = adapter.final_hidden
@@ -102,8 +102,12 @@ class Adapter:
 
     def prologue(self, ids: Tensor, positions: Tensor) -> Prologue:
         """ids, positions: int64 [1, tokens]."""
-        with suppress(_PrologueDone):
+        with suppress(PrologueDone):
             self.model(input_ids=ids, position_ids=positions, use_cache=False)
+        return self.recorded()
+
+    def recorded(self) -> Prologue:
+        """Of the model's forward that has just run up to the blocks."""
         hidden = self._hidden
         assert hidden is not None
         if self._is_shared is None:

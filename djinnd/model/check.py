@@ -1,9 +1,9 @@
 """The check at load: is this family really run block by block over our pages?
 
-A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Two things must
-hold, on the weights that will serve: our attention ran exactly once in each block, and a prompt that is run at once
-gives the logits of the same prompt run in chunks and single steps. Those are attended to as graphs will have it, which
-allow for the longest context.
+A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Three things
+must hold, on the weights that will serve: our attention ran exactly once in each block, a prompt that is run at once
+gives the logits of the same prompt run in chunks and single steps, and far positions are computed as transformers does
+(far_check.py). Chunks and steps are attended to as graphs will have it, which allow for the longest context.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from djinn_client.errors import ModelRejected
 from djinnd.device import Device
 from djinnd.model.editing import warm_up
+from djinnd.model.far_check import check_far_positions
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 
@@ -89,6 +90,8 @@ def check_paging(
             family=family,
             error=error,
         )
+    check_far_positions(model, device, max_context)
+    beat()
 
 
 def _run(

@@ -14,6 +14,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,7 @@ from djinnd.weights.checkpoint import Checkpoint
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, Plan, plan_places
+from djinnd.weights.reading import Wait
 from djinnd.weights.store import Buffer, Routing, WeightStore
 
 log = logging.getLogger("djinnd.engine")
@@ -40,6 +43,7 @@ log = logging.getLogger("djinnd.engine")
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 # bytes, fingerprint → uint8 [bytes], and the identity of what fills them already; None: they are to be filled
 Arena = Callable[[int, str], tuple[Tensor, str | None]]
+Reading = Callable[[], AbstractContextManager[Wait]]  # see `Loader.run`
 
 MAX_BLOCKS = 1024
 
@@ -190,19 +194,33 @@ class Loader:
                 budget=total,
             ) from error
 
-    def run(self, arena: Arena, progress: Progress, beside: int, pages_share: float = PAGES_SHARE) -> Weights:
-        """The last two as in `plan`. Raises ModelRejected or OutOfMemory, and what `arena` and `progress` raise."""
+    def run(
+        self,
+        arena: Arena,
+        progress: Progress,
+        beside: int,
+        pages_share: float = PAGES_SHARE,
+        reading: Reading = lambda: nullcontext(Future.result),
+    ) -> Weights:
+        """`beside` and `pages_share` as in `plan`. Files are read within `reading`, and the device is not used there
+        but for packing. Raises ModelRejected or OutOfMemory, and what `arena`, `progress` and `reading` raise."""
         blocks = self.skeleton.adapter.blocks
         products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]
         try:
-            return self._run(products, arena, progress, beside, pages_share)
+            return self._run(products, arena, progress, beside, pages_share, reading)
         except Unpackable as why:
             self.notes.append(f"blocks stay plain: {why}")
             self.store = WeightStore(self._buffers, self._stored, packed=False)
-            return self._run(products, arena, progress, beside, pages_share)
+            return self._run(products, arena, progress, beside, pages_share, reading)
 
     def _run(
-        self, products: list[list[Product]], arena: Arena, progress: Progress, beside: int, pages_share: float
+        self,
+        products: list[list[Product]],
+        arena: Arena,
+        progress: Progress,
+        beside: int,
+        pages_share: float,
+        reading: Reading,
     ) -> Weights:
         self.plan(beside, pages_share=pages_share)  # before anything large is touched
         store = self.store
@@ -219,7 +237,8 @@ class Loader:
             if not identity and self.checkpoint is not None:
                 pinning.finish()
                 clock.told("host_pinned", store.nbytes)
-                fill(store, self.device, lambda done, total: progress("reading", done, total))
+                with reading() as wait:
+                    fill(store, self.device, lambda done, total: progress("reading", done, total), wait)
                 clock.told("checkpoint_read", store.nbytes)
             weights.identity = identity or self._identity()
             weights.fingerprint = self._laid_out(weights.identity)

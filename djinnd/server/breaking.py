@@ -9,6 +9,7 @@ from djinn_client import protocol
 from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
 from djinnd.server import breakpoint_admission
 from djinnd.server.client import Answer, Call
+from djinnd.server.edit_list import PART_BYTES
 from djinnd.server.functions import Functions
 from djinnd.server.models import Models
 from djinnd.server.sessions import SessionTable
@@ -28,6 +29,8 @@ class Breaking:
             info, _ = (await self._models.once_ready(session)).described
             added = breakpoint_admission.breakpoint_of(request, session.breakpoints, info)
             breakpoint_admission.check_room(added, session.breakpoints, self._sessions.limits)
+            if not session.salt:
+                self._sessions.expect_journal(session.tenant, PART_BYTES * added.count)
             session.add_breakpoint(added)
         log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
         return Answer(BreakpointAdded(id=call.id, breakpoint=added.number))

@@ -78,6 +78,7 @@ class Exporting:
             raise
         session.tokens = request.token_ids
         session.changed()
+        session.charge_journal()
         tenant.charge(uncomputed, call.received)
         if ours < 0:
             open_in(engine, session)

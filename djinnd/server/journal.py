@@ -158,12 +158,14 @@ class Journal:
             self._free, self._looked_at = self._file.free_bytes, now
         return self._free
 
-    def set_short(self, short: bool) -> None:
-        """Whether less is free than should be: then the file is kept small at the cost of time."""
-        if self._file is None or short == self._file.is_short:
+    def keep_small(self, free: int, reserve: int) -> None:
+        """While less than the reserve is free, until clearly more is, the file is kept small at the cost of time."""
+        file = self._file
+        if file is None or file.is_short == (is_short := free < reserve * (1.5 if file.is_short else 1.0)):
             return
-        self._file.is_short = short
-        log.warning("journal_short path=%s free=%d is_short=%s", self._file.path, self._free, short)
+        file.is_short = is_short
+        event = "journal_short path=%s free=%d" if is_short else "journal_has_room path=%s free=%d"
+        log.warning(event, file.path, free)
 
     def opened(self, session: Journalled) -> None:
         if self._file is None:

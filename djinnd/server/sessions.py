@@ -63,7 +63,7 @@ class SessionRecord:
     tokens: list[int] = field(default_factory=list)
     journalled: int = 0  # see Journalled
     edits: EditList = field(default_factory=EditList)
-    edit_bytes: int = 0  # edits.nbytes
+    part_bytes: int = 0  # of its edits and breakpoints in the journal
     charged: int = 0  # journal bytes, to the tenant's ledger
     is_closed: bool = False
     breakpoints: BreakpointList = field(default_factory=BreakpointList)
@@ -83,6 +83,7 @@ class SessionRecord:
         finally:
             self.call = None
             self.used = time.monotonic()
+            self.charge_journal()
 
     def called(self, received: float) -> None:
         """A call that was received then is about to run: its latency is measured."""
@@ -92,18 +93,17 @@ class SessionRecord:
         """Tokens were appended, if there are any that the journal has not heard of."""
         if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
-            self.charge_journal()
 
     @property
     def journal_bytes(self) -> int:
         """What it has in the journal."""
         if self.salt:
             return 0
-        breakpoints = PART_BYTES * len(self.breakpoints.breakpoints)
-        return SESSION_BYTES + TOKEN_BYTES * len(self.tokens) + self.edit_bytes + breakpoints
+        return SESSION_BYTES + TOKEN_BYTES * len(self.tokens) + self.part_bytes
 
     def charge_journal(self) -> None:
-        """To the tenant, as much as it has there now. What is new there had to have room before."""
+        """To the tenant, as much as it has there now. What is new there had to have room before. A call's tokens are
+        charged when it ends: a step of many sessions takes no longer for it."""
         if self.is_closed:
             return
         grown = self.journal_bytes - self.charged
@@ -124,8 +124,7 @@ class SessionRecord:
 
     def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
         self.edits.add(edit, names)
-        self.edit_bytes += nbytes_of(edit, names)
-        self.charge_journal()
+        self._grew(nbytes_of(edit, names))
         self.due_from = min(self.due_from, edit.first)
         if not self.salt:
             self.journal.edited(self.id, edit, names)
@@ -133,8 +132,7 @@ class SessionRecord:
     def inherit(self, parent: SessionRecord) -> None:
         """Edits and breakpoints, of a fork that has none yet."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
-        self.edit_bytes = parent.edit_bytes
-        self.charge_journal()
+        self._grew(parent.part_bytes)
         if not self.salt:
             for edit in self.edits.edits:
                 self.journal.edited(self.id, edit, self.edits.names[edit.number])
@@ -143,24 +141,29 @@ class SessionRecord:
 
     def end_edits(self, numbers: Collection[int], at: int) -> None:
         self.edits.end(numbers, at)
-        self._edits_shrunk()
+        self.recount()
         self.due_from = min(self.due_from, at)
         if not self.salt:
             self.journal.edits_ended(self.id, numbers, at)
 
-    def _edits_shrunk(self) -> None:
-        self.edit_bytes = self.edits.nbytes
+    def recount(self) -> None:
+        """Edits or breakpoints were given to it, or went."""
+        self.part_bytes = self.edits.nbytes + PART_BYTES * self.breakpoints.count
+        self.charge_journal()
+
+    def _grew(self, nbytes: int) -> None:
+        self.part_bytes += nbytes
         self.charge_journal()
 
     def add_breakpoint(self, breakpoint: Breakpoint) -> None:
         self.breakpoints.add(breakpoint)
-        self.charge_journal()
+        self._grew(PART_BYTES * breakpoint.count)
         if not self.salt:
             self.journal.broken(self.id, breakpoint)
 
     def end_breakpoints(self, numbers: Collection[int]) -> None:
         self.breakpoints.end(numbers)
-        self.charge_journal()
+        self.recount()
         if not self.salt:
             self.journal.breakpoints_ended(self.id, numbers)
 
@@ -177,7 +180,7 @@ class SessionRecord:
             self.stopped(None)
         del self.tokens[length:]
         if self.edits.cut(length):
-            self._edits_shrunk()
+            self.recount()
             if not self.salt:
                 self.journal.edits_cut(self.id, length)
         if length < self.journalled:
@@ -270,7 +273,7 @@ class SessionTable:
         """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
         reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
-        self._journal.set_short(free < reserve)
+        self._journal.keep_small(free, reserve)
         if free - nbytes < reserve:
             expect_space(tenant, nbytes, self._quotas, reserve, free)
 
@@ -296,8 +299,7 @@ class SessionTable:
             session.journalled = len(session.tokens)
             session.edits = edits.get(was.id, session.edits)
             session.breakpoints = breakpoints.get(was.id, session.breakpoints)
-            session.edit_bytes = session.edits.nbytes
-            session.charge_journal()
+            session.recount()
             if (hit := session.breakpoints.hit) is not None:
                 if hit.end == len(session.tokens):
                     session.due_from = hit.first

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,8 +66,6 @@ class Checkpoint:
             told = f"{files.folder} is not a checkpoint: it has no {CONFIG}; {what_instead([*files, *files.others])}"
             raise ModelNotFound(told, path=files.folder)
         self.config = _read_config(files)
-        self.bytes_read = 0  # of tensors, by all threads
-        self._lock = threading.Lock()
         self._digests: dict[str, bytes] = {}  # of tensors that have been read
         self._stats: list[tuple[str, tuple[int, ...]]] = []
         self.tensors: dict[str, TensorInfo] = {}
@@ -180,8 +177,6 @@ class Checkpoint:
             told = f"{info.file} was cut while it was read: it ends within tensor {info.name}"
             raise ModelRejected(told, file=info.file, tensor=info.name)
         digest.update(memory)
-        with self._lock:
-            self.bytes_read += count
 
     # --- what they are known by -------------------------------------------------------------------------------------
 

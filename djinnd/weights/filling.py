@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import torch
@@ -20,7 +21,8 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.packed import PackedForm
 from djinnd.device import Device
 from djinnd.weights.checkpoint import PIECE
-from djinnd.weights.store import Buffer, WeightStore
+from djinnd.weights.reading import Readers, Wait
+from djinnd.weights.store import WeightStore
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -30,46 +32,47 @@ AHEAD = 2  # buffers that are being read while one is packed
 _numbers = count()
 
 
-def fill(store: WeightStore, device: Device, progress: Progress) -> None:
-    """Raises ModelRejected with the tensor at fault, djinn_client.packed.Unpackable, or what `progress` raises; then
-    no other buffer is begun, and nobody writes to the store any more."""
+def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Future.result) -> None:
+    """`wait` gives the results of what threads read, or gives up. Raises ModelRejected with the tensor at fault,
+    djinn_client.packed.Unpackable, or what `progress` and `wait` raise; then no other buffer is begun, and nobody
+    writes to the store any more but who never comes back from a read."""
     done = 0
     under_way: deque[tuple[int, Tensor, list[Future[None]]]] = deque()
     packer = Packer(store, device) if store.is_packed else None
-    with ThreadPoolExecutor(READERS, "djinn-read") as readers:
-        try:
-            for index, buffer in enumerate(store.buffers):
-                if len(under_way) == AHEAD:
-                    done += _finish(store, packer, *under_way.popleft())
-                    progress(done, store.nbytes)
-                packed = store.forms[index] is not None
-                plain = packer.staging(index) if packer is not None and packed else store.host(index)
-                views = buffer.layout.views(plain)
-                under_way.append((index, plain, [readers.submit(_read, buffer, n, v) for n, v in views.items()]))
-            while under_way:
-                done += _finish(store, packer, *under_way.popleft())
-                progress(done, store.nbytes)
-        finally:
-            for _, _, jobs in under_way:
-                for job in jobs:
-                    job.cancel()
-            if packer is not None:
-                packer.close()
+    readers = Readers(READERS)
+
+    def finish() -> None:
+        nonlocal done
+        index, plain, jobs = under_way.popleft()
+        for job in jobs:
+            wait(job)
+        done += _finish(store, packer, index, plain)
+        progress(done, store.nbytes)
+
+    try:
+        for index, buffer in enumerate(store.buffers):
+            if len(under_way) == AHEAD:
+                finish()
+            packed = store.forms[index] is not None
+            plain = packer.staging(index) if packer is not None and packed else store.host(index)
+            views = buffer.layout.views(plain)
+            jobs = [readers.submit(partial(buffer.recipes[name], view)) for name, view in views.items()]
+            under_way.append((index, plain, jobs))
+        while under_way:
+            finish()
+    finally:
+        readers.close()
+        if packer is not None:
+            packer.close()
 
 
-def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor, jobs: list[Future[None]]) -> int:
+def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor) -> int:
     """Bytes of the store that are filled now."""
-    for job in jobs:
-        job.result()
     form = store.forms[index]
     if form is not None:
         assert packer is not None
         packer.pack(form, plain, store.host(index))
     return store.extents[index]
-
-
-def _read(buffer: Buffer, name: str, view: Tensor) -> None:
-    buffer.recipes[name](view)
 
 
 def hashes(store: WeightStore) -> list[bytes]:

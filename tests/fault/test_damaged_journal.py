@@ -21,9 +21,8 @@ NEXT = 4
 YEAR = 365 * 86400.0
 
 
-def successor(daemon: Daemon, start_daemon: DaemonStarter) -> Daemon:
-    state = str(Path(daemon.address).parent / "state")
-    return start_daemon({"state_dir": state}, errors=["journal_session_damaged", "journal_repaired"])
+def successor(journal: Path, start_daemon: DaemonStarter) -> Daemon:
+    return start_daemon({"state_dir": str(journal.parent)}, errors=["journal_session_damaged", "journal_repaired"])
 
 
 def filled(daemon: Daemon) -> list[str]:
@@ -37,10 +36,9 @@ def filled(daemon: Daemon) -> list[str]:
     return names
 
 
-def stopped(daemon: Daemon) -> Path:
+def stop(daemon: Daemon) -> None:
     daemon.process.terminate()
     assert daemon.wait() == 0
-    return Path(daemon.address).parent / "state" / NAME
 
 
 def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
@@ -53,18 +51,19 @@ def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
 
 def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
+    journal = daemon.folder / "state" / NAME
     names = filled(daemon)
     with djinn.Session(MODEL, address=daemon.address) as session:
         session.forward(PROMPTS[0])
         session.steer("blocks.1", [1.0] * 192)
         expected = session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
-    journal = stopped(daemon)
+    stop(daemon)
 
     content = bytearray(journal.read_bytes())
     token = content.index(struct.pack("<3I", 302, 500, 501))
     content[token] ^= 1  # 303 then, which would be another session's prompt
     journal.write_bytes(content)
-    daemon = successor(daemon, start_daemon)
+    daemon = successor(journal, start_daemon)
     with pytest.raises(SessionNotFound):
         djinn.attach(names[1], address=daemon.address)
     assert f"journal_session_damaged session={names[1]}" in daemon.log and "journal_repaired" in daemon.log
@@ -75,20 +74,20 @@ def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
     assert goes_on(daemon, names[0], PROMPTS[0]) == expected
     assert [info.id for info in djinn.sessions(address=daemon.address)] == [names[0], names[2]]
 
-    journal = stopped(daemon)
+    stop(daemon)
     for path in journal.parent.glob("*.damaged-*"):
         path.unlink()
     with sqlite3.connect(journal) as db:
         id_, number, at, wall = next(iter(MARK.read(db)))
         db.execute(MARK.insert, MARK.sealed(id_, number, at, wall - 10 * YEAR))  # as if it were ten years later now
     db.close()
-    daemon = successor(daemon, start_daemon)
+    daemon = successor(journal, start_daemon)
     assert goes_on(daemon, names[2], PROMPTS[2])
     with daemon.client() as client:
         assert client.status(check=True).notes == client.status(check=True).integrity == []
 
-    journal = stopped(daemon)
+    stop(daemon)
     journal.write_bytes(b"\x93" * 10_000)
-    daemon = successor(daemon, start_daemon)
+    daemon = successor(journal, start_daemon)
     assert djinn.sessions(address=daemon.address) == []
     filled(daemon)

@@ -8,6 +8,7 @@ a case that takes longer than 10 s, or 2 GiB of memory. The input of a finding i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -22,8 +23,10 @@ SHARES = {
     "frames": 40,
     "requests": 40,
     "replies": 12,
-    "arena_headers": 5,
+    "arena_headers": 4.5,
     "saved_sessions": 3,
+    "page_files": 0.4,
+    "journals": 0.1,
 }
 SECONDS = 10  # a case
 MEMORY = 2048  # MiB
@@ -39,7 +42,7 @@ def main() -> int:
     whole = sum(SHARES[name] for name in names)
     findings, done = [], 0
     for name in names:
-        cases = -(-given.cases * SHARES[name] // whole)
+        cases = math.ceil(given.cases * SHARES[name] / whole)
         is_well, ran = run(name, cases, given.seed)
         done += ran
         findings += [] if is_well else [name]

@@ -130,3 +130,18 @@ def test_what_is_a_saved_session(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("something else")
     for path in (tmp_path, tmp_path / "other", tmp_path / "none", "djinn-tiny"):
         assert not is_saved_session(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "s.djinn"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    assert not is_saved_session(path)
+    with pytest.raises(FileDamaged, match="no regular file") as caught:
+        SavedFile(path)
+    assert caught.value.data["path"] == str(path)

@@ -121,7 +121,7 @@ def test_what_cannot_be_an_edit_is_not_sent(daemon: ScriptedDaemon) -> None:
 def test_the_largest_edit_fits_into_a_frame(daemon: ScriptedDaemon) -> None:
     taking = Taking()
     with djinn.Session("djinn-tiny", address=daemon.play(taking)) as s:
-        s.steer("blocks.1", np.zeros((120 << 10, 32), np.float32), positions=range(1 << 17, (1 << 17) + (120 << 10)))
+        s.steer("blocks.1", np.zeros((30 << 10, 128), np.float32), positions=range(1 << 17, (1 << 17) + (30 << 10)))
     assert len(taking.requests[0].values) == 15 << 20
 
 

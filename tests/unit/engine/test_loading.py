@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import socket
 import threading
 import uuid
@@ -12,7 +13,8 @@ import posix_ipc
 import pytest
 import torch
 
-from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.errors import DjinnError, InvalidRequest, ModelRejected, OutOfMemory
+from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import FrameDecoder
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.channel import Channel
@@ -27,6 +29,8 @@ from djinnd.messages import (
     FromEngine,
     Load,
     NeedArena,
+    Plan,
+    Planned,
     decode_from_engine,
 )
 from tests.support.descriptors import open_descriptors
@@ -261,3 +265,81 @@ def test_loaded_weights_know_their_fingerprint(queue: Queue) -> None:
     finally:
         memory.close_fd()
         memory.unlink()
+
+
+# --- files that do not come -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Weights in files that came with their job cannot be read before this is set."""
+    event, read = threading.Event(), ModelFiles.read_into
+
+    def read_into(files: ModelFiles, name: str, offset: int, memory: memoryview) -> int:
+        if files.folder == "stuck":
+            assert event.wait(FOREVER)
+        return read(files, name, offset, memory)
+
+    monkeypatch.setattr(ModelFiles, "read_into", read_into)
+    monkeypatch.setattr("djinnd.weights.reading.TICK", 0.01)
+    monkeypatch.setattr("djinnd.weights.reading.SECONDS", 2.0)
+    monkeypatch.setattr("djinnd.weights.reading._LET_END", 0.1)
+    yield event
+    event.set()
+
+
+def handed_over(request: int) -> Load:
+    with ModelFiles.open(str(reduced_model("llama-2"))) as files:
+        fds = [os.dup(files.descriptor(name)) for name in files]
+        return Load(request, "stuck", "stuck", files=list(files), fds=fds)
+
+
+def serve(queue: Queue, memory: posix_ipc.SharedMemory, until: type[FromEngine]) -> FromEngine:
+    """As the server does, up to such a message."""
+    while not isinstance(message := queue.asked(), until):
+        if isinstance(message, NeedArena):
+            os.ftruncate(memory.fd, 4096 + message.nbytes)
+            queue.loads.arena(ArenaReady(message.request, memory.name, 4096, complete=False))
+    return message
+
+
+def test_a_load_whose_files_do_not_come_delays_no_other_and_is_given_up(
+    queue: Queue, stuck: threading.Event, reserved: posix_ipc.SharedMemory
+) -> None:
+    before, job = open_descriptors(), handed_over(1)
+    queue.loads.submit(job)
+    queue.loads.submit(Plan(2, "m", str(reduced_model("llama-2"))))
+    planned = serve(queue, reserved, Planned)
+    assert isinstance(planned, Planned) and planned.request == 2 and queue.loads.results.empty()
+    result = queue.loads.results.get(timeout=FOREVER)
+    assert result.load is job and isinstance(result.error, ModelRejected) and "given up" in result.error.message
+    assert queue.device.budget.used == 0
+    stuck.set()
+    queue.loads.close()
+    for thread in threading.enumerate():
+        if thread.name in ("djinn-load", "djinn-open", "djinn-read"):
+            thread.join(FOREVER)
+    del result  # its error's frames hold the arena
+    assert open_descriptors() == before
+
+
+def test_an_engine_that_ends_does_not_wait_for_files(
+    queue: Queue, stuck: threading.Event, reserved: posix_ipc.SharedMemory
+) -> None:
+    before = open_descriptors()
+    queue.loads.submit(handed_over(1))
+    serve(queue, reserved, NeedArena)
+    queue.loads.submit(handed_over(2))
+    queue.loads.close()
+    stuck.set()
+    assert open_descriptors() <= before and queue.loads.results.empty()
+
+
+@pytest.mark.parametrize("files", [["config.json", "config.json"], ["../config.json"], ["config.json"] * 3])
+def test_files_that_cannot_be_are_closed_and_refused(queue: Queue, files: list[str]) -> None:
+    before = open_descriptors()
+    fds = [os.memfd_create("f") for _ in files[:2]]
+    error = queue.error_of(Load(1, "m", "theirs", files=files, fds=fds))
+    assert isinstance(error, InvalidRequest)
+    queue.loads.close()
+    assert open_descriptors() == before

@@ -425,8 +425,10 @@ def test_a_user_is_charged_for_what_its_sessions_have_in_the_journal(table):
     sessions, _ = table(quotas)
     one, other = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
     assert used(sessions, 1) == used(sessions, 2) == SESSION_BYTES
-    one.tokens += range(1000)
-    one.changed()
+    with one.in_use(FakeCall()):
+        one.tokens += range(1000)
+        one.changed()
+    assert used(sessions, 1) == SESSION_BYTES + 4000
     one.add_edit(edit_of(1, 5000), ["blocks.0"])
     one.add_edit(edit_of(2, 7000), ["blocks.0"])
     one.add_breakpoint(Breakpoint(1, "blocks.0", 0))
@@ -440,7 +442,7 @@ def test_a_user_is_charged_for_what_its_sessions_have_in_the_journal(table):
     sessions.close(fork)
     fork.cut(0)
     fork.tokens += [1]
-    fork.changed()
+    fork.charge_journal()
     assert used(sessions, 1) == full, "what is closed is charged for nothing, whatever a run still does to it"
     one.end_edits([1], 0)
     assert used(sessions, 1) < full - 5000

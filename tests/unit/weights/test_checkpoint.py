@@ -226,7 +226,7 @@ def test_large_tensors_are_read_in_pieces_and_converted_on_the_way(
     whole = read_whole(folder).identity()
     monkeypatch.setattr("djinnd.weights.checkpoint.PIECE", 64)
     checkpoint = read_whole(folder)
-    assert checkpoint.identity() == whole and checkpoint.bytes_read == tensor.nbytes
+    assert checkpoint.identity() == whole and checkpoint.files.bytes_read > tensor.nbytes
     assert torch.equal(checkpoint.read("a"), tensor)
     half = torch.empty(37, 11, dtype=F16)
     checkpoint.read_into("a", half)

@@ -1,0 +1,55 @@
+"""The folder of page files. Those of models that are not loaded stay for the next time, while the disk has room."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from djinnd.kvcache.page_file import allocated_bytes
+
+MOST = 64  # files of models that are not loaded
+LEAST_FREE = 1 / 8  # of the disk: of what is free and what such files have
+
+
+class _Abandoned(NamedTuple):
+    used: float  # when its pages were last written
+    nbytes: int
+    table: Path
+
+
+def remove_abandoned(folder: str, but: str) -> list[str]:
+    """Removes files that nobody has open, the longest unused first, while there are too many of them or the disk is
+    short. `but`: a file that is about to be opened. → names of those that are gone. Raises OSError."""
+    gone: list[str] = []
+    with ExitStack() as locks:
+        abandoned = sorted(_abandoned(folder, but, locks))
+        nbytes = sum(each.nbytes for each in abandoned)
+        for number, each in enumerate(abandoned):
+            if len(abandoned) - number <= MOST and _free(folder) >= LEAST_FREE * (_free(folder) + nbytes):
+                break
+            for path in (each.table.with_suffix(".pages"), each.table):
+                path.unlink(missing_ok=True)
+            nbytes -= each.nbytes
+            gone.append(each.table.stem)
+    return gone
+
+
+def _abandoned(folder: str, but: str, locks: ExitStack) -> Iterator[_Abandoned]:
+    """Each is locked until `locks` end, so that nobody opens it meanwhile."""
+    for table in Path(folder).glob("*.table"):
+        with suppress(OSError):  # in use, or gone
+            fd = os.open(table, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            locks.callback(os.close, fd)
+            if table.stem != but:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                used = table.with_suffix(".pages").stat().st_mtime
+                yield _Abandoned(used, allocated_bytes(folder, table.stem), table)
+
+
+def _free(folder: str) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize

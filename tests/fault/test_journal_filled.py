@@ -1,0 +1,119 @@
+"""One user fills the journal, by whatever the journal keeps: that user is refused with the figure, all others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import djinn_client as djinn
+from djinn_client import QuotaExceeded
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.bystander import Bystander
+from tests.support.daemon import Daemon
+from tests.support.other_user import as_user, only_root, open_to_all
+
+ATTACKER = 23002
+LIMIT = 2 << 20
+VALUES = np.ones((256, 192), np.float32)  # 192 KiB
+MANY = 400  # attacks; each kind is refused long before
+LIMITS = {"journal_bytes_per_user": "2MiB", "breakpoints_per_session": 100_000}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        running = start({"limits": LIMITS})
+        open_to_all(running.folder, running.address)
+        yield running
+
+
+class Attacker:
+    """Sessions of another user's."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sessions: list[djinn.Session] = []
+        with as_user(ATTACKER):
+            self.client = djinn.Client(address)
+            self.client.ping()
+
+    def open(self) -> djinn.Session:
+        with as_user(ATTACKER):
+            session = djinn.Session(MODEL, address=self.address)
+            self.sessions.append(session)
+            session.token_ids  # noqa: B018  # it connects as that user
+        return session
+
+    def used(self) -> int:
+        (quota,) = self.client.quotas()
+        return next(use.used for use in quota.resources if use.name == "journal_bytes")
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.sessions.clear()
+
+
+def by_edits(attacker: Attacker, number: int) -> None:
+    session = attacker.open() if number % 10 == 0 else attacker.sessions[-1]
+    session.steer(f"blocks.{number % 8}", VALUES, positions=list(range(256)))
+
+
+def by_forks(attacker: Attacker, number: int) -> None:
+    if number == 0:
+        session = attacker.open()
+        session.steer("blocks.1", VALUES, positions=list(range(256)))
+    with as_user(ATTACKER):
+        attacker.sessions.append(attacker.sessions[0].fork())
+
+
+def by_breakpoints(attacker: Attacker, number: int) -> None:
+    session = attacker.open() if number == 0 else attacker.sessions[-1]
+    session.breakpoint("blocks.1", positions=list(range(number % 2, 1000, 2)))
+
+
+def by_prompts(attacker: Attacker, number: int) -> None:
+    attacker.open().generate([1] * 2000, max_tokens=0)
+
+
+def all_of_it(attack: Callable[[Attacker, int], None], attacker: Attacker) -> None:
+    for number in range(MANY):
+        attack(attacker, number)
+
+
+@only_root
+@pytest.mark.parametrize("attack", [by_edits, by_forks, by_breakpoints, by_prompts])
+def test_more_than_the_user_may_have(daemon: Daemon, attack: Callable[[Attacker, int], None]) -> None:
+    attacker = Attacker(daemon.address)
+    with Bystander(daemon.address), pytest.raises(QuotaExceeded, match=r"limits\.journal_bytes_per_user is") as caught:
+        all_of_it(attack, attacker)
+    assert caught.value.data["quota"] == "journal_bytes"
+    assert LIMIT // 2 < attacker.used() <= LIMIT
+    with djinn.Session(MODEL, address=daemon.address) as session:
+        session.steer("blocks.1", VALUES, positions=list(range(256)))
+        assert len(session.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
+    attacker.close()
+    assert attacker.used() == 0
+    attack(attacker, 0)
+    attacker.close()
+    with daemon.client() as client:
+        assert client.status(check=True).integrity == []
+
+
+@only_root
+def test_on_a_disk_that_is_nearly_full(daemon: Daemon) -> None:
+    """A reserve that is larger than what any disk has free: its equal shares are what is left to each."""
+    attacker = Attacker(daemon.address)
+    for number in range(4):
+        by_edits(attacker, number)
+    with djinn.Session(MODEL, address=daemon.address) as other:
+        other.generate([1, 2], max_tokens=2)
+        used = attacker.used()
+        daemon.reload({"limits": LIMITS | {"journal_bytes_per_user": "1TiB", "journal_reserve": f"{1 << 60}B"}})
+        assert attacker.used() == used
+        by_edits(attacker, 4)  # far less than a share
+        daemon.reload({"limits": LIMITS | {"journal_reserve": "1MiB"}})
+        by_edits(attacker, 5)  # there is more free than that
+    attacker.close()
