@@ -50,10 +50,21 @@ class Attacker:
         (quota,) = self.client.quotas()
         return next(use.used for use in quota.resources if use.name == "journal_bytes")
 
-    def close(self) -> None:
+    def clear(self) -> None:
         for session in self.sessions:
             session.close()
         self.sessions.clear()
+
+    def close(self) -> None:
+        self.clear()
+        self.client.close()
+
+
+@pytest.fixture
+def attacker(daemon: Daemon) -> Iterator[Attacker]:
+    attacker = Attacker(daemon.address)
+    yield attacker
+    attacker.close()
 
 
 def by_edits(attacker: Attacker, number: int) -> None:
@@ -75,7 +86,7 @@ def by_breakpoints(attacker: Attacker, number: int) -> None:
 
 
 def by_prompts(attacker: Attacker, number: int) -> None:
-    attacker.open().generate([1] * 2000, max_tokens=0)
+    attacker.open().generate([1] * 2000, max_tokens=1)
 
 
 def all_of_it(attack: Callable[[Attacker, int], None], attacker: Attacker) -> None:
@@ -85,8 +96,9 @@ def all_of_it(attack: Callable[[Attacker, int], None], attacker: Attacker) -> No
 
 @only_root
 @pytest.mark.parametrize("attack", [by_edits, by_forks, by_breakpoints, by_prompts])
-def test_more_than_the_user_may_have(daemon: Daemon, attack: Callable[[Attacker, int], None]) -> None:
-    attacker = Attacker(daemon.address)
+def test_more_than_the_user_may_have(
+    daemon: Daemon, attacker: Attacker, attack: Callable[[Attacker, int], None]
+) -> None:
     with Bystander(daemon.address), pytest.raises(QuotaExceeded, match=r"limits\.journal_bytes_per_user is") as caught:
         all_of_it(attack, attacker)
     assert caught.value.data["quota"] == "journal_bytes"
@@ -94,26 +106,25 @@ def test_more_than_the_user_may_have(daemon: Daemon, attack: Callable[[Attacker,
     with djinn.Session(MODEL, address=daemon.address) as session:
         session.steer("blocks.1", VALUES, positions=list(range(256)))
         assert len(session.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
-    attacker.close()
+    attacker.clear()
     assert attacker.used() == 0
     attack(attacker, 0)
-    attacker.close()
     with daemon.client() as client:
         assert client.status(check=True).integrity == []
 
 
 @only_root
-def test_on_a_disk_that_is_nearly_full(daemon: Daemon) -> None:
-    """A reserve that is larger than what any disk has free: its equal shares are what is left to each."""
-    attacker = Attacker(daemon.address)
+def test_on_a_disk_that_is_nearly_full(daemon: Daemon, attacker: Attacker) -> None:
+    """Played by a reserve that is larger than what any disk has free."""
     for number in range(4):
         by_edits(attacker, number)
     with djinn.Session(MODEL, address=daemon.address) as other:
         other.generate([1, 2], max_tokens=2)
-        used = attacker.used()
-        daemon.reload({"limits": LIMITS | {"journal_bytes_per_user": "1TiB", "journal_reserve": f"{1 << 60}B"}})
-        assert attacker.used() == used
+        reserve = 1 << 60
+        daemon.reload({"limits": LIMITS | {"journal_reserve": f"{reserve}B"}})
         by_edits(attacker, 4)  # far less than a share
+        assert "journal_short" in daemon.log
+        other.generate([3], max_tokens=2)
         daemon.reload({"limits": LIMITS | {"journal_reserve": "1MiB"}})
-        by_edits(attacker, 5)  # there is more free than that
-    attacker.close()
+        by_edits(attacker, 5)
+        assert "journal_has_room" in daemon.log, "more is free than that"
