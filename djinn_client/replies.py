@@ -47,7 +47,8 @@ class Progress(Reply, tag="progress"):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Natural-log probabilities after temperature 1 and no penalty, for one generated token."""
+    """Natural-log probabilities after temperature 1 and no penalty, for one generated token. Always finite: a token
+    that the model rules out has the lowest float32, about -3.4e38."""
 
     token: float
     top: dict[int, float] = {}

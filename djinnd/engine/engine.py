@@ -243,7 +243,11 @@ class Engine:
         for index in sampled.unsound:
             tokens[index], row = None, sampling[index]
             if not row.session.edits:
-                told = "the model gave logits that are no numbers; the session is as it was before the call"
+                dtype = self._runners[row.session.model].model.dtype
+                told = (
+                    "the model gave logits that are no numbers: its weights hold NaN, or its activations overflow "
+                    f"{dtype}; the session is as it was before the call"
+                )
                 self._requests.fail(row.request, DjinnError(told))
         return tokens
 

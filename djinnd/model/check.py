@@ -66,6 +66,8 @@ def check_paging(
         raise
     except Exception as fault:  # whatever a family's forward stumbles over
         raise ModelRejected(f"{family} fails the check at load: {fault!r}", family=family) from fault
+    if bool(whole.isnan().any()):
+        _refuse_not_finite(model)
     calls = {paged.calls for paged in model.paged}
     if calls != {1}:
         raise ModelRejected(
@@ -92,6 +94,14 @@ def check_paging(
         )
     check_far_positions(model, device, max_context)
     beat()
+
+
+def _refuse_not_finite(model: PagedModel) -> None:
+    family, tensor = model.skeleton.family, model.residency.not_finite()
+    why = f"its activations overflow {model.dtype}" if tensor is None else f"NaN or infinity in tensor {tensor}"
+    raise ModelRejected(
+        f"{family} fails the check at load: its logits are no numbers: {why}", family=family, tensor=tensor
+    )
 
 
 def _run(

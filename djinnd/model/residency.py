@@ -122,6 +122,10 @@ class Residency:
         streamed = [block.experts for block in self._blocks if block.place is Place.STREAMED]
         return sum(experts.fetched_bytes for experts in streamed if experts is not None)
 
+    def not_finite(self) -> str | None:
+        """The first parameter on the host that holds NaN or infinity. Reads all of them."""
+        return self._store.not_finite() if self._store.is_attached else None
+
     # --- places -----------------------------------------------------------------------------------------------------
 
     @property

@@ -145,10 +145,16 @@ def _logprobs(logits: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]
     raw = logits.index_select(0, told.rows).float()
     total = raw.logsumexp(dim=-1, keepdim=True)
     top = _order(raw).topk(max(told.counts)).indices
-    own = (raw.gather(1, chosen.index_select(0, told.rows)[:, None]) - total).squeeze(1).tolist()
-    values, tokens = (raw.gather(1, top) - total).tolist(), top.tolist()
+    picked = chosen.index_select(0, told.rows)[:, None]
+    own, values = (_finite(raw.gather(1, at) - total).tolist() for at in (picked, top))
+    tokens = top.tolist()
     for row, count in enumerate(told.counts):
-        yield Logprobs(own[row], dict(zip(tokens[row][:count], values[row][:count], strict=True)))
+        yield Logprobs(own[row][0], dict(zip(tokens[row][:count], values[row][:count], strict=True)))
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    """A token that the model rules out has a logit of -inf, which JSON cannot say."""
+    return logprobs.clamp_(min=torch.finfo(torch.float32).min)
 
 
 def _order(values: Tensor) -> Tensor:

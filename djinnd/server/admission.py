@@ -55,8 +55,11 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
 
 
-def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int) -> None:
-    """`room`: tokens that must fit behind the prompt. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
+def check_prompt(
+    prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int, *, is_text: bool = False
+) -> None:
+    """`room`: tokens that must fit behind the prompt. `is_text`: the model's own tokenizer has made them of a text.
+    Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not prompt and not session_tokens:
         raise InvalidRequest("the session is empty: the first call needs a prompt")
     length = session_tokens + len(prompt)
@@ -69,16 +72,19 @@ def check_prompt(prompt: Sequence[int], session_tokens: int, model: ModelInfo, r
             prompt_tokens=len(prompt),
             max_context=model.max_context,
         )
-    check_tokens(prompt, model)
+    check_tokens(prompt, model, is_text=is_text)
 
 
-def check_tokens(tokens: Sequence[int], model: ModelInfo) -> None:
+def check_tokens(tokens: Sequence[int], model: ModelInfo, *, is_text: bool = False) -> None:
     """Raises TokenOutOfRange. The wire carries no negative ones."""
     highest = max(tokens, default=0)
     if highest >= model.vocab:
+        told = f"{model.name} has {model.vocab:,} tokens, 0 to {model.vocab - 1}"
         raise TokenOutOfRange(
-            f"token {highest} at position {tokens.index(highest)} is out of range: {model.name} has {model.vocab:,} "
-            f"tokens, 0 to {model.vocab - 1}",
+            f"the tokenizer of {model.name} makes token {highest} of this text, but {told}: the checkpoint's tokenizer "
+            "belongs to another model, or has tokens that the weights lack; give token ids"
+            if is_text
+            else f"token {highest} at position {tokens.index(highest)} is out of range: {told}",
             token=highest,
             vocab=model.vocab,
         )

@@ -39,7 +39,8 @@ class WorkRequests:
                 text, session.user, request, starts=not session.tokens, room=max(0, room)
             )
             stop_tokens |= frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else text.eos)
-            admission.check_prompt(prompt, len(session.tokens), info, room=min(request.max_tokens, 1))
+            least, is_text = min(request.max_tokens, 1), request.text is not None
+            admission.check_prompt(prompt, len(session.tokens), info, room=least, is_text=is_text)
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)

@@ -115,6 +115,18 @@ class WeightStore:
         form, stored = self.forms[index], self.host(index)
         return stored if form is None else stored[: form.used(stored)]
 
+    def not_finite(self) -> str | None:
+        """The first parameter, in the store's order, that holds NaN or infinity. Reads all of the store."""
+        for index, (buffer, form) in enumerate(zip(self.buffers, self.forms, strict=True)):
+            plain = self.host(index)
+            if form is not None:
+                packed, plain = plain, torch.empty(form.numel, dtype=torch.bfloat16)
+                form.unpack(packed[: form.nbytes], plain)
+            for name, view in buffer.layout.views(plain).items():
+                if not bool(view.isfinite().all()):
+                    return buffer.name + name
+        return None
+
     def pieces(self) -> list[Tensor]:
         """The host memory, a piece a buffer, each of whole pages: uint8. None without memory."""
         return [] if self._memory is None else list(self._memory.split(self.extents))

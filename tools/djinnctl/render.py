@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pwd
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -47,7 +48,8 @@ STYLES = {
 
 
 def plain(value: Any) -> Any:
-    """What a value holds, every field by its name, for JSON; the wire's own fields are left out."""
+    """What a value holds, every field by its name, for JSON; the wire's own fields are left out. JSON has no infinities
+    and no NaN: they are null."""
     if isinstance(value, msgspec.Struct):
         hidden = {"id"} if isinstance(value, Reply) else set()
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__ if name not in hidden}
@@ -55,7 +57,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def status(reply: StatusReply) -> RenderableType:

@@ -100,4 +100,4 @@ def _console() -> Console:
 
 
 def _print_json(value: object, indent: int | None = None) -> None:
-    click.echo(json.dumps(plain(value), indent=indent))
+    click.echo(json.dumps(plain(value), indent=indent, allow_nan=False))

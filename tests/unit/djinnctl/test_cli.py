@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import signal
@@ -55,6 +56,7 @@ from djinn_client.protocol import (
 from djinn_client.scheduling import CLASSES, Latency, Spread
 from djinnctl import top
 from djinnctl.cli import main
+from djinnctl.render import plain
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 TINY = ModelInfo(
@@ -893,3 +895,8 @@ def test_public_prefixes(address: str) -> None:
     assert prefix("withdraw", "p-1").stdout == told
     assert prefix("withdraw", "p-2").stdout == "p-2 is withdrawn\n"
     assert json.loads(prefix("withdraw", "p-1", "--json").stdout) == {"withdrawn": "p-1", "in_force": True}
+
+
+def test_json_has_no_infinities() -> None:
+    value = {"a": [1.5, math.inf, -math.inf, math.nan], "b": {"c": 2}}
+    assert json.loads(json.dumps(plain(value), allow_nan=False)) == {"a": [1.5, None, None, None], "b": {"c": 2}}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention import PagedBatch, TorchAttention
 from djinnd.model.check import CHUNKS, SINGLES, check_paging
 from djinnd.model.paged_model import PagedModel
+from tests.support.checkpoints import Tensors, altered, cast
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, reduced_model
 
@@ -26,8 +29,9 @@ def device() -> Iterator[CpuDevice]:
     device.close()
 
 
-def model_of(device: CpuDevice, family: str = "llama-2", dtype: str = "auto") -> PagedModel:
-    weights = load_weights(reduced_model(family), device, dtype)
+def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "auto") -> PagedModel:
+    folder = reduced_model(family) if isinstance(family, str) else family
+    weights = load_weights(folder, device, dtype)
     kv, pages = weights.skeleton.kv_shape, 2 + (sum(CHUNKS) + SINGLES) // PAGE
     pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
     return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
@@ -108,8 +112,24 @@ def test_state_beside_the_pages_is_seen(device: CpuDevice, again: bool) -> None:
 def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
-    with pytest.raises(ModelRejected, match="differ by nan"):
+    with pytest.raises(ModelRejected, match="its logits are no numbers: its activations overflow"):
         check_paging(model, device, PAGE, CONTEXT)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers_are_named(
+    device: CpuDevice, tmp_path: Path, name: str, value: float, dtype: torch.dtype
+) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[5] = value
+        cast(tensors, dtype)
+
+    model = model_of(device, altered(tmp_path, change=change), "auto" if dtype == torch.float32 else "bfloat16")
+    with pytest.raises(ModelRejected, match=rf"no numbers: NaN or infinity in tensor {name}") as told:
+        check_paging(model, device, PAGE, CONTEXT)
+    assert told.value.data["tensor"] == name
 
 
 class Stumbling(nn.Module):

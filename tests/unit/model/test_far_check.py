@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,11 @@ from djinn_client.errors import ModelRejected
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.boundaries import MOST, boundaries
-from djinnd.model.check import check_paging
+from djinnd.model.check import CHUNKS, SINGLES, check_paging
 from djinnd.model.far_check import check_far_positions
 from djinnd.model.paged_model import PagedModel
 from tests.support import reference
-from tests.support.checkpoints import altered, random_model
+from tests.support.checkpoints import Tensors, altered, random_model
 from tests.support.loaded import MEMORY, Served, load_weights, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.unit.model.test_variants import CONTEXT, LLAMA, VARIANTS
@@ -141,6 +142,17 @@ def test_embeddings_of_other_positions_are_refused(device: CpuDevice) -> None:
     inner.wpe = Counting(inner.wpe)
     with pytest.raises(ModelRejected, match=r"gpt2 fails the check at load, near position .* embeds otherwise"):
         check_paging(model, device, PAGE, CONTEXT)
+
+
+def test_a_row_that_holds_no_numbers_is_another_matter(device: CpuDevice, tmp_path: Path) -> None:
+    """It is for the calls that use it."""
+
+    def poison(tensors: Tensors) -> None:
+        used = np.random.default_rng(0).integers(0, 512, sum(CHUNKS) + SINGLES)  # by the check of paging
+        rest = [token for token in range(512) if token not in used]
+        tensors["model.embed_tokens.weight"][rest[::2]] = float("nan")
+
+    check_paging(model_of(device, altered(tmp_path, change=poison)), device, PAGE, CONTEXT)
 
 
 @pytest.mark.parametrize("variant", ["phi-3: longrope", "qwen2: windows in some blocks", "olmo-3", "starcoder-2"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -335,6 +336,17 @@ def test_the_likeliest_of_equal_tokens_are_the_first():
         logprobs = sample(logits, [wanting(GREEDY, logprobs=count)]).logprobs[0]
         assert logprobs is not None
         assert list(logprobs.top) == [1, 3, 5, 4, 0, 2, 6, 7][:count]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_of_tokens_that_are_ruled_out_are_finite(dtype: torch.dtype):
+    ruled_out = -math.inf
+    logits = torch.tensor([[0.0, ruled_out, 1.0, ruled_out], [ruled_out, ruled_out, -3.0, ruled_out]], dtype=dtype)
+    for logprobs, kept in zip(sample(logits, [wanting(GREEDY, logprobs=4)] * 2).logprobs, [[2, 0], [2]], strict=True):
+        assert logprobs is not None and list(logprobs.top)[: len(kept)] == kept
+        assert all(map(math.isfinite, [logprobs.token, *logprobs.top.values()]))
+        assert sum(map(math.exp, logprobs.top.values())) == pytest.approx(1.0)
+        json.loads(json.dumps(logprobs.top, allow_nan=False))
 
 
 def test_logprobs_only_where_asked_for_and_at_most_the_vocabulary():

@@ -81,6 +81,15 @@ def test_what_just_does_not_fit_is_told_with_figures(session, prompt, room):
     assert caught.value.data == {"session_tokens": session, "prompt_tokens": prompt, "max_context": 50}
 
 
+def test_a_token_of_the_model_s_own_tokenizer_that_the_model_does_not_have():
+    admission.check_prompt([0, 99], 0, MODEL, room=1, is_text=True)
+    with pytest.raises(
+        TokenOutOfRange, match="tokenizer of m makes token 300 of this text, but m has 100 tokens"
+    ) as told:
+        admission.check_prompt([0, 300], 0, MODEL, room=1, is_text=True)
+    assert told.value.data == {"token": 300, "vocab": 100}
+
+
 def test_tokens_that_the_model_does_not_have():
     admission.check_prompt([0, 99], 0, MODEL, room=1)
     with pytest.raises(
