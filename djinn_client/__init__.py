@@ -67,6 +67,7 @@ from djinn_client.errors import (
     SessionLost,
     SessionNotFound,
     ShuttingDown,
+    TextFailed,
     TokenOutOfRange,
     VersionMismatch,
 )
@@ -170,6 +171,7 @@ __all__ = [
     "Spread",
     "StatusReply",
     "Stream",
+    "TextFailed",
     "Timings",
     "TokenOutOfRange",
     "TraceReply",

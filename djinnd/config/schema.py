@@ -67,9 +67,11 @@ class Limits(Struct, frozen=True):
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     journal_reserve: Size = 32 << 20  # of the journal's disk: when less is free, large users are refused
     text_seconds: Seconds = 10  # of CPU time, for one job of a text worker
-    text_seconds_per_minute: Seconds = 30  # of CPU time, for all text workers of a user
+    text_seconds_per_minute: Seconds = 60  # of CPU time, for text workers and inspections of a user
     text_memory: Size = 1 << 30  # of a text worker, beyond what it begins with
     text_workers: Count = 64  # in all
+    inspection_seconds: Seconds = 20  # of CPU time, for looking at a checkpoint that is not configured
+    inspection_memory: Size = 2 << 30  # of that, beyond what the process begins with
     tokenizer_bytes: Size = 64 << 20  # of tokenizer.json, of models that are not configured
     handshake: Seconds = 10  # from connecting to Hello
     frame: Seconds = 30  # from the first byte of a frame to its last
@@ -91,6 +93,7 @@ class Limits(Struct, frozen=True):
             "files",
             "text_seconds",
             "text_seconds_per_minute",
+            "inspection_seconds",
         ):  # at 0 nothing could begin
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")

@@ -45,7 +45,7 @@ def tie_to(parent: int) -> None:
         raise SystemExit("the server is gone already")
 
 
-def close(user: int, parent: int, memory: int) -> None:
+def close(user: int, parent: int, memory: int, descriptors: int = _DESCRIPTORS) -> None:
     """`user`: the tenant's; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises OSError."""
     paths = _readable()
     room = _address_space() + memory
@@ -56,16 +56,16 @@ def close(user: int, parent: int, memory: int) -> None:
     if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
     landlock.restrict(paths)
-    _limit(room)
+    _limit(room, descriptors)
     for fd in range(3):  # what a function prints is not for the daemon's log
         os.dup2(nowhere, fd)
     os.close(nowhere)
     seccomp.install()
 
 
-def limit(memory: int) -> None:
+def limit(memory: int, descriptors: int = _DESCRIPTORS) -> None:
     """Only what needs nothing of the kernel that may be `missing`: the limits of memory, files and processes."""
-    _limit(_address_space() + memory)
+    _limit(_address_space() + memory, descriptors)
 
 
 def _address_space() -> int:
@@ -74,13 +74,13 @@ def _address_space() -> int:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
-def _limit(room: int) -> None:
+def _limit(room: int, descriptors: int) -> None:
     for limit, most in (
         (resource.RLIMIT_AS, room),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, _DESCRIPTORS),
+        (resource.RLIMIT_NOFILE, descriptors),
     ):
         resource.setrlimit(limit, (most, most))
 

@@ -89,6 +89,7 @@ class Engine:
         handlers: dict[type, Callable[[Any], None]] = {
             messages.Load: self._models.load,
             messages.Plan: self._loads.submit,
+            messages.DescribeDevice: self._loads.submit,
             messages.DescribeImage: self._loads.submit,
             messages.SetBudget: self._models.set_budget,
             messages.Trace: self._tracer.start,

@@ -42,6 +42,9 @@ from djinnd.messages import (
     ArenaFilled,
     ArenaReady,
     ArenaRefused,
+    DescribeDevice,
+    DeviceDescribed,
+    DeviceFigures,
     ImageDescribed,
     Load,
     Loading,
@@ -77,7 +80,7 @@ class WantPages:
     file: WantFile | None = None
 
 
-Job = WithFiles | WantPages
+Job = WithFiles | DescribeDevice | WantPages
 Answers = queue.SimpleQueue[ArenaReady | ArenaRefused | None]  # None: there will be none
 
 _LET_END = 30.0  # seconds
@@ -161,7 +164,7 @@ class LoadQueue:
 
     def _work(self, job: Job, turn: Turn) -> None:
         """Keeps no result: its memory must go with the model."""
-        files = None if isinstance(job, WantPages) else JobFiles(job, turn, self._check_open)
+        files = None if isinstance(job, WantPages | DescribeDevice) else JobFiles(job, turn, self._check_open)
         try:
             turn.take()
             self._check_open()
@@ -182,6 +185,8 @@ class LoadQueue:
         try:
             if isinstance(job, WantPages):
                 self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job), "", *_file(job)))
+            elif isinstance(job, DescribeDevice):
+                self._channel.send(DeviceDescribed(job.request, self._figures()))
             else:
                 assert files is not None
                 self._do_with(files, job)
@@ -202,6 +207,18 @@ class LoadQueue:
             self._pages.put(PagesResult(job.request, job.model, None, told.message))
         else:
             self._channel.refuse(job.request, told)
+
+    def _figures(self) -> DeviceFigures:
+        device, rates = self._device, self._device.rates()
+        return DeviceFigures(
+            device.torch_device.type,
+            device.budget.total,
+            device.reserved,
+            rates.bus,
+            rates.memory,
+            rates.products,
+            self._max_batch_tokens,
+        )
 
     def _do_with(self, files: JobFiles, job: WithFiles) -> None:
         if isinstance(job, Load):

@@ -17,6 +17,7 @@ that travels with the frame.
 |---|---|
 | `engine` | its beginning, its end, its budget, and how it refuses |
 | `models` | what one would come to; its load, and its way out |
+| `inspections` | checks of a checkpoint in a confined child, before the engine sees it |
 | `arenas` | shared memory for weights and pages |
 | `sessions` | their beginning and their end, what changes in them between runs, their KV on its way |
 | `runs` | what a session is extended by, and what a step gives |
@@ -30,6 +31,7 @@ from __future__ import annotations
 from djinnd.messages.arenas import ArenaFilled, ArenaReady, ArenaRefused, Holding, HostReleased, NeedArena
 from djinnd.messages.engine import Alive, BudgetSet, Failed, Ready, SetBudget, Shutdown
 from djinnd.messages.figures import Inquire, Report, SessionUse, TenantUse, Trace, Traced
+from djinnd.messages.inspections import DescribeDevice, DeviceDescribed, DeviceFigures
 from djinnd.messages.models import (
     DescribeImage,
     ImageDescribed,
@@ -90,7 +92,10 @@ __all__ = [
     "CancelRun",
     "Capture",
     "Close",
+    "DescribeDevice",
     "DescribeImage",
+    "DeviceDescribed",
+    "DeviceFigures",
     "EndEdits",
     "Explain",
     "Explained",

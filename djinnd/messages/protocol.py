@@ -10,7 +10,7 @@ import msgspec
 from djinn_client.errors import ProtocolError
 from djinn_client.model_files import MAX_FILES
 from djinn_client.protocol import framed
-from djinnd.messages import arenas, engine, figures, models, runs, scheduling, sessions
+from djinnd.messages import arenas, engine, figures, inspections, models, runs, scheduling, sessions
 
 ToEngine = (
     engine.SetBudget
@@ -19,6 +19,7 @@ ToEngine = (
     | models.Unload
     | models.Plan
     | models.DescribeImage
+    | inspections.DescribeDevice
     | models.PublicPrefix
     | arenas.ArenaReady
     | arenas.ArenaRefused
@@ -55,6 +56,7 @@ FromEngine = (
     | models.Unloaded
     | models.Planned
     | models.ImageDescribed
+    | inspections.DeviceDescribed
     | arenas.NeedArena
     | arenas.ArenaFilled
     | arenas.HostReleased

@@ -13,12 +13,14 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
 from djinn_client.errors import DjinnError, ProtocolError
 from djinnd.server.connection import Connection
+from djinnd.server.engine_process import Process
 
 log = logging.getLogger("djinnd.server")
 
@@ -54,7 +56,7 @@ class ConfinedProcess:
         self._hung_up: asyncio.TimerHandle | None = None
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours, self, max_frame, max_output)
-        whose = ("--user", str(user), "--memory", str(memory), "--parent", str(os.getpid()))
+        whose = ("--user", str(user), "--memory", str(memory))
         self.gone = asyncio.create_task(self._live([*command, *whose], environ, theirs))
 
     async def end(self) -> None:
@@ -83,6 +85,17 @@ class ConfinedProcess:
     def _fail(self, reason: str) -> None:
         self._kill(self._error(f"{reason}; its process was ended"))
 
+    async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> Process:
+        """Raises OSError."""
+        return await asyncio.create_subprocess_exec(
+            *command,
+            *("--parent", str(os.getpid()), "--fd", str(theirs.fileno())),
+            pass_fds=[theirs.fileno()],
+            stdin=asyncio.subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,  # a terminal's Ctrl-C is for the server
+        )
+
     # --- events of the connection -----------------------------------------------------------------------------------
 
     def broken(self, error: ProtocolError) -> None:
@@ -101,14 +114,7 @@ class ConfinedProcess:
     async def _live(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> None:
         try:
             with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    *("--fd", str(theirs.fileno())),
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env=environ,
-                    start_new_session=True,  # a terminal's Ctrl-C is for the server
-                )
+                process = await self._spawn(command, environ, theirs)
         except OSError as error:
             self._end_with(self._error(f"{self._name} could not be started: {error}"))
             return self._connection.close()
@@ -149,6 +155,15 @@ class ConfinedProcess:
         if -status == signal.SIGKILL:
             return f"{self._doer} was killed, as the kernel does where the machine's memory ends"
         return f"{self._doer}'s process died by {signal.Signals(-status).name}"
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU time of a process, by the kernel's clock for it: clock_getcpuclockid(3), which Python has not. None where it
+    has ended, or `pid` is 0."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2) if pid else None
+    except OSError:
+        return None
 
 
 def sparse_environ() -> dict[str, str]:

@@ -27,6 +27,7 @@ Question = (
     messages.Load
     | messages.Plan
     | messages.DescribeImage
+    | messages.DescribeDevice
     | messages.SetBudget
     | messages.Trace
     | messages.Unload
@@ -38,6 +39,7 @@ Reply = (
     messages.Loaded
     | messages.Planned
     | messages.ImageDescribed
+    | messages.DeviceDescribed
     | messages.BudgetSet
     | messages.Traced
     | messages.Unloaded
@@ -193,6 +195,7 @@ class EngineClient:
                 messages.Loaded()
                 | messages.Planned()
                 | messages.ImageDescribed()
+                | messages.DeviceDescribed()
                 | messages.BudgetSet()
                 | messages.Traced()
                 | messages.Unloaded()

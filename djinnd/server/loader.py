@@ -20,6 +20,7 @@ from djinnd.server.arena import Arena
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.folders import Folders
 from djinnd.server.granting import Granting
+from djinnd.server.inspection import Inspector
 from djinnd.server.keep_alive import KeepAlive
 from djinnd.server.model import Model
 from djinnd.server.opened import duplicates
@@ -45,6 +46,7 @@ class Loader:
         page_folder: Path,
         folders: Folders,
         texts: Texts,
+        inspector: Inspector,
         gone: Callable[[Model], None],
     ) -> None:
         self.keep_alive = KeepAlive(sessions, self.sleep)
@@ -57,6 +59,7 @@ class Loader:
         self._page_folder = page_folder
         self._folders = folders
         self._texts = texts
+        self._inspector = inspector
         self._gone = gone
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
@@ -64,10 +67,10 @@ class Loader:
         files = await self._folders.files_of(model)
         engine = await self._engine_for(model.name)
         fields = model.load_fields(files, model.placed(placing))
-        kv_bytes = kv_bytes or model.kv.device
-        planned: Planned = await engine.call(
-            Plan, duplicates(files), **fields, kv_bytes=kv_bytes, memory_bytes=memory_bytes
-        )
+        fields |= {"kv_bytes": kv_bytes or model.kv.device, "memory_bytes": memory_bytes}
+        if self._is_inspected(model):
+            return await self._inspector.plan(model.opener, engine, files, **fields)
+        planned: Planned = await engine.call(Plan, duplicates(files), **fields)
         return planned.plan
 
     def load(self, model: Model) -> None:
@@ -122,6 +125,9 @@ class Loader:
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")
             fields = model.load_fields(files, model.placing) | model.kv.fields
+            if self._is_inspected(model) and model.passed is not files:
+                await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
+                model.passed = files
             loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
         except Exception as error:
             await self._load_failed(model, error, wakes)
@@ -136,6 +142,9 @@ class Loader:
         for session in self._sessions.of_model(model.name):
             open_in(engine, session)
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
+
+    def _is_inspected(self, model: Model) -> bool:
+        return self._inspector.is_there and not model.is_configured
 
     async def _left_by_others(self) -> None:
         """Returns when models that are on their way out have given their device memory back."""

@@ -50,6 +50,7 @@ class Model:
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)
     files: ModelFiles | None = None  # of its checkpoint; see Folders
+    passed: ModelFiles | None = None  # those that an inspection has let pass
     marks: Marks | None = None  # of these, or of those that it had in an earlier daemon
     ledger: Ledger | None = None  # that is charged for them
     owner: int | None = None  # the user that has brought it, and may decide about it; None: administrators alone

@@ -31,6 +31,7 @@ from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.folders import Folders
 from djinnd.server.granting import Granting
+from djinnd.server.inspection import Inspector
 from djinnd.server.keep_alive import idle_seconds
 from djinnd.server.kv_sizes import AS_CONFIGURED, KvSizes
 from djinnd.server.loader import Loader
@@ -59,6 +60,7 @@ class Models:
         prefixes: PrefixTable,
         limits: config.Limits,
         texts: Texts,
+        inspector: Inspector,
         hub: bool,
         state_dir: str,
         is_admin: Callable[[int], bool],
@@ -87,6 +89,7 @@ class Models:
             page_folder,
             self._folders,
             texts,
+            inspector,
             self._forget_unless_used,
         )
         self._closing = False

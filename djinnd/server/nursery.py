@@ -34,24 +34,37 @@ class NurseryLost(Exception):
 
 
 class Nursery:
-    """Owns the nursery process. `command` starts one; without, there is none. Used by one supervisor."""
+    """Owns the nursery process. `command` starts one; without, there is none. It bears one process at a time: engines,
+    and the inspections of checkpoints."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], given: Sequence[Inherited]) -> None:
         """Takes over what `hand_over` has given, else starts a process: at once, for it has much to import."""
         self._command = command
         self._environ = environ
         self._process: NurseryProcess | None = None
+        self._turn = asyncio.Lock()
         if given:
             sock, pidfd = (fd for _, fd in given)
             self._process = NurseryProcess(socket.socket(fileno=sock), pidfd, is_new=False)
         else:
             self._start()
 
-    async def bear(self, command: Sequence[str], sock: socket.socket, patience: float) -> BornProcess | None:
+    async def bear(
+        self,
+        command: Sequence[str],
+        sock: socket.socket,
+        patience: float,
+        environ: Mapping[str, str] | None = None,
+    ) -> BornProcess | None:
         """A process that runs `command`, a `python -m`, as births.Bear says; `sock` is its socket. None where the
-        caller has to start it. `patience`: seconds that a new nursery may take to import its libraries."""
+        caller has to start it. `patience`: seconds that a new nursery may take to import its libraries. `environ` None:
+        the nursery's."""
         module_and_options = list(command[command.index("-m") + 1 :])
-        request = Bear(module_and_options, dict(self._environ), births.versions())
+        request = Bear(module_and_options, dict(self._environ if environ is None else environ), births.versions())
+        async with self._turn:
+            return await self._bear(request, sock, patience)
+
+    async def _bear(self, request: Bear, sock: socket.socket, patience: float) -> BornProcess | None:
         if self._process is None:
             self._start()
         while self._process is not None:

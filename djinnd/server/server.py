@@ -30,6 +30,7 @@ from djinnd.server.clients import Clients
 from djinnd.server.engine_process import STOPPING
 from djinnd.server.functions import Functions
 from djinnd.server.handlers import Handlers
+from djinnd.server.inspection import Inspector
 from djinnd.server.journal import Journal
 from djinnd.server.last_engine import ENGINE_FD, LastEngine
 from djinnd.server.listener import Listener
@@ -60,14 +61,15 @@ _CANCELLING = 5.0  # seconds for cancelled requests to end
 
 class Server:
     """`engine_command` starts an engine, see Supervisor; `nursery_command` what engines are forked from, see Nursery;
-    `read_config` reads the configuration again, from where it came, and raises ConfigError. Raises StartError where it
-    can get no socket."""
+    `inspect_command` what looks at checkpoints, see Inspector; `read_config` reads the configuration again, from where
+    it came, and raises ConfigError. Raises StartError where it can get no socket."""
 
     def __init__(
         self,
         config: Config,
         engine_command: Sequence[str],
         nursery_command: Sequence[str],
+        inspect_command: Sequence[str],
         stopping: Stopping,
         read_config: Callable[[], Config],
     ) -> None:
@@ -90,6 +92,8 @@ class Server:
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
         self._texts = Texts(config.limits)
+        time_of = (self._texts.charge, self._texts.expect_time)
+        self._inspector = Inspector(inspect_command, self._nursery, config.limits, *time_of)
         self._models = Models(
             config.models,
             self._sessions,
@@ -99,6 +103,7 @@ class Server:
             self._prefixes,
             config.limits,
             self._texts,
+            self._inspector,
             config.hub,
             config.state_dir,
             lambda user: self._clients.is_admin(user),
@@ -115,7 +120,12 @@ class Server:
         )
         self._router = Router([self._supervisor])
         self._sharing = Sharing(
-            Path(config.state_dir, "shared"), config.limits, self._models, self._sessions, self._router.engine_for
+            Path(config.state_dir, "shared"),
+            config.limits,
+            self._models,
+            self._sessions,
+            self._router.engine_for,
+            self._inspector,
         )
         self._functions = Functions(config.functions, self._sessions, self._models, groups_of)
         self._clients = Clients(
@@ -216,6 +226,7 @@ class Server:
         )
         for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
+        self._inspector.limits = held.limits
         self._models.follow(held.limits)
         self._texts.follow(held.limits)
         self._queue.places = held.limits.queue
@@ -239,6 +250,7 @@ class Server:
         await self._metrics.close()
         self._models.stop()
         await self._functions.close()
+        await self._inspector.close()
         await self._texts.close()
         await self._stop_engine()
         if self._stopping.restart is None or not self._nursery.is_sound:
@@ -333,7 +345,8 @@ async def run(config: Config, read_config: Callable[[], Config]) -> list[Inherit
     """See Server, and Server.serve."""
     stopping = Stopping()
     with stopping.by_signals():  # before there is anything that would be left behind
-        return await Server(config, engine_command(config), nursery_command(config), stopping, read_config).serve()
+        commands = (engine_command(config), nursery_command(config), inspect_command())
+        return await Server(config, *commands, stopping, read_config).serve()
 
 
 def engine_command(config: Config) -> list[str]:
@@ -342,6 +355,10 @@ def engine_command(config: Config) -> list[str]:
 
 def nursery_command(config: Config) -> list[str]:
     return python_module("djinnd.engine.nursery", *_log_options(config))
+
+
+def inspect_command() -> list[str]:
+    return python_module("djinnd.engine.inspection")
 
 
 def _log_options(config: Config) -> list[str]:

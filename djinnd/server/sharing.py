@@ -15,11 +15,13 @@ from pathlib import Path
 
 from djinn_client.errors import DjinnError, InvalidRequest, NotFound, NotPermitted
 from djinn_client.image import Image
+from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import ShareModel
 from djinnd.config import Limits
 from djinnd.messages import DescribeImage, ImageDescribed
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.inspection import Inspector
 from djinnd.server.models import Model, Models, OnLoading
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, check_files, sweep
@@ -39,12 +41,14 @@ class Sharing:
         models: Models,
         sessions: SessionTable,
         engine_for: Callable[[str], Awaitable[EngineClient]],
+        inspector: Inspector,
     ) -> None:
         self._folder = folder
         self.limits = limits
         self._models = models
         self._sessions = sessions
         self._engine_for = engine_for
+        self._inspector = inspector
         self._shares: dict[str, Share] = {}
         self._closing = False
 
@@ -67,22 +71,29 @@ class Sharing:
             share.writing = asyncio.create_task(asyncio.to_thread(share.write_files, fd, request.files))
             await asyncio.shield(share.writing)
             engine = await self._engine_for(share.model)
-            described: ImageDescribed = await engine.call(
-                DescribeImage,
-                model=share.model,
-                path=str(share.folder),
-                dtype=share.dtype,
-                placing=share.placing,
-                shared=share.stored,
-            )
+            image = await self._describe(share, engine)
         except DjinnError:
             await self.withdraw(share)  # so that its name is free when the caller is told
             raise
         except BaseException:
             self._end(share)
             raise
-        share.nbytes = described.image.nbytes
-        return share, described.image
+        share.nbytes = image.nbytes
+        return share, image
+
+    async def _describe(self, share: Share, engine: EngineClient) -> Image:
+        fields = {
+            "model": share.model,
+            "path": str(share.folder),
+            "dtype": share.dtype,
+            "placing": share.placing,
+            "shared": share.stored,
+        }
+        if not self._inspector.is_there:
+            described: ImageDescribed = await engine.call(DescribeImage, **fields)
+            return described.image
+        with await asyncio.to_thread(ModelFiles.open, str(share.folder)) as files:
+            return await self._inspector.describe(share.user, engine, files, **fields)
 
     def check(self, client: Client, request: ShareModel) -> None:
         """Raises InvalidRequest, NotPermitted."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from djinn_client.errors import DjinnError, ProtocolError, TextFailed, from_code
 from djinnd import text_jobs
-from djinnd.server.confined_process import ConfinedProcess
+from djinnd.server.confined_process import ConfinedProcess, cpu_seconds
 from djinnd.text_jobs import (
     MAX_ANSWER,
     MAX_QUESTION,
@@ -165,12 +165,10 @@ class TextWorker(ConfinedProcess):
 
     def _meter(self) -> None:
         """Charges what the process has used since this was last called."""
-        try:
-            cpu = time.clock_gettime(_cpu_clock(self._pid)) if self._pid else self._cpu
-        except OSError:  # it has just ended
-            return
-        self._charge(max(0.0, cpu - self._cpu))
-        self._cpu = cpu
+        cpu = cpu_seconds(self._pid)
+        if cpu is not None:
+            self._charge(max(0.0, cpu - self._cpu))
+            self._cpu = cpu
 
     def _over(self, error: DjinnError) -> None:
         self._meter()
@@ -186,8 +184,3 @@ class TextWorker(ConfinedProcess):
         if self._is_ready and status < 0:
             told += f". It may take {self._memory:,} bytes (limits.text_memory): a larger tokenizer or text ends so"
         return told
-
-
-def _cpu_clock(pid: int) -> int:
-    """The kernel's clock of the CPU time of a process: clock_getcpuclockid(3), which Python has not."""
-    return (~pid << 3) | 2

@@ -147,15 +147,19 @@ class Texts:
         if wait:
             rate = self.limits.text_seconds_per_minute
             raise QuotaExceeded(
-                f"your text workers have used their {rate:g} s of CPU time a minute (limits.text_seconds_per_minute): "
-                f"try again in {math.ceil(wait)} s",
+                f"your text workers and inspections have used their {rate:g} s of CPU time a minute "
+                f"(limits.text_seconds_per_minute): try again in {math.ceil(wait)} s",
                 quota="text_seconds_per_minute",
                 limit=rate,
                 retry_s=wait,
             )
 
+    def charge(self, user: int, seconds: float) -> None:
+        """CPU time that other confined work of the user has used."""
+        self._use(user).charge(seconds)
+
     def seconds_used(self, user: int) -> float:
-        """CPU time of the user's text workers since the daemon started."""
+        """CPU time of the user's text workers and inspections since the daemon started."""
         return self._used[user].seconds if user in self._used else 0.0
 
     def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:

@@ -253,7 +253,7 @@ def main(config: Path, script: Path, nursery: Path | None = None) -> None:
     async def serve() -> list[Inherited]:
         stopping = Stopping()
         with stopping.by_signals():
-            server = Server(effective.config, command, nursery_command, stopping, lambda: read().config)
+            server = Server(effective.config, command, nursery_command, [], stopping, lambda: read().config)
             return await server.serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -11,8 +11,10 @@ from djinn_client.errors import InvalidRequest, ModelNotFound
 from djinn_client.placing import Placing
 from djinnd.config import Limits
 from djinnd.server.arena import Arena
+from djinnd.server.inspection import Inspector
 from djinnd.server.journal import Journal
 from djinnd.server.models import Models
+from djinnd.server.nursery import Nursery
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionTable
@@ -86,6 +88,7 @@ def models_with(made, tmp_path):
         prefixes,
         Limits(),
         Texts(Limits()),
+        Inspector([], Nursery([], {}, []), Limits(), lambda user, seconds: None, lambda user: None),
         True,
         "",
         [].count,

@@ -1,0 +1,121 @@
+"""`python -m djinnd.engine.inspection`: looks at one checkpoint that no administrator has configured, confined.
+
+JSON files, headers of safetensors and a model's modules on the meta device are read and built here first, with limits
+for memory and time, so that the engine only ever builds what has passed. The nursery forks this process, or the server
+starts it; one process inspects one checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import tempfile
+from contextlib import suppress
+from typing import cast
+
+import msgspec
+import torch
+
+from djinn_client.errors import DjinnError
+from djinn_client.model_files import ModelFiles
+from djinn_client.protocol import decoded, framed
+from djinnd.confinement import sandbox
+from djinnd.confinement.channel import Channel
+from djinnd.device import Device
+from djinnd.device.budget import MemoryBudget
+from djinnd.device.device import Rates
+from djinnd.engine.loading import model_shape
+from djinnd.engine.planning import describe
+from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed, Planned
+from djinnd.messages.inspections import Confined, Inspect, Passed
+from djinnd.model.image import image_of
+from djinnd.model.loader import Loader
+from djinnd.weights.checkpoint import Checkpoint
+
+_NICE = 10  # engines and the server come first
+_MAX_FRAME = 1 << 20
+_DESCRIPTORS = 512  # a checkpoint has up to 240 files, and each is passed as a descriptor
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Inspect] = msgspec.msgpack.Decoder(Inspect)
+
+Answer = Planned | ImageDescribed | Passed | Failed
+
+
+class DescribedDevice:
+    """The part of Device that planning uses, by an engine's figures."""
+
+    def __init__(self, figures: DeviceFigures) -> None:
+        self.torch_device = torch.device(figures.kind)
+        self.budget = MemoryBudget(figures.budget_bytes)
+        self.reserved = figures.reserved_bytes
+        self._rates = Rates(figures.bus, figures.memory, figures.products)
+
+    def rates(self) -> Rates:
+        return self._rates
+
+
+def inspect(message: Inspect, fds: list[int]) -> Answer:
+    """Takes the descriptors."""
+    job = message.job
+    try:
+        with ModelFiles.handed_over(job.path, job.files, fds) as files:
+            return _inspected(message, files)
+    except DjinnError as error:
+        return Failed(job.request, error.code, error.message, error.data)
+    except MemoryError:
+        return Failed(job.request, "model_rejected", f"{job.model}: inspecting the checkpoint takes too much memory")
+    except Exception as error:
+        return Failed(job.request, "model_rejected", f"{job.model} cannot be built: {error!r}"[:2000])
+
+
+def _inspected(message: Inspect, files: ModelFiles) -> Answer:
+    job = message.job
+    device = cast(Device, DescribedDevice(message.figures))
+    checkpoint = Checkpoint(files, has_weights=job.shared is None)
+    loader = Loader(job.model, checkpoint, device, job.dtype, job.placing, job.shared)
+    if isinstance(job, DescribeImage):
+        return ImageDescribed(job.request, image_of(loader))
+    shape = model_shape(loader)
+    if not message.is_plan:
+        return Passed()
+    return Planned(job.request, describe(job, loader, shape, device, message.figures.max_batch_tokens))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="Connected stream socket to the server.")
+    parser.add_argument("--parent", type=int, required=True, help="This process ends when that one does.")
+    parser.add_argument("--user", type=int, required=True, help="The principal; where it can, it becomes that user.")
+    parser.add_argument("--memory", type=int, required=True, help="Bytes that the inspection may take.")
+    given = parser.parse_args()
+    sandbox.tie_to(given.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
+    os.closerange(3, given.fd)
+    os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))
+    os.nice(_NICE)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where the machine's memory ends, this goes first
+    tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; nobody can write there
+    torch.set_num_threads(1)
+    channel: Channel[Inspect, Confined | Answer] = Channel(
+        socket.socket(fileno=given.fd),
+        _MAX_FRAME,
+        lambda payload: decoded(_decoder, payload),
+        lambda said: framed(_encode(said)),
+    )
+    lacking = sandbox.missing()
+    if lacking:
+        sandbox.limit(given.memory, _DESCRIPTORS)
+    else:
+        sandbox.close(given.user, given.parent, given.memory, _DESCRIPTORS)
+    channel.send(Confined(lacking))
+    for message, fds in channel.messages():
+        channel.send(inspect(message, fds))
+        return
+
+
+if __name__ == "__main__":
+    main()
