@@ -69,17 +69,17 @@ class Inspector:
     def is_there(self) -> bool:
         return bool(self._command)
 
-    async def plan(self, user: int, engine: EngineClient, files: ModelFiles, **fields: Any) -> ModelPlan:
+    async def plan(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> ModelPlan:
         """`fields`: of messages.Plan. Raises what is wrong with the checkpoint, OutOfMemory, QuotaExceeded."""
-        return (await self._inspect(user, engine, files, Plan(0, **fields), True, Planned)).plan
+        return (await self._inspect(user, engine, opened, Plan(0, **fields), True, Planned)).plan
 
-    async def describe(self, user: int, engine: EngineClient, files: ModelFiles, **fields: Any) -> Image:
+    async def describe(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> Image:
         """`fields`: of messages.DescribeImage. Raises likewise."""
-        return (await self._inspect(user, engine, files, DescribeImage(0, **fields), False, ImageDescribed)).image
+        return (await self._inspect(user, engine, opened, DescribeImage(0, **fields), False, ImageDescribed)).image
 
-    async def check(self, user: int, engine: EngineClient, files: ModelFiles, **fields: Any) -> None:
+    async def check(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> None:
         """Whether an engine may build the model. `fields`: of messages.Plan. Raises likewise."""
-        await self._inspect(user, engine, files, Plan(0, **fields), False, Passed)
+        await self._inspect(user, engine, opened, Plan(0, **fields), False, Passed)
 
     async def close(self) -> None:
         """Kills all of them at once. Returns when none is left."""
@@ -90,7 +90,7 @@ class Inspector:
         self,
         user: int,
         engine: EngineClient,
-        files: ModelFiles,
+        opened: ModelFiles,
         job: Plan | DescribeImage,
         is_plan: bool,
         wanted: type[A],
@@ -108,8 +108,8 @@ class Inspector:
             )
             self._processes.add(process)
             try:
-                job.files = list(files)
-                answer = await process.ask(Inspect(job, described.figures, is_plan), duplicates(files))
+                job.files = list(opened)
+                answer = await process.ask(Inspect(job, described.figures, is_plan), duplicates(opened))
             finally:
                 process.kill()
         if isinstance(answer, Failed):

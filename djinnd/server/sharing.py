@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from djinn_client.errors import DjinnError, InvalidRequest, NotFound, NotPermitted
 from djinn_client.image import Image
@@ -82,7 +83,7 @@ class Sharing:
         return share, image
 
     async def _describe(self, share: Share, engine: EngineClient) -> Image:
-        fields = {
+        fields: dict[str, Any] = {
             "model": share.model,
             "path": str(share.folder),
             "dtype": share.dtype,
