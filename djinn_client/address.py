@@ -6,6 +6,7 @@ import errno
 import getpass
 import grp
 import os
+import stat
 from collections.abc import Mapping, Sequence
 
 from djinn_client.errors import ConnectionLost
@@ -37,6 +38,8 @@ def account(path: str, error: OSError) -> str:
     match error.errno:
         case errno.ENOENT | errno.ENOTDIR:
             return f"no daemon at {path}"
+        case errno.ECONNREFUSED if not _may_be_socket(path):
+            return f"{path} is no socket"
         case errno.ECONNREFUSED:
             return f"no daemon listens at {path} (the file is left from one that is gone)"
         case errno.EACCES | errno.EPERM:
@@ -50,6 +53,8 @@ def account(path: str, error: OSError) -> str:
 
 def _remedy(path: str, error: OSError) -> str:
     match error.errno:
+        case errno.EACCES | errno.EPERM | errno.ECONNREFUSED if not _may_be_socket(path):
+            return "give the path of djinnd's socket"
         case errno.EACCES | errno.EPERM:
             return _membership(path)
         case errno.ENOENT | errno.ENOTDIR | errno.ECONNREFUSED:
@@ -60,12 +65,23 @@ def _remedy(path: str, error: OSError) -> str:
             return ""
 
 
+def _may_be_socket(path: str) -> bool:
+    """Whether it is one, or cannot be seen."""
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return True
+
+
 def _membership(path: str) -> str:
     for place in (path, os.path.dirname(path)):
         try:
-            group = grp.getgrgid(os.stat(place).st_gid).gr_name
+            number = os.stat(place).st_gid
+            group = grp.getgrgid(number).gr_name
         except (OSError, KeyError):
             continue
+        if number == 0:  # who is in root's group may do far more than use models
+            break
         user = getpass.getuser()
         return f"it belongs to group {group}; `sudo usermod -aG {group} {user}`, then log in again"
     return "ask its administrator for membership of its group"

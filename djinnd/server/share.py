@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.image import Dtype
+from djinn_client.model_files import SMALL_FILE
 from djinn_client.placing import Placing
 from djinnd.server.client import Client
 from djinnd.server.handed_over import expect_memfd, open_window
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json")
-MAX_FILES_BYTES = 256 << 20
+_PIECE = 1 << 20  # bytes of a file that are copied at once
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +66,8 @@ class Share:
             self.lock = _lock(self.folder)
             offset = 0
             for name, size in sizes.items():
-                content = os.pread(fd, size, offset)
-                if len(content) < size:
-                    raise InvalidRequest(f"{name} ends after {len(content):,} of {size:,} bytes", field="files")
-                (self.folder / name).write_bytes(content)
+                with (self.folder / name).open("xb") as file:
+                    _copy(fd, offset, size, name, file)
                 offset += size
         except OSError as error:
             raise OutOfMemory(f"the files of {self.model} cannot be kept in {self.folder.parent}: {error}") from error
@@ -96,10 +95,19 @@ def check_files(sizes: Mapping[str, int]) -> None:
         raise InvalidRequest(f"a model has the files {', '.join(FILES)}, and no {unknown[0][:80]!r}", field="files")
     if "config.json" not in sizes:
         raise InvalidRequest("a model must bring its config.json", field="files")
-    if min(sizes.values()) < 0 or sum(sizes.values()) > MAX_FILES_BYTES:
-        raise InvalidRequest(
-            f"the files of a model have {sum(sizes.values()):,} bytes; at most {MAX_FILES_BYTES:,}", field="files"
-        )
+    for name, size in sizes.items():
+        if not 0 <= size <= SMALL_FILE:
+            raise InvalidRequest(f"{name} has {size:,} bytes; at most {SMALL_FILE:,}", field="files", limit=SMALL_FILE)
+
+
+def _copy(fd: int, offset: int, size: int, name: str, file: BinaryIO) -> None:
+    """Raises InvalidRequest where the memfd ends before that."""
+    done = 0
+    while done < size:
+        piece = os.pread(fd, min(_PIECE, size - done), offset + done)
+        if not piece:
+            raise InvalidRequest(f"{name} ends after {done:,} of {size:,} bytes", field="files")
+        done += file.write(piece)
 
 
 def sweep(parent: Path) -> None:

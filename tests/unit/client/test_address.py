@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import socket
 
@@ -40,10 +41,28 @@ def test_no_daemon_anywhere_names_every_place_and_the_remedy() -> None:
     assert error.data["paths"] == ["/a", "/b"]
 
 
-def test_no_permission_names_the_group(tmp_path: object) -> None:
-    error = unreachable([(str(tmp_path), failure(errno.EACCES))])
-    assert f"no permission to use {tmp_path}: it belongs to group " in error.message
-    assert "usermod -aG" in error.message
+def test_no_permission_names_the_group(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = a_socket(directory)
+    group = grp.getgrall()[-1]
+    stat = os.stat(path)
+    monkeypatch.setattr(os, "stat", lambda _: os.stat_result([*stat[:5], group.gr_gid, *stat[6:]]))
+    error = unreachable([(path, failure(errno.EACCES))])
+    assert f"no permission to use {path}: it belongs to group {group.gr_name}; `sudo usermod -aG" in error.message
+
+
+def test_nobody_is_advised_to_join_the_group_of_root(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = a_socket(directory)
+    stat = os.stat(path)
+    monkeypatch.setattr(os, "stat", lambda _: os.stat_result([*stat[:5], 0, *stat[6:]]))
+    error = unreachable([(path, failure(errno.EACCES))])
+    assert "usermod" not in error.message and "ask its administrator" in error.message
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ECONNREFUSED])
+@pytest.mark.parametrize("path", ["/", "/etc/passwd", "/dev/null"])
+def test_a_path_that_is_no_socket_is_no_question_of_groups(path: str, number: int) -> None:
+    message = unreachable([(path, failure(number))]).message
+    assert "usermod" not in message and message.endswith("give the path of djinnd's socket")
 
 
 def test_no_permission_even_to_look_says_whom_to_ask() -> None:
@@ -66,11 +85,15 @@ def test_a_path_of_exactly_the_limit_is_tried() -> None:
         run(connect("/" + "d" * (PATH_LIMIT - 1)))
 
 
-def test_a_socket_without_a_listener(directory: str) -> None:
+def a_socket(directory: str) -> str:
     path = os.path.join(directory, "s")
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(path)
-    left.close()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+    return path
+
+
+def test_a_socket_without_a_listener(directory: str) -> None:
+    path = a_socket(directory)
     with pytest.raises(ConnectionLost, match=r"no daemon listens at .* start it with `djinnd`"):
         run(connect(path))
 
