@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from djinnd.messages import Report
@@ -45,13 +45,15 @@ def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[
     yield from report.findings
 
 
-def audit_descriptors(clients: Clients, sharing: Sharing, address: str) -> Iterator[str]:
+def audit_descriptors(clients: Clients, sharing: Sharing, address: str, files: Collection[int] = ()) -> Iterator[str]:
     """Every accepted connection that this process holds is a client's, and memfds are weights that somebody shares,
-    wait to be sent, or are about to. (Or have come with a request that is under way.)"""
+    wait to be sent, or are about to. (Or have come with a request that is under way.) `files`: of checkpoints, some of
+    which may be memfds."""
     known = {client.fd for client in clients}
     held = {fd for fd in map(int, os.listdir(_FDS)) if _is_accepted(fd, address)}
     yield from (f"descriptor {fd} is a connection of no client" for fd in sorted(held - known))
-    memfds = sum(_target(fd).startswith("/memfd:") for fd in map(int, os.listdir(_FDS)) if fd not in sharing.windows)
+    known_files = {*sharing.windows, *files}
+    memfds = sum(_target(fd).startswith("/memfd:") for fd in map(int, os.listdir(_FDS)) if fd not in known_files)
     yield from (f"the weights in descriptor {fd} are gone" for fd in sorted(sharing.windows) if not _target(fd))
     waiting = sum(client.queued_fds for client in clients)
     if memfds > waiting + clients.unfinished:

@@ -219,7 +219,8 @@ class Status:
 
     def _audit(self, expected: Sequence[SessionRecord], report: Report | None) -> list[str]:
         findings = [*audit_tables(self._clients, self._sessions, self._models, self._arena)]
-        findings += audit_descriptors(self._clients, self._sharing, self._address)
+        files = [fd for model in self._models if model.files for fd in map(model.files.descriptor, model.files)]
+        findings += audit_descriptors(self._clients, self._sharing, self._address, files)
         if report is None:
             return [*findings, f"the engine did not report: it is {self._supervisor.state}"]
         return [*findings, *audit_engine(expected, report)]

@@ -51,7 +51,7 @@ def load(
     keep_alive: float | None,
     **placing: Unpack[PlacingOptions],
 ) -> None:
-    """Load MODEL: a name that `models` lists, a checkpoint's folder, or a hub id.
+    """Load MODEL: a name that `models` lists, a folder with a checkpoint, or a hub id.
 
     Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
     defaults.
