@@ -81,6 +81,7 @@ class Limits(Struct, frozen=True):
     engine_start: Seconds = 300  # from starting an engine to its first word
     engine_silence: Seconds = 30  # without a word, after which an engine is killed
     engine_wait: Seconds = 120  # that a call waits for an engine that is being started
+    kernel_compile: Seconds = 120  # that compiling one kernel may take; without it attention is slower
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -94,6 +95,7 @@ class Limits(Struct, frozen=True):
             "text_seconds",
             "text_seconds_per_minute",
             "inspection_seconds",
+            "kernel_compile",
         ):  # at 0 nothing could begin
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")

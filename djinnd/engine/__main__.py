@@ -20,9 +20,12 @@ _LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 @click.option("--parent", type=int, default=0, help="Its pid: the engine ends when it does.")
 @click.option("--device", default="auto")
 @click.option("--memory", type=int, default=0, help="Budget in bytes; 0: the device's default.")
+@click.option("--kernel-seconds", type=float, default=120.0, help="That compiling one kernel may take.")
 @click.option("--log-level", default="info")
 @click.option("--log-format", default="text")
-def main(fd: int, parent: int, device: str, memory: int, log_level: str, log_format: str) -> None:
+def main(
+    fd: int, parent: int, device: str, memory: int, kernel_seconds: float, log_level: str, log_format: str
+) -> None:
     if parent:
         tie_to(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which then says Shutdown
@@ -30,6 +33,7 @@ def main(fd: int, parent: int, device: str, memory: int, log_level: str, log_for
     from djinnd.device import open_device  # torch takes seconds to import: after the signals are in order
     from djinnd.engine.channel import Channel
     from djinnd.engine.engine import Engine
+    from djinnd.engine.kernel_compiler import kernel_compiler_for
 
     log = logging.getLogger("djinnd.engine")
     channel = Channel(fd)
@@ -39,7 +43,8 @@ def main(fd: int, parent: int, device: str, memory: int, log_level: str, log_for
         log.error("device_refused device=%s error=%s", device, error.message)
         raise SystemExit(3) from error
     try:
-        Engine(channel, opened, *_LIMITS[opened.torch_device.type]).serve()
+        compiler = kernel_compiler_for(opened.torch_device, kernel_seconds)
+        Engine(channel, opened, *_LIMITS[opened.torch_device.type], compiler).serve()
     finally:
         opened.close()
         channel.close()

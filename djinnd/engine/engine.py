@@ -23,6 +23,7 @@ from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.collector import Collector
 from djinnd.engine.courses import Courses
 from djinnd.engine.figures import Figures
+from djinnd.engine.kernel_compiler import KernelCompiler
 from djinnd.engine.loading import LoadQueue
 from djinnd.engine.mailbox import Mailbox
 from djinnd.engine.model_runner import ModelRunner
@@ -47,7 +48,15 @@ ALIVE_EVERY = 0.5  # seconds
 class Engine:
     """Owns the scheduler, the models and the channel. One thread; only loading has another."""
 
-    def __init__(self, channel: Channel, device: Device, max_batch_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        device: Device,
+        max_batch_tokens: int,
+        max_rows: int,
+        compiler: KernelCompiler | None = None,
+    ) -> None:
+        """`compiler`: of kernels, where the device has some."""
         self._channel = channel
         self._device = device
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
@@ -77,7 +86,12 @@ class Engine:
             self._runners,
             channel,
             (max_batch_tokens, max_rows),
+            compiler,
         )
+        if compiler is not None:
+            from djinnd.model.kernels.launches import launches  # needs Triton, which comes with CUDA builds of torch
+
+            launches.install(compiler.compile, self._tell_alive)
         self._unwaited_s = 0.0  # of steps that nobody has waited for
         self._unwaited: Counter[str] = Counter()  # their tokens, by model
         self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
@@ -155,6 +169,7 @@ class Engine:
             log.warning("server_gone")
         finally:
             collector.close()
+            self._models.close()
             self._loads.close()
             self._courses.close()
             self._tiers.stop()
@@ -337,7 +352,10 @@ class Engine:
         now = time.monotonic()
         if now - self._alive_at >= ALIVE_EVERY:
             self._alive_at = now
-            self._channel.send(messages.Alive(self._figures.steps))
+            self._tell_alive()
+
+    def _tell_alive(self, *_: int) -> None:
+        self._channel.send(messages.Alive(self._figures.steps))
 
     def _shutdown(self, message: messages.Shutdown) -> None:
         if message.keep_pages:

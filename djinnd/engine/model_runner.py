@@ -61,6 +61,7 @@ class ModelRunner:
         self.shape = shape
         self.plan = plan
         self.device = device
+        self.max_tokens = max_tokens
         self._limits = (max_tokens, max_rows)
         self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
         with device.computing():
@@ -71,19 +72,25 @@ class ModelRunner:
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
         self.held = HeldRows(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # by edits, the last batch that may have been
+        self._is_eager = False
         self.graphs = self._new_graphs()
         self._ran: Shape | None = None  # by the last step, and not settled yet
         self._inputs: StepInputs | None = None  # of the last pass; the device may not have taken them yet
 
     def _new_graphs(self) -> StepGraphs | None:
-        if not isinstance(self.device, CudaDevice):
+        if self._is_eager or not isinstance(self.device, CudaDevice):
             return None
         return StepGraphs(
             self.model, self.device, *self._limits, self.kv.pages_for(self.plan.max_context), self.plan.max_context
         )
 
+    def run_without_graphs(self) -> None:
+        """Some of what a step computes cannot be captured."""
+        self.graphs = None
+        self._is_eager = True
+
     def compile(self, beat: Callable[[], None]) -> None:
-        """The kernels of steps, before anybody waits for one; see StepGraphs.compile."""
+        """Loads the kernels of steps, before anybody waits for one; see StepGraphs.compile."""
         if (graphs := self.graphs) is not None:
             self._attempt(graphs, lambda: graphs.compile(beat))
 

@@ -1,7 +1,8 @@
 """The engine's models: how they come and go, what they give back when others need it, and the budget that they share.
 
-Load ─► read beside the steps (loading.py) ─► adopted: workspace, KV pool, check, tiers ─► Loaded ··· Unload ─► Unloaded
-                                                 └─► what it took is given back ─► Failed
+Load ─► read beside the steps (loading.py) ─► prepared: workspace, KV pool ─► kernels compiled beside the steps ─┐
+        ┌────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+        └─► adopted: check, graphs, tiers ─► Loaded ··· Unload ─► Unloaded         what fails gives all back ─► Failed
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -20,9 +24,10 @@ from djinnd.engine.budgeting import change_budget
 from djinnd.engine.channel import Channel
 from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.figures import Figures
+from djinnd.engine.kernel_compiler import Compiling, KernelCompiler
 from djinnd.engine.loading import LoadQueue, LoadResult
 from djinnd.engine.model_runner import ModelRunner
-from djinnd.engine.serving import make_runner
+from djinnd.engine.serving import Preparation
 from djinnd.engine.tiers import Tiers
 from djinnd.scheduler.scheduler import Scheduler
 
@@ -31,7 +36,7 @@ log = logging.getLogger("djinnd.engine")
 
 class Models:
     """Belongs to the engine's thread. `runners`, by model, is changed here and nowhere else; `limits`: tokens and rows
-    of a step."""
+    of a step; `compiler`: None where kernels are not compiled, or when they are launched."""
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Models:
         runners: dict[str, ModelRunner],
         channel: Channel,
         limits: tuple[int, int],
+        compiler: KernelCompiler | None,
     ) -> None:
         self._device = device
         self._scheduler = scheduler
@@ -54,6 +60,8 @@ class Models:
         self._runners = runners
         self._channel = channel
         self._limits = limits
+        self._compiler = compiler
+        self._preparing: dict[Preparation, Compiling] = {}  # models whose kernels are being compiled
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
@@ -62,46 +70,71 @@ class Models:
         self._loads.submit(message)
 
     def turn(self) -> None:
-        """Adopts what has been loaded, and lets go of held rows that nobody waits for any more."""
+        """Goes on with what has been loaded, and lets go of held rows that nobody waits for any more."""
         while (result := self._loads.take()) is not None:
-            load, refusal = result.load, None
-            try:
-                self._adopt(result)
-            except DjinnError as error:
-                log.warning("model_refused model=%s error=%s", load.model, error.message)
-                refusal = error.with_traceback(None)
-            if refusal is not None:
-                del result
-                self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
-                gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
-                self._channel.refuse(load.request, refusal)
+            load, refusal = result.load, _attempt(partial(self._prepare, result))
+            del result
+            self._refuse(load, refusal)
+        while (preparation := self._compiled()) is not None:
+            load, compiling = preparation.load, self._preparing.pop(preparation)
+            refusal = _attempt(partial(self._go_on, preparation, compiling))
+            del preparation
+            self._refuse(load, refusal)
         for runner in self._runners.values():
             if runner.held:
                 runner.held.sweep()
 
-    def _adopt(self, result: LoadResult) -> None:
+    def _refuse(self, load: messages.Load, refusal: DjinnError | None) -> None:
+        """Ends the load's request, if there is a refusal. Nobody holds the refused model any more, but for cycles."""
+        if refusal is not None:
+            log.warning("model_refused model=%s error=%s", load.model, refusal.message)
+            self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
+            gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
+            self._channel.refuse(load.request, refusal)
+
+    def _prepare(self, result: LoadResult) -> None:
         if result.error is not None:
             raise result.error
         assert result.weights is not None and result.shape is not None
         load = result.load
+        with _told(load.model):
+            preparation = Preparation(load, result.weights, result.shape, self._device, *self._limits)
+            missing = [] if self._compiler is None else preparation.missing_kernels()
+        if self._compiler is not None and missing:
+            told = partial(self._tell_compiling, load.model)
+            self._preparing[preparation] = Compiling(self._compiler, missing, told, self._channel.wake)
+        else:
+            self._adopt(preparation)
+
+    def _tell_compiling(self, model: str, done: int, total: int) -> None:
+        self._channel.send(messages.Loading(model, "compiling", done, total))
+
+    def _compiled(self) -> Preparation | None:
+        """One whose kernels are there, as far as they can be."""
+        return next((p for p, compiling in self._preparing.items() if compiling.is_over), None)
+
+    def _go_on(self, preparation: Preparation, compiling: Compiling) -> None:
+        preparation.kernels_compiled(compiling.variants, compiling.failed)
+        self._adopt(preparation)
+
+    def _adopt(self, preparation: Preparation) -> None:
+        load = preparation.load
 
         def beat() -> None:
             self._channel.send(messages.Loading(load.model, "preparing"))
 
-        try:
-            runner = make_runner(load, result.weights, result.shape, self._device, *self._limits, beat)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"preparing {load.model}: {error}") from error
-        except DjinnError:
-            raise
-        except Exception as error:
-            log.exception("preparing_failed model=%s", load.model)
-            raise DjinnError(f"preparing {load.model} failed: {error!r}") from error
+        with _told(load.model):
+            runner = preparation.finish(beat)
         self._release_host(runner)
         self._runners[load.model] = runner
         paging = self._tiers.add(runner)
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
         self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
+
+    def close(self) -> None:
+        """The engine ends: what is being compiled is broken off."""
+        for compiling in self._preparing.values():
+            compiling.stop()
 
     def _release_host(self, runner: ModelRunner) -> None:
         """Gives back the model's copy on the host, where that is wished and nothing needs it."""
@@ -135,7 +168,7 @@ class Models:
     def set_budget(self, message: messages.SetBudget) -> None:
         began = time.monotonic()
         try:
-            if self._loads.is_busy:
+            if self._loads.is_busy or self._preparing:
                 raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
             for session in self._scheduler.sessions():
                 self._drop_stage(session)
@@ -170,3 +203,26 @@ class Models:
             self._tiers.retire(message.model, release)
         else:
             release()
+
+
+def _attempt(step: Callable[[], None]) -> DjinnError | None:
+    """→ why that failed."""
+    try:
+        step()
+    except DjinnError as error:
+        return error.with_traceback(None)
+    return None
+
+
+@contextmanager
+def _told(model: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a DjinnError that names the model."""
+    try:
+        yield
+    except DjinnError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"preparing {model}: {error}") from error
+    except Exception as error:
+        log.exception("preparing_failed model=%s", model)
+        raise DjinnError(f"preparing {model} failed: {error!r}") from error

@@ -1,9 +1,15 @@
-"""From loaded weights to a model that serves: workspace and KV pool reserved, the check passed, graphs captured."""
+"""From loaded weights to a model that serves: workspace and KV pool reserved, kernels compiled, the check passed.
+
+begin ──► kernels that have to be compiled: in another process, while other models step ──► finish ──► ModelRunner
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from djinn_client.errors import ModelRejected
 from djinnd.device import Device
 from djinnd.engine.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
 from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
@@ -11,6 +17,110 @@ from djinnd.messages import Load
 from djinnd.model.check import check_paging
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
+
+if TYPE_CHECKING:  # Triton comes with CUDA builds of torch
+    from djinnd.model.kernels.variants import Variant
+
+log = logging.getLogger("djinnd.engine")
+
+# Kernels in the place of which torch can compute, by what a model's notes call that. It needs the host in each step, so
+# such a model runs without graphs.
+_REPLACEABLE = {
+    "kv_write_kernel": "attention gathers pages",
+    "decode_kernel": "attention gathers pages",
+    "combine_kernel": "attention gathers pages",
+    "mixed_kernel": "attention gathers pages",
+    "combine_mixed_kernel": "attention gathers pages",
+    "matvec_kernel": "products with few rows are cuBLAS's",
+    "few_rows_kernel": "products with few rows are cuBLAS's",
+}
+
+
+class Preparation:
+    """Of one model, on the engine's thread, between steps. What fails gives back the weights, too."""
+
+    def __init__(
+        self, load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
+    ) -> None:
+        """Raises OutOfMemory."""
+        self.load = load
+        self.weights = weights
+        self._device = device
+        self._labels: list[str] = []
+        try:
+            self._reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
+            floor = kv_floor(shape, load.kv_bytes, device.budget.total)
+            assert weights.residency.plan is not None
+            greedy = takes_all(load.placing, weights.residency.plan)
+            plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
+            pool = device.allocate(
+                kv_label(load.model),
+                (plan.num_pages, shape.num_blocks, 2, plan.page_size, shape.kv_heads, shape.head_dim),
+                weights.dtype,
+                zero=True,
+            )
+            self._labels.append(kv_label(load.model))
+            model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+            self._runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _reserve(self, label: str, nbytes: int) -> None:
+        self._device.budget.reserve(label, nbytes)
+        self._labels.append(label)
+
+    def missing_kernels(self) -> list[Variant]:
+        """Those that have to be compiled before `finish`. Of a CUDA device."""
+        from djinnd.model.rehearsal import list_kernels
+
+        runner = self._runner
+        try:
+            return list_kernels(runner.model, self._device, runner.max_tokens, runner.plan.max_context)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def kernels_compiled(self, missing: Sequence[Variant], failed: Mapping[Variant, str]) -> None:
+        """`failed` says which of the kernels that were missing could not be compiled, and why. Raises ModelRejected
+        where nothing replaces one of them."""
+        from djinnd.model.kernels.launches import launches
+
+        launches.settle(missing, failed)
+        for variant, reason in failed.items():
+            if variant.name not in _REPLACEABLE:
+                self.abandon()
+                told = f"{self.load.model} needs the kernel {variant}, which cannot be compiled here: {reason}"
+                raise ModelRejected(told, kernel=variant.name)
+        notes = {v.name: f"{_REPLACEABLE[v.name]}, as {v} cannot be compiled: {why}" for v, why in failed.items()}
+        self.weights.notes += notes.values()
+        if notes:
+            self._runner.run_without_graphs()
+
+    def finish(self, beat: Callable[[], None] = lambda: None) -> ModelRunner:
+        """Raises ModelRejected. `beat` is called often: this takes a second or more, and the server kills an engine
+        that is silent."""
+        runner = self._runner
+        try:
+            check_paging(
+                runner.model,
+                self._device,
+                runner.plan.page_size,
+                runner.plan.max_context,
+                beat,
+                again=self.weights.is_adopted,
+            )
+            runner.compile(beat)
+            return runner
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Gives back what the model has."""
+        self.weights.release(self._device)
+        for label in self._labels:
+            self._device.release(label)
 
 
 def make_runner(
@@ -22,30 +132,5 @@ def make_runner(
     max_rows: int,
     beat: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
-    """Runs on the engine's thread, between steps. Raises OutOfMemory or ModelRejected, and has then given back the
-    weights, too. `beat` is called often: kernels are compiled here, and the server kills an engine that is silent."""
-    labels: list[str] = []
-    try:
-        device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
-        labels.append(workspace_label(load.model))
-        floor = kv_floor(shape, load.kv_bytes, device.budget.total)
-        assert weights.residency.plan is not None
-        greedy = takes_all(load.placing, weights.residency.plan)
-        plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
-        pool = device.allocate(
-            kv_label(load.model),
-            (plan.num_pages, shape.num_blocks, 2, plan.page_size, shape.kv_heads, shape.head_dim),
-            weights.dtype,
-            zero=True,
-        )
-        labels.append(kv_label(load.model))
-        model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
-        check_paging(model, device, plan.page_size, plan.max_context, beat, again=weights.is_adopted)
-        runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
-        runner.compile(beat)
-        return runner
-    except BaseException:
-        weights.release(device)
-        for label in labels:
-            device.release(label)
-        raise
+    """At once, where kernels are compiled when they are first launched. Raises OutOfMemory or ModelRejected."""
+    return Preparation(load, weights, shape, device, max_batch_tokens, max_rows).finish(beat)

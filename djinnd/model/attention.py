@@ -220,16 +220,22 @@ class _Softmax:
 
 
 class TritonAttention(PagedAttention):
-    """Our kernels (djinnd.model.kernels), which read pages where they are.
+    """Our kernels (djinnd.model.kernels), which read pages where they are; torch's own attention where this GPU or this
+    compiler cannot have the kernel.
 
-    Decode is fit for capture: its grid and its addresses depend on shapes and host bounds alone.
+    Decode is fit for capture: its grid and its addresses depend on shapes and host bounds alone. Torch's attention
+    reads lengths on the host and is not: a model that needs it runs without graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.scratch = kernels.Scratch(device)
+        self._reference = TorchAttention()
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        kernels.kv_write(k, v, keys, values, batch.slots)
+        try:
+            kernels.kv_write(k, v, keys, values, batch.slots)
+        except kernels.UNAVAILABLE:
+            self._reference.write(k, v, keys, values, batch)
 
     def attend(
         self,
@@ -252,8 +258,9 @@ class TritonAttention(PagedAttention):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged = (q, keys, values, batch, out)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        if batch.max_query <= kernels.MAX_QUERY:
-            kernels.decode(*paged, self.scratch, **options)
-        else:
-            kernels.mixed(*paged, self.scratch, **options)
+        is_short = kernels.fits_decode(batch.max_query, q.shape[1] // keys.shape[2])
+        try:
+            (kernels.decode if is_short else kernels.mixed)(*paged, self.scratch, **options)
+        except kernels.UNAVAILABLE:
+            return self._reference.attend(q, k, v, keys, values, batch, **options)
         return out

@@ -13,11 +13,16 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // weight.shape[1]
     if not weight.is_cuda or not 0 < rows <= FEW or not weight.is_contiguous():
         return linear(x, weight, bias)
-    from djinnd.model.kernels import few_rows, matvec  # needs Triton, which comes with CUDA builds of torch
+    from djinnd.model.kernels import UNAVAILABLE, few_rows, matvec  # Triton comes with CUDA builds of torch
 
-    if rows == 1:
-        return matvec(x, weight, bias)
-    return few_rows(x, weight, bias) if weight.itemsize == 2 else linear(x, weight, bias)
+    try:
+        if rows == 1:
+            return matvec(x, weight, bias)
+        if weight.itemsize == 2:
+            return few_rows(x, weight, bias)
+    except UNAVAILABLE:
+        pass
+    return linear(x, weight, bias)
 
 
 class FastLinear(nn.Module):

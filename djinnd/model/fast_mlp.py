@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from djinnd.model.kernels.gate import ACTIVATIONS, gated
+from djinnd.model.kernels.launches import UNAVAILABLE
 
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 _WIDTH = 512  # of the trial
@@ -68,12 +69,15 @@ def _activation_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> 
         wanted = trial(gate)
     except Exception:  # it looks at its products more closely than a stand-in allows
         return ""
-    agreeing = (name for name in ACTIVATIONS if _agree(wanted, gated(gate, up, name)))
-    return next(agreeing, "")
+    return next((name for name in ACTIVATIONS if _agrees(wanted, gate, up, name)), "")
 
 
-def _agree(wanted: object, got: Tensor) -> bool:
+def _agrees(wanted: object, gate: Tensor, up: Tensor, activation: str) -> bool:
     """To two units in the last place, and to what is left where 1 + tanh cancels out."""
+    try:
+        got = gated(gate, up, activation)
+    except UNAVAILABLE:
+        return False
     return (
         isinstance(wanted, Tensor)
         and wanted.dtype == got.dtype

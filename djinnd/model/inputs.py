@@ -60,6 +60,11 @@ class StepInputs:
         self._table_row = width * np.dtype(np.int32).itemsize
         self._table_at = nbytes - _padded((rows, width), np.int32)
 
+    def clear(self) -> None:
+        """Both sides are zeros: rows without tokens, and tokens that belong to no row."""
+        self._staging.zero_()
+        self._device_bytes.zero_()
+
     def send(self) -> None:
         """Queues all of it on the current stream. Until `wait` has returned, the host side stays as it is, and this is
         kept."""

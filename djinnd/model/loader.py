@@ -40,7 +40,7 @@ from djinnd.weights.store import Buffer, Routing, WeightStore
 
 log = logging.getLogger("djinnd.engine")
 
-Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # stage, bytes (or kernels) done, bytes (or kernels) in all
 # bytes, fingerprint → uint8 [bytes], and the identity of what fills them already; None: they are to be filled
 Arena = Callable[[int, str], tuple[Tensor, str | None]]
 Reading = Callable[[], AbstractContextManager[Wait]]  # see `Loader.run`
@@ -244,7 +244,7 @@ class Loader:
             weights.fingerprint = self._laid_out(weights.identity)
             plan = self.plan(beside, pages_share=pages_share)
             weights.residency.move(plan, lambda done, total: progress("uploading", done, total), pinning)
-            self._bring_rest(weights)
+            self._bring_rest(weights, progress)
             clock.told("blocks_placed", weights.nbytes)
         except BaseException:
             if not _is_pinned(pinning):
@@ -263,7 +263,7 @@ class Loader:
         parameters = sum(e.numel for b in self._buffers for e in b.layout.entries.values())
         return Weights(self.name, skeleton, store, residency, self.dtype, parameters, self.notes)
 
-    def _bring_rest(self, weights: Weights) -> None:
+    def _bring_rest(self, weights: Weights, progress: Progress) -> None:
         skeleton, layout = self.skeleton, self._buffers[-1].layout
         self.device.budget.reserve(tables_label(self.name), skeleton.derived_bytes)
         try:
@@ -281,7 +281,10 @@ class Loader:
         if self.device.torch_device.type == "cuda":
             from djinnd.model import fast_path  # needs Triton, which comes with CUDA builds of torch
 
-            fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device)
+            def compiling(done: int, total: int) -> None:
+                progress("compiling", done, total)
+
+            fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
 
 
 def _layouts(skeleton: Skeleton) -> Iterator[tuple[str, Layout, Routing | None]]:

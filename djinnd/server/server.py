@@ -350,7 +350,8 @@ async def run(config: Config, read_config: Callable[[], Config]) -> list[Inherit
 
 
 def engine_command(config: Config) -> list[str]:
-    return python_module("djinnd.engine", "--device", config.device, *_log_options(config))
+    seconds = ("--kernel-seconds", str(config.limits.kernel_compile))
+    return python_module("djinnd.engine", "--device", config.device, *seconds, *_log_options(config))
 
 
 def nursery_command(config: Config) -> list[str]:

@@ -1,11 +1,12 @@
 """Triton kernels of the model's hot path. Importing this needs Triton, which comes with CUDA builds of torch."""
 
-from djinnd.model.kernels.decode import MAX_QUERY, decode
+from djinnd.model.kernels.decode import MAX_QUERY, decode, fits_decode
 from djinnd.model.kernels.edit import edit
 from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
 from djinnd.model.kernels.few_rows import few_rows
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.kv_write import kv_write
+from djinnd.model.kernels.launches import UNAVAILABLE
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.mixed import mixed
 from djinnd.model.kernels.packed_product import MAX_TOKENS, packed_product, product_fits
@@ -18,6 +19,7 @@ from djinnd.model.kernels.unpack import unpack
 __all__ = [
     "MAX_QUERY",
     "MAX_TOKENS",
+    "UNAVAILABLE",
     "Scratch",
     "Tiles",
     "decode",
@@ -25,6 +27,7 @@ __all__ = [
     "fetch_packed",
     "fetch_plain",
     "few_rows",
+    "fits_decode",
     "gated",
     "kv_write",
     "matvec",

@@ -30,11 +30,17 @@ from djinnd.model.kernels.tile import (
 )
 
 MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
+MOST_PACKED_ROWS = 64  # queries of a group's heads that one program takes: of more, registers spill
 MOST_WAVES = tl.constexpr(8)  # programs a processor
 AT_ONCE, NEARLY_ALL = 3, 0.8  # programs a processor that run at once, and the share of these that is worth it
 SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
 MAX_SPLITS, FEW_SPLITS = 128, 8
 COMBINED_AT_ONCE = 16
+
+
+def fits_decode(max_query: int, group: int) -> bool:
+    """Whether rows of up to so many tokens, each with `group` heads for one KV head, are for this kernel."""
+    return max_query == 1 or (max_query <= MAX_QUERY and max_query * group <= MOST_PACKED_ROWS)
 
 
 def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
@@ -62,7 +68,7 @@ def splits_to_fill(rows, kv_heads, programs, useful, needed):
 
 
 def decode_tiles(packed_rows: int, dim: int, itemsize: int) -> Tiles:
-    keys = 64 if dim * itemsize <= 256 else 32
+    keys = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 512 else 16  # see prefill_tiles
     return Tiles(max(16, triton.next_power_of_2(packed_rows)), keys, warps=4, stages=3 if keys == 64 else 2)
 
 

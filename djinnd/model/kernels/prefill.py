@@ -24,7 +24,10 @@ from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, load_
 
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
     """A Hopper warpgroup of 4 warps takes 64 rows; others have half the shared memory or less. Two warpgroups share the
-    tiles that they load, which pays once there are programs enough to fill the device."""
+    tiles that they load, which pays once there are programs enough to fill the device. Products of float32 are unrolled
+    into single multiplications: larger tiles take the compiler minutes, and spill registers."""
+    if itemsize == 4:
+        return Tiles(32, 32, warps=4, stages=2) if dim <= 128 else Tiles(16, 16, warps=4, stages=2)
     if dim * itemsize > 256:
         return Tiles(64, 32, warps=4, stages=2)
     if not hopper:

@@ -1,0 +1,47 @@
+"""Kernels for a GPU that this machine need not have: listed and compiled, never launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from djinnd.model.kernels.launches import Launches, Told, launches
+from djinnd.model.kernels.variants import Variant, all_functions
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 << 10  # bytes that a program may have there
+
+
+class _Driver:
+    """What Triton asks before it launches: every launch that is not left out fails."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+def refuse_all(variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
+    return dict.fromkeys(variants, "no compiler here")
+
+
+@contextmanager
+def hopper(compile_: object = refuse_all) -> Iterator[Launches]:
+    """Triton believes that there is such a GPU, and asks `compile_` for what is not compiled."""
+    driver = triton.runtime.driver
+    driver.set_active(_Driver())
+    for function in all_functions():
+        function.device_caches.clear()  # of what earlier tests have had compiled
+    launches.install(compile_)  # type: ignore[arg-type]
+    try:
+        yield launches
+    finally:
+        launches.install(None)
+        driver.set_active(None)
