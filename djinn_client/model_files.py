@@ -184,8 +184,10 @@ class ModelFiles:
 
 
 def _names(directory: int) -> list[str]:
+    """Those that are text, as all in a checkpoint are."""
     with os.scandir(directory) as entries:
-        return [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
+        names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
+    return [name for name in names if name.isprintable()]
 
 
 def _open_regular(folder: str, name: str, directory: int) -> int:
@@ -193,15 +195,17 @@ def _open_regular(folder: str, name: str, directory: int) -> int:
     system: opening a device may have effects, such as starting a watchdog."""
     try:
         place = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=directory)
-        try:
-            _expect_regular(folder, name, place)
-            return os.open(f"/proc/self/fd/{place}", _NO_WAIT)
-        finally:
-            os.close(place)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ModelRejected(f"{name} cannot be opened: {error.strerror}", file=name) from error
+    try:
+        _expect_regular(folder, name, place)
+        return os.open(f"/proc/self/fd/{place}", _NO_WAIT)
+    except OSError as error:
+        raise ModelRejected(f"{name} cannot be opened: {error.strerror}", file=name) from error
+    finally:
+        os.close(place)
 
 
 def _expect_regular(folder: str, name: str, descriptor: int) -> None:

@@ -40,6 +40,37 @@ def test_a_pipe_is_refused_without_waiting(folder: Path) -> None:
         ModelFiles.open(str(folder))
 
 
+def test_a_device_is_refused_before_it_is_opened(folder: Path) -> None:
+    """Opening some devices has effects. This one cannot be opened while nobody serves it, which is another error."""
+    (folder / "tokenizer.json").symlink_to("/dev/tty")
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json is no regular file"):
+        ModelFiles.open(str(folder))
+
+
+def test_a_link_that_leads_nowhere_and_a_name_that_is_no_text_are_passed_over(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("nowhere")
+    for name in (b"\xff.safetensors", b"\xff.bin", b"a\nb.safetensors"):
+        (folder / os.fsdecode(name)).write_bytes(b"")
+    with ModelFiles.open(str(folder)) as files:
+        assert (sorted(files), files.others) == (["config.json", "model.safetensors"], ["readme.md"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_told_as_that(folder: Path) -> None:
+    (folder / "config.json").chmod(0)
+    with pytest.raises(ModelRejected, match=r"config\.json cannot be opened: Permission denied"):
+        ModelFiles.open(str(folder))
+
+
+@pytest.mark.parametrize("flags", [os.O_PATH, os.O_WRONLY, 3])
+def test_a_descriptor_that_is_not_open_for_reading_is_refused_and_closed(folder: Path, flags: int) -> None:
+    fd = os.open(folder / "config.json", flags)
+    with pytest.raises(InvalidRequest, match=r"config\.json is not open for reading"):
+        ModelFiles.handed_over("/a", ["config.json"], [fd])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_no_folder_is_not_found(folder: Path) -> None:
     with pytest.raises(ModelNotFound):
         ModelFiles.open(str(folder / "nothing"))
