@@ -39,7 +39,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     path: str
     fingerprint: str = ""  # of the weights and the configuration, the same on every machine
     family: str = ""
-    state: str = ""  # available, loading, ready, asleep, failed
+    state: str = ""  # available, loading, ready, asleep, failed, set aside
     dtype: str = ""
     parameters: int = 0
     blocks: int = 0

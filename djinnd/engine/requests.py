@@ -75,14 +75,15 @@ class Requests:
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
-        first = len(session.tokens)
+        first = len(session.tokens) if message.first is None else message.first
+        prompt_end = len(session.tokens) + len(message.tokens) - message.given
         seen_from = first if message.logits else FOREVER
         if message.capture:
-            seen_from = min(first if message.tokens else now(first), session.due_from)
+            seen_from = min(first if prompt_end > first else now(first), session.due_from)
         request = Request(
             id=message.request,
             first=first,
-            prompt_end=first + len(message.tokens),
+            prompt_end=prompt_end,
             max_tokens=message.max_tokens,
             sampling=message.sampling,
             stop_tokens=frozenset(message.stop_tokens),

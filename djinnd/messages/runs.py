@@ -13,7 +13,9 @@ from djinnd.core.stops import Stop
 
 
 class Run(msgspec.Struct, tag="run"):
-    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answers with their logits."""
+    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answers with their logits. A
+    Run that an earlier engine had begun names its `first` position and brings no tokens: the session has them already,
+    and the last `given` of them were generated."""
 
     request: int
     session: str
@@ -28,6 +30,8 @@ class Run(msgspec.Struct, tag="run"):
     capture: list[Point] = []  # see Capture
     stops: list[Stop] = []  # of positions that the call is about, and that have not stopped there yet
     resume_block: int | None = None  # goes on from where the last Run stopped, before that block, or does that over
+    first: int | None = None  # length of the session before the Run, where that was not now
+    given: int = 0
 
 
 class CancelRun(msgspec.Struct, tag="cancel"):

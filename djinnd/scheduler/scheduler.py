@@ -217,7 +217,7 @@ class Scheduler:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, session_id: str, request: Request, new_tokens: Sequence[int]) -> None:
-        """Extends the session, which must be idle, by the request's prompt and lines it up.
+        """Extends the session, which must be idle, by those tokens of the request that it lacks, and lines it up.
 
         Raises SessionNotFound, PromptTooLong, OutOfMemory or QuotaExceeded, and then has changed nothing.
         """
@@ -225,7 +225,7 @@ class Scheduler:
         length = len(session.tokens) + len(new_tokens)
         assert session.request is None and request.id not in self._in_progress
         assert request.state is RequestState.QUEUED
-        assert (request.first, request.prompt_end) == (len(session.tokens), length)
+        assert request.first <= request.prompt_end <= length, "its prompt, and what an earlier engine has generated"
         wants = new_tokens or (session.tokens and (request.max_tokens or request.capture)) or session.remaining
         assert wants, f"request {request.id} has nothing to run"
         queue = self._queues[session.model]

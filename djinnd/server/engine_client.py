@@ -1,7 +1,7 @@
 """The server's end of the socket pair to one engine process, from its first word to its loss.
 
-A run is told what happens to it and ends with exactly one of `finished`, `captured`, `logits`, `exported` and `failed`;
-another call has a future. When the engine is lost, all of them fail with EngineLost in the same turn of the loop.
+A run is told what happens to it and ends with exactly one of `finished`, `captured`, `logits`, `exported`, `failed` and
+`lost`; another call has a future. When the engine is lost, all of them hear of it in the same turn of the loop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
+from djinnd.server.blame import Standing, blamed_standing
 from djinnd.server.closer import close_fds
 from djinnd.server.connection import Connection
 
@@ -55,6 +56,8 @@ class Run(Protocol):
     """What is told of one message that `EngineClient.run` sends. Times are CLOCK_MONOTONIC."""
 
     @property
+    def standing(self) -> Standing: ...
+    @property
     def is_urgent(self) -> bool:
         """Its tokens leave before those that others were given in the same step, and do not wait for their books."""
 
@@ -74,6 +77,8 @@ class Run(Protocol):
         """Likewise."""
 
     def failed(self, error: DjinnError) -> None: ...
+    def lost(self, error: DjinnError, blamed: bool) -> None:
+        """The engine is no more; `blamed`: perhaps by this run. It has ended on this engine."""
 
 
 class Audience(Protocol):
@@ -100,6 +105,7 @@ class EngineClient:
         self._on_lost = on_lost
         self._runs: dict[int, Run] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._loads = 0  # of these
         self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
 
     def send(self, message: ToEngine, fds: Sequence[int] = ()) -> None:
@@ -137,6 +143,8 @@ class EngineClient:
         then. Raises its error, or EngineLost."""
         number = next(_numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
+        is_load = kind is messages.Load
+        self._loads += is_load
         try:
             self.send(kind(number, **fields), fds)
             await asyncio.wait([future, self.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -145,6 +153,7 @@ class EngineClient:
             return future.result()
         finally:
             del self._calls[number]
+            self._loads -= is_load
 
     @property
     def runs(self) -> int:
@@ -157,8 +166,10 @@ class EngineClient:
         self.lost.set_result(error)
         self._on_lost()
         runs, self._runs = self._runs, {}
-        for run in runs.values():
-            run.failed(error)
+        worst = blamed_standing([run.standing for run in runs.values()], loads=self._loads > 0)
+        blamed = [run.standing is worst for run in runs.values()]
+        for run, is_blamed in zip(runs.values(), blamed, strict=True):
+            run.lost(error, is_blamed)
         if not self.ready.done():
             self.ready.cancel()
 

@@ -14,6 +14,7 @@ from djinn_client.kv_layout import KvLayout
 from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server import admission
+from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.handed_over import open_window
@@ -29,10 +30,11 @@ SALT_BYTES = 16
 class Exporting:
     """Between finding the engine and sending to it nothing is awaited: see handlers.py."""
 
-    def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, status: Status, carrying: Carrying) -> None:
         self._sessions = sessions
         self._models = models
         self._status = status
+        self._carrying = carrying
 
     async def export(self, call: Call, request: ExportSession) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
@@ -46,9 +48,7 @@ class Exporting:
             engine = await self._models.ready(session.model)
             session.expect_model()
             reply.kv = _layout_of(info)
-            run = ExportRun(call, session, engine, reply)
-            call.client.started(call, run)
-            return await run.done
+            return await self._carrying.answer(call, ExportRun(call, session, engine, reply))
 
     async def import_(self, call: Call, request: ImportSession) -> Answer:
         window = call.descriptor if request.kv is not None or call.fds else None
@@ -96,10 +96,13 @@ class ExportRun(SessionRun):
     copied, as if it were not."""
 
     def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, reply: SessionExported) -> None:
-        super().__init__(call, session, engine)
+        super().__init__(call, session)
         self._reply = reply
+        self.submit(engine)
         self._started = True
-        self._number = engine.run(self, ExportKv, session=session.id)
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        return engine.run(self, ExportKv, session=self._session.id)
 
     def exported(self, message: KvExported, fd: int) -> None:
         self._reply.kv_tokens = message.tokens
@@ -118,20 +121,26 @@ class ImportRun(SessionRun):
         kv_tokens: int,
         window: int,
     ) -> None:
-        super().__init__(call, session, engine)
+        super().__init__(call, session)
         self._sessions = sessions
+        self._kv_tokens = kv_tokens
+        self._window = window
         self._cancelled = False
+        self.submit(engine)
         self._started = True
-        self._number = engine.run(
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        session = self._session
+        return engine.run(
             self,
             ImportKv,
-            [window],
+            [self._window],
             session=session.id,
             model=session.model,
             tenant=session.user,
             priority=session.priority,
             tokens=session.tokens,
-            kv_tokens=kv_tokens,
+            kv_tokens=self._kv_tokens,
             salt=session.salt,
         )
 
@@ -151,6 +160,10 @@ class ImportRun(SessionRun):
     def failed(self, error: DjinnError) -> None:
         self.done.set_exception(error)
         self._sessions.close(self._session)
+
+    def lost(self, error: DjinnError, blamed: bool) -> None:
+        """With the window: nothing of it can be computed again."""
+        self.failed(error)
 
 
 def _check(request: ImportSession, info: ModelInfo) -> None:

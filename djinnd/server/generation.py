@@ -64,7 +64,8 @@ class Generation:
         self._logprobs: list[Logprobs] = []
 
     def started(self, at: float) -> None:
-        self._started = at
+        """The first row on the first engine counts."""
+        self._started = self._started or at
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> Piece | None:
         """Takes the next token. With `stream` the piece that it completes, if it does."""
@@ -133,6 +134,26 @@ class Generation:
             ),
             **self._take(),
         )
+
+    def ended_by_itself(self, context: int) -> FinishReason | None:
+        """Why no token follows those that there are, with so much room in the session. None: one does."""
+        if self.keep is not None:
+            return "stop"
+        if len(self._tokens) == self._prompt_end:
+            return None
+        if self._tokens[-1] in self._stop_tokens:
+            return "stop"
+        return "length" if self.is_full or len(self._tokens) >= context else None
+
+    @property
+    def told(self) -> int:
+        """Generated tokens that pieces have brought."""
+        return self._told - self._prompt_end
+
+    @property
+    def read(self) -> int:
+        """Tokens of the session whose text has been read; those that are read here can be read at any time."""
+        return self._read if self._is_late else len(self._tokens)
 
     @property
     def prompt_end(self) -> int:

@@ -16,6 +16,7 @@ from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, SessionNotFound, ShuttingDown
 from djinnd.messages import Signal
 from djinnd.server.breaking import Breaking
+from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.daemon_requests import DaemonRequests
 from djinnd.server.editing import Editing
@@ -111,12 +112,13 @@ class Handlers:
         self._journal = journal
         self._signals = Signals(self._tell_signal)
         of_sessions = SessionRequests(sessions, models, status)
-        of_work = WorkRequests(sessions, models, texts, queue)
+        carrying = Carrying(models)
+        of_work = WorkRequests(sessions, models, texts, queue, carrying)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart, lambda: journal.notes)
         editing = Editing(sessions, models)
         breaking = Breaking(sessions, models, functions)
-        exporting = Exporting(sessions, models, status)
+        exporting = Exporting(sessions, models, status, carrying)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
             protocol.OpenSession: of_sessions.open,

@@ -11,17 +11,21 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, Retry
+from djinn_client.model_files import ModelFiles
 from djinn_client.placing import ModelPlan, Placing
 from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
 from djinnd.server.arena import Arena
+from djinnd.server.blame import MOST_DEATHS
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.folders import Folders
 from djinnd.server.granting import Granting
 from djinnd.server.inspection import Inspector
 from djinnd.server.keep_alive import KeepAlive
+from djinnd.server.load_deaths import LoadDeaths
 from djinnd.server.model import Model
 from djinnd.server.opened import duplicates
 from djinnd.server.prefixes import PrefixTable
@@ -43,6 +47,7 @@ class Loader:
         arena: Arena,
         granting: Granting,
         engine_for: Callable[[str], Awaitable[EngineClient]],
+        next_engine: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
         folders: Folders,
         texts: Texts,
@@ -56,6 +61,7 @@ class Loader:
         self._arena = arena
         self._granting = granting
         self._engine_for = engine_for
+        self._deaths = LoadDeaths(models, next_engine)
         self._page_folder = page_folder
         self._folders = folders
         self._texts = texts
@@ -121,14 +127,11 @@ class Loader:
             files = await self._folders.files_of(model)
             text = await self._texts.open(model.opener, model.name, files, model.is_configured)
             await self._left_by_others()
-            engine = await self._engine_for(model.name)
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")
-            fields = model.load_fields(files, model.placing) | model.kv.fields
-            if self._is_inspected(model) and model.passed is not files:
-                await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
-                model.passed = files
-            loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
+            engine, loaded = await self._deaths.on_an_engine(
+                model, partial(self._check, model, files), partial(self._ask, model, files)
+            )
         except Exception as error:
             await self._load_failed(model, error, wakes)
             raise
@@ -146,6 +149,20 @@ class Loader:
     def _is_inspected(self, model: Model) -> bool:
         return self._inspector.is_there and not model.is_configured
 
+    async def _check(self, model: Model, files: ModelFiles, engine: EngineClient) -> None:
+        if self._is_inspected(model) and model.passed is not files:
+            await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
+            model.passed = files
+
+    async def _ask(self, model: Model, files: ModelFiles, engine: EngineClient) -> Loaded:
+        fields = model.load_fields(files, model.placing) | model.kv.fields
+        try:
+            loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
+        except EngineLost:
+            await self._granting.remove_incomplete(model.name)
+            raise
+        return loaded
+
     async def _left_by_others(self) -> None:
         """Returns when models that are on their way out have given their device memory back."""
         leaving = [model.changing for model in self._models if model.changing is not None and model.is_leaving]
@@ -157,14 +174,16 @@ class Loader:
         message = error.message if isinstance(error, DjinnError) else repr(error)
         log.error("model_failed model=%s error=%s", model.name, message)
         sleeps_on = wakes and isinstance(error, OutOfMemory | EngineLost)
-        model.state, model.error = "asleep" if sleeps_on else "failed", message
+        is_set_aside = model.load_deaths >= MOST_DEATHS
+        model.state = "asleep" if sleeps_on else "set aside" if is_set_aside else "failed"
+        model.error, model.failed_at = message, time.monotonic()
         keep = sleeps_on or isinstance(error, EngineLost)
         await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
         if not isinstance(error, OutOfMemory | Retry):
             self._folders.close(model)  # they may be what is wrong
         if sleeps_on:
             self._arena.rest(model.name)
-        else:
+        elif not is_set_aside:  # or nobody would know why
             self._gone(model)
 
     def _disk_folder(self, model: Model) -> str:

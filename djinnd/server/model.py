@@ -24,7 +24,7 @@ from djinnd.server.opened import Marks
 from djinnd.server.share import Share
 from djinnd.server.texts import ModelText
 
-ModelState = Literal["available", "loading", "ready", "asleep", "failed"]
+ModelState = Literal["available", "loading", "ready", "asleep", "failed", "set aside"]
 OnLoading = Callable[[Loading], None]
 
 
@@ -42,6 +42,8 @@ class Model:
     keep_alive: float  # seconds; 0: it never goes to sleep
     state: ModelState = "available"
     error: str = ""
+    failed_at: float = 0.0  # when it was last not loaded, because of that error
+    load_deaths: int = 0  # of engines that died while it was being loaded, since it was last loaded: see load_deaths.py
     info: ModelInfo | None = None
     text: ModelText | None = None
     is_configured: bool = False  # by an administrator, or shipped with djinnd
@@ -120,13 +122,21 @@ class Model:
         """It is giving its device memory back."""
         return self.changing is not None and self.state in ("asleep", "available")
 
-    async def join(self, on_loading: OnLoading = lambda _: None) -> None:
-        """Waits for the change that is under way, which goes on also when the caller goes."""
-        assert self.changing is not None
+    async def join(self, on_loading: OnLoading = lambda _: None, missed: asyncio.Future[None] | None = None) -> None:
+        """Waits for the change that is under way, which goes on also when the caller goes; or until `missed` is done,
+        which raises what was missed."""
+        changing = self.changing
+        assert changing is not None
         if self.progress is not None:
             on_loading(self.progress)
         self.listeners.append(on_loading)
         try:
-            await asyncio.shield(self.changing)
+            await asyncio.wait(
+                [changing] if missed is None else [changing, missed], return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             self.listeners.remove(on_loading)
+        if changing.done() or missed is None:
+            changing.result()
+        else:
+            missed.result()

@@ -7,11 +7,12 @@ sharing.py's.
 from __future__ import annotations
 
 import os
+import time
 
 from msgspec.structs import replace
 
 from djinn_client import protocol
-from djinn_client.errors import InvalidRequest, NotPermitted
+from djinn_client.errors import InvalidRequest, NotPermitted, Retry
 from djinn_client.protocol import Done, FilesHandedOver, ModelReply, PlanReply, ShareDescribed
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call, Client
@@ -22,6 +23,7 @@ from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
 
 _WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s")  # of a LoadModel
+_SECOND_CHANCE = 600.0  # seconds until somebody who is no administrator may load a model again that was set aside
 
 
 class ModelRequests:
@@ -53,6 +55,9 @@ class ModelRequests:
             if request.keep_alive_s not in (None, model.keep_alive):
                 self._expect_own(model, call.client)
                 self._models.set_keep_alive(model, request.keep_alive_s)
+        if model.state == "set aside":
+            self._expect_second_chance(model, call.client)
+            self._models.try_again(model)
         user = call.client.user
         await self._models.ready(model.name, call.tell_loading, kv, request.placing, request.keep_alive_s, user)
         model = self._models.find(model.name)
@@ -99,6 +104,18 @@ class ModelRequests:
     async def hand_over_files(self, call: Call, request: protocol.HandOverFiles) -> Answer:
         model = await self._models.hand_over(call.client, request, call.take_descriptors())
         return Answer(FilesHandedOver(id=call.id, model=model.name))
+
+    def _expect_second_chance(self, model: Model, client: Client) -> None:
+        """Of a model that is set aside. Raises NotPermitted, and Retry where its user has just tried that."""
+        if client.is_admin:
+            return
+        self._expect_own(model, client)
+        if self._models.is_configured(model):
+            raise NotPermitted(f"{model.error} (only an administrator may do that with a model of the configuration)")
+        left = model.failed_at + _SECOND_CHANCE - time.monotonic()
+        if left > 0:
+            told = f"{model.error} (an administrator may do that at once, others in {left:.0f} s)"
+            raise Retry(told, retry_s=round(left, 3))
 
     # --- shares -----------------------------------------------------------------------------------------------------
 

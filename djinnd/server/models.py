@@ -2,8 +2,9 @@
 
     available ──load──► loading ──► ready ──engine lost──► loading …
         ▲                  │          └─no call for its keep_alive─► asleep ──call──► loading …
-        │                  └─error─► failed ──load──► loading …
-        └──────── unload ── of a model that is ready, failed or asleep
+        │                  ├─error─► failed ──load──► loading …
+        │                  └─two engines died─► set aside ──djinnctl load──► loading …
+        └──────── unload ── of a model that is ready, failed, asleep or set aside
 
 Whoever needs a model that is not ready joins its one load (see loader.py) and is told how it goes. A model that is
 ready on an engine has all its sessions open there: that is how sessions come back after the loss of an engine, and from
@@ -19,13 +20,14 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from djinn_client.errors import ModelNotFound
+from djinn_client.errors import ModelNotFound, ModelRejected
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import HandOverFiles, ModelInfo
 from djinnd import config
 from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, TenantLimits, ToEngine
 from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
+from djinnd.server.blame import MOST_DEATHS
 from djinnd.server.checkpoints import known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
@@ -56,6 +58,7 @@ class Models:
         sessions: SessionTable,
         arena: Arena,
         engine_for: Callable[[str], Awaitable[EngineClient]],
+        next_engine: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
         prefixes: PrefixTable,
         limits: config.Limits,
@@ -71,6 +74,7 @@ class Models:
             name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
         }
         self._sessions = sessions
+        self._engine_for = engine_for
         self._prefixes = prefixes
         self._arena = arena
         self._granting = Granting(arena)
@@ -86,6 +90,7 @@ class Models:
             arena,
             self._granting,
             engine_for,
+            next_engine,
             page_folder,
             self._folders,
             texts,
@@ -137,6 +142,9 @@ class Models:
 
     def is_known(self, name: str) -> bool:
         return name in self._models or name in self._known
+
+    def is_configured(self, model: Model) -> bool:
+        return model.name in self._known
 
     def find_open(self, name: str, client: Client) -> Model:
         """For a new session. Raises ModelNotFound also for what the client may not use, or nobody may any more."""
@@ -199,13 +207,16 @@ class Models:
     ) -> EngineClient:
         """The engine that has the model, which is loaded if need be: with so much for its pages, its blocks placed so
         and awake for so long, and as configured where that says nothing. A model that nobody knows yet, from the hub,
-        is then that user's. Raises ModelNotFound, and what loading raises.
+        is then that user's. Raises ModelNotFound, and what loading raises; EngineLost where there is no engine for
+        limits.engine_wait.
 
         The engine lives, and has the model, until the caller waits for something else.
         """
         while (model := self.find(name)).engine is None:
             if not self._sessions.of_model(name):
                 expect_open(model)
+            if model.state == "set aside":
+                raise ModelRejected(model.error)
             if name not in self._models:
                 model.owner = user
             if model.changing is None:
@@ -213,9 +224,28 @@ class Models:
                 model.placing = model.placed(placing)
                 model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
                 self._load(model)
-            await model.join(on_loading)
+            await self._join(model, on_loading)
         model.used = time.monotonic()
         return model.engine
+
+    async def _join(self, model: Model, on_loading: OnLoading) -> None:
+        missed = asyncio.create_task(self._engine_missed(model.name))
+        try:
+            await model.join(on_loading, missed)
+        finally:
+            missed.cancel()
+            missed.add_done_callback(_seen)
+
+    async def _engine_missed(self, name: str) -> None:
+        """Raises EngineLost when there has been no engine for limits.engine_wait."""
+        while True:
+            engine = await self._engine_for(name)
+            await asyncio.wait([engine.lost])
+
+    def try_again(self, model: Model) -> None:
+        """One that is set aside: it may be loaded, and over one more death it is set aside again."""
+        assert model.state == "set aside"
+        model.state, model.load_deaths = "available", MOST_DEATHS - 1
 
     def set_keep_alive(self, model: Model, seconds: float) -> None:
         """Of a model that is loaded, being loaded, or asleep."""
@@ -369,3 +399,8 @@ def expect_open(model: Model) -> None:
     """Raises ModelNotFound where new sessions of it are not to be: its client has taken it back."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # nobody waits for it any more

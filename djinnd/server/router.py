@@ -14,3 +14,7 @@ class Router:
     async def engine_for(self, model: str) -> EngineClient:
         """The engine that has, or is to have, the model; waits for it. Raises as Supervisor.engine."""
         return await self.supervisors[0].engine()
+
+    async def next_engine_for(self, model: str) -> EngineClient:
+        """The same, however long that takes."""
+        return await self.supervisors[0].next_engine()

@@ -1,7 +1,8 @@
 """A run as the server lives it: what the engine tells of it, on its way to the session and to the caller.
 
 `done` gets the final answer or the error. The session's tokens are then the engine's: those that the run left, or,
-where it failed, those of before it.
+where it failed, those of before it. Where the engine is lost, `done` raises Interrupted, the session keeps its tokens,
+and the run can be submitted to the next engine: see carrying.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinn_client.errors import Cancelled, DjinnError
-from djinn_client.protocol import CLASSES, Forward, Generate, Generated, Logits, Logprobs, Piece, Sampling, Timings
+from djinn_client.protocol import (
+    CLASSES,
+    FinishReason,
+    Forward,
+    Generate,
+    Generated,
+    Logits,
+    Logprobs,
+    Piece,
+    Sampling,
+    Timings,
+)
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
+from djinnd.server.blame import Standing
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
@@ -37,27 +50,74 @@ log = logging.getLogger("djinnd.server")
 RunState = Literal["queued", "running", "held"]
 
 
-class SessionRun:
-    """What all kinds have in common. Made in one turn of the loop with finding the engine, so that it lives."""
+class Interrupted(Exception):
+    """The engine was lost before it had ended the run."""
 
-    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient) -> None:
-        self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def __init__(self, error: DjinnError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class SessionRun:
+    """What all kinds have in common. Made in one turn of the loop with finding the engine, so that it lives. `proven`
+    is done when the engine has given it a token."""
+
+    done: asyncio.Future[Answer]
+    proven: asyncio.Future[None]
+
+    def __init__(self, call: Call, session: SessionRecord) -> None:
+        self.deaths = 0  # of engines for which this run may be to blame
+        self.is_cancelled = False
         self._call = call
         self._session = session
         self._session.called(call.received)
-        self._was_due_from, session.due_from = session.due_from, FOREVER
+        self._was_due_from = session.due_from
         self._was_at = session.breakpoints.hit
-        self._engine = engine
-        self._number = 0
+        self._engine: EngineClient
+        self._number = 0  # of the engine's request; 0: no engine has it
         self._first = len(session.tokens)
         self._started = False
         self._held = False
+        self._is_new = True  # no engine has had it
+        self._is_proven = False
+
+    def submit(self, engine: EngineClient) -> None:
+        """Has this engine run it: the first one, or the next one after a loss, which has the session open with all its
+        tokens."""
+        loop = asyncio.get_running_loop()
+        is_new, self._is_new = self._is_new, False
+        self.done = loop.create_future()
+        self._engine = engine
+        self._session.due_from = FOREVER
+        if not is_new:  # it was opened before a text worker had found the stop string
+            engine.send(Truncate(self._session.id, len(self._session.tokens)))
+        self._number = self._send(engine, is_new)
+        if is_new:
+            self._send_off()
+        self.proven = loop.create_future()
+        if self._held:
+            engine.send(Hold(self._number, True))
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        """Sends the engine the run, and answers with its number there. Unless `is_new`, the session of the engine has
+        the run's tokens already."""
+        raise NotImplementedError
+
+    @property
+    def session(self) -> SessionRecord:
+        return self._session
 
     @property
     def state(self) -> RunState:
         if self._held:
             return "held"
         return "running" if self._started else "queued"
+
+    @property
+    def standing(self) -> Standing:
+        if self._held or self._session.is_paused:
+            return Standing.WAITS
+        return Standing.PROVEN if self._is_proven else Standing.UNPROVEN
 
     @property
     def is_urgent(self) -> bool:
@@ -68,13 +128,18 @@ class SessionRun:
         self._call.flush()
 
     def cancel(self) -> None:
-        """The engine's final word comes within a step."""
-        self._engine.send(CancelRun(self._number))
+        """The engine's final word comes within a step; without an engine, the call ends at once."""
+        self.is_cancelled = True
+        if self._number:
+            self._engine.send(CancelRun(self._number))
+        else:
+            self._call.task.cancel()
 
     def hold(self, held: bool) -> None:
         self._held = held
         self._session.latency.interrupted()
-        self._engine.send(Hold(self._number, held))
+        if self._number:
+            self._engine.send(Hold(self._number, held))
 
     def started(self, at: float, woken: bool) -> None:
         self._started = True
@@ -96,10 +161,35 @@ class SessionRun:
         raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
-        """The engine has rolled the session back, or is no more. It is at the same hit again, if it was at one."""
+        """The engine has rolled the session back. It is at the same hit again, if it was at one."""
+        self._roll_back()
+        self.done.set_exception(error)
+
+    def lost(self, error: DjinnError, blamed: bool) -> None:
+        """The engine is no more. `blamed`: perhaps by this run."""
+        self.deaths += blamed
+        self._number, self._started, self._is_proven = 0, False, False
+        self._session.due_from = self._was_due_from
+        self.done.set_exception(Interrupted(error))
+        self.done.exception()  # its caller may have been cancelled
+
+    def completed(self, context: int) -> Answer | None:
+        """The final answer of a run that only lacked the last word of an engine that was lost. `context`: the most
+        tokens that the session may have."""
+        return None
+
+    def cut_short(self) -> Answer | None:
+        """It is cancelled while no engine has it. None: it has no result."""
+        self.give_up()
+        return None
+
+    def give_up(self) -> None:
+        """No engine will have it: the session keeps what the client was told, or is as it was before the call."""
+        self._roll_back()
+
+    def _roll_back(self) -> None:
         self._session.cut(self._first)
         self._session.breakpoints.hit, self._session.due_from = self._was_at, self._was_due_from
-        self.done.set_exception(error)
 
     def _send_off(self) -> None:
         """The engine has the run at once, and not at the end of this turn of the loop, unless other calls are on their
@@ -140,8 +230,11 @@ class GenerateRun(SessionRun):
         breaking: CallBreakpoints,
     ) -> None:
         """`worker`: that reads the text of the tokens, and has the model's tokenizer; None: it is read here."""
-        super().__init__(call, session, engine)
+        super().__init__(call, session)
         self._place = place
+        self._request = request
+        self._prompt = prompt
+        self._stop_tokens = stop_tokens
         self._capturing = capturing
         self._breaking = breaking
         self._extend(prompt)
@@ -150,22 +243,12 @@ class GenerateRun(SessionRun):
         self._late: LateText | None = None
         self._is_over = False  # in the engine
         self._held_by: set[str] = set()
+        self._reason: FinishReason | None = None  # why it has ended, where the engine only has to say so
         seed = request.sampling.seed
-        self._number = engine.run(
-            self,
-            session=session.id,
-            tokens=list(prompt),
-            max_tokens=request.max_tokens,
-            sampling=msgspec.structs.replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
-            stop_tokens=list(stop_tokens),
-            logprobs=request.logprobs,
-            expected_tokens=request.expected_tokens,
-            deadline=call.received + request.deadline_s if request.deadline_s else 0.0,
-            capture=[] if capturing is None else capturing.points,
-            stops=breaking.stops,
-            resume_block=breaking.resume_block,
-        )
-        self._send_off()
+        self._sampling = msgspec.structs.replace(
+            request.sampling, seed=secrets.randbits(63) if seed is None else seed
+        )  # for each engine that has the run
+        self.submit(engine)
         try:  # while the engine has its work
             reader = text.reader(session.tokens, request)
             fields = (request, session.tokens, len(prompt), stop_tokens, reader, call.received)
@@ -177,6 +260,31 @@ class GenerateRun(SessionRun):
             self._blame(fault)
             self.cancel()
 
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        """What was generated before the loss of an engine is the run's own. A run that has generated all that it may,
+        and captures, has it all run once more, and generates nothing."""
+        request, given = self._request, 0 if is_new or self._reason else self._generated
+        return engine.run(
+            self,
+            session=self._session.id,
+            tokens=list(self._prompt) if is_new else [],
+            max_tokens=0 if self._reason else request.max_tokens,
+            sampling=self._sampling,
+            stop_tokens=list(self._stop_tokens),
+            logprobs=request.logprobs,
+            expected_tokens=request.expected_tokens,
+            deadline=self._call.received + request.deadline_s if request.deadline_s else 0.0,
+            capture=[] if self._capturing is None else self._capturing.points,
+            stops=self._breaking.stops,
+            resume_block=None if given else self._breaking.resume_block,
+            first=None if is_new else self._first,
+            given=given,
+        )
+
+    @property
+    def _generated(self) -> int:
+        return len(self._session.tokens) - self._first - len(self._prompt)
+
     def started(self, at: float, woken: bool) -> None:
         super().started(at, woken)
         self._place.started(at)
@@ -184,6 +292,8 @@ class GenerateRun(SessionRun):
             self._generation.started(at)
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
+        if not self._is_proven:
+            self._prove()
         if self._fault is not None:
             return
         self._session.latency.token(at, self._session.priority)
@@ -205,8 +315,18 @@ class GenerateRun(SessionRun):
             self._call.send(piece)
         if self._generation.keep is not None and not self._halted:
             self._halted = True
-            if not self._is_over:
-                self._engine.send(Halt(self._number, self._generation.keep))
+            self._halt()
+
+    def _halt(self) -> None:
+        """A stop string is complete: the engine, if it has the run, ends it after that."""
+        if self._number and self._reason is None and not self._is_over:
+            assert self._generation.keep is not None
+            self._engine.send(Halt(self._number, self._generation.keep))
+
+    def submit(self, engine: EngineClient) -> None:
+        super().submit(engine)
+        if self._halted:
+            self._halt()
 
     def hold(self, held: bool) -> None:
         self._hold("client", held)
@@ -250,6 +370,10 @@ class GenerateRun(SessionRun):
             self._late.end()
         super().failed(error)
 
+    def _prove(self) -> None:
+        self._is_proven = True
+        self.proven.set_result(None)
+
     def finished(self, message: Finished) -> None:
         self._when_read(lambda: self._finish(message))
 
@@ -260,6 +384,59 @@ class GenerateRun(SessionRun):
         reply = self._ended(message)
         if reply is not None:
             self.done.set_result(Answer(reply))
+
+    # --- without an engine ------------------------------------------------------------------------------------------
+
+    def lost(self, error: DjinnError, blamed: bool) -> None:
+        if self._fault is None:
+            super().lost(error, blamed)
+        else:
+            self.failed(_told_of(self._fault))
+
+    def completed(self, context: int) -> Answer | None:
+        """What is captured comes with the engine's last word, and text that a worker still reads may come until then:
+        the next engine says it."""
+        self._reason = self._generation.ended_by_itself(context)
+        if self._reason is None or self._capturing is not None or self._late is not None:
+            return None
+        self._session.due_from = FOREVER
+        return self._answer_without_engine(self._reason)
+
+    def cut_short(self) -> Answer | None:
+        """Tokens that nobody has read are not the session's. Raises what has failed on the text side."""
+        self._end_reading()
+        if self._fault is None:
+            self._session.cut(self._generation.read)
+            answer = self._answer_without_engine("cancelled")
+            if answer is not None:
+                return answer
+        self._roll_back()
+        raise _told_of(self._fault)
+
+    def give_up(self) -> None:
+        self._end_reading()
+        told = self._generation.told
+        if not told:
+            self._roll_back()
+            return
+        self._session.cut(self._first + len(self._prompt) + told)
+        self._ended_at(None)
+        self._session.changed()
+
+    def _end_reading(self) -> None:
+        self._is_over = True
+        if self._late is not None:
+            self._late.end()
+
+    def _answer_without_engine(self, reason: FinishReason) -> Answer | None:
+        length = len(self._session.tokens)
+        reply = self._reply(Finished(0, reason, length, self._generated, computed=0))
+        if reply is None:
+            return None
+        self._keep(reply)
+        return Answer(reply)
+
+    # --- the engine's last word -------------------------------------------------------------------------------------
 
     def _finish_captured(self, message: Finished, fd: int) -> None:
         assert message.capture is not None
@@ -296,15 +473,23 @@ class GenerateRun(SessionRun):
             self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
         if reply.finish_reason == "breakpoint":  # and not by a stop string that came before
             reply.hit = self._breaking.hit(message)
-        stays = reply.finish_reason == "cancelled" and length == self._first
+        self._keep(reply)
+        return reply
+
+    def _keep(self, reply: Generated) -> None:
+        """What the reply tells is the session's."""
+        stays = reply.finish_reason == "cancelled" and self._generation.length == self._first
         self._ended_at(self._was_at if stays else reply.hit)
         self._session.changed()
-        return reply
 
     def _reply(self, message: Finished) -> Generated | None:
         """None: text failed."""
+        computed = message.computed
+        if not computed and self._generated:  # by an engine that was lost before it could tell
+            computed = max(1, len(self._prompt))
+        reason = self._reason if self._reason and message.reason == "length" else message.reason
         try:
-            return self._generation.finish(message.reason, message.computed, time.monotonic())
+            return self._generation.finish(reason, computed, time.monotonic())
         except BaseException as fault:
             self._blame(fault)
             return None
@@ -328,14 +513,23 @@ class ForwardRun(SessionRun):
     def __init__(
         self, call: Call, session: SessionRecord, engine: EngineClient, place: Place, request: Forward
     ) -> None:
-        super().__init__(call, session, engine)
+        super().__init__(call, session)
         self._place = place
+        self._request = request
         self._started_at = call.received
         self._extend(request.token_ids)
-        self._number = engine.run(
-            self, session=session.id, tokens=request.token_ids, max_tokens=0, sampling=Sampling(seed=0), logits=True
+        self.submit(engine)
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        return engine.run(
+            self,
+            session=self._session.id,
+            tokens=self._request.token_ids if is_new else [],
+            max_tokens=0,
+            sampling=Sampling(seed=0),
+            logits=True,
+            first=None if is_new else self._first,
         )
-        self._send_off()
 
     def started(self, at: float, woken: bool) -> None:
         super().started(at, woken)

@@ -99,6 +99,7 @@ class Server:
             self._sessions,
             self._arena,
             lambda model: self._router.engine_for(model),
+            lambda model: self._router.next_engine_for(model),
             self._page_folder,
             self._prefixes,
             config.limits,

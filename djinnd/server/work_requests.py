@@ -14,6 +14,7 @@ from djinnd.messages import Resume
 from djinnd.server import admission
 from djinnd.server.call_breakpoints import breakpoints_of
 from djinnd.server.capturing import capturing_of
+from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
@@ -23,11 +24,12 @@ from djinnd.server.texts import Texts
 
 
 class WorkRequests:
-    def __init__(self, sessions: SessionTable, models: Models, texts: Texts, queue: Queue) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, texts: Texts, queue: Queue, carrying: Carrying) -> None:
         self._sessions = sessions
         self._models = models
         self._texts = texts
         self._queue = queue
+        self._carrying = carrying
 
     async def generate(self, call: Call, request: Generate) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
@@ -53,8 +55,7 @@ class WorkRequests:
             run = GenerateRun(
                 call, session, engine, place, request, prompt, stop_tokens, text, worker, capturing, breaking
             )
-            call.client.started(call, run)
-            return await run.done
+            return await self._carrying.answer(call, run)
 
     async def forward(self, call: Call, request: Forward) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
@@ -65,8 +66,7 @@ class WorkRequests:
             engine = await self._models.ready(session.model)
             session.expect_model()
             run = ForwardRun(call, session, engine, place, request)
-            call.client.started(call, run)
-            return await run.done
+            return await self._carrying.answer(call, run)
 
     @contextmanager
     def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:

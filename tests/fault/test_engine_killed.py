@@ -1,32 +1,44 @@
-"""The engine dies by SIGKILL: every caller hears of it at once, and the next engine goes on where the sessions were."""
+"""The engine dies by SIGKILL: callers hear nothing of it, and what they are told is what they would have been told."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 import djinn_client as djinn
-from djinn_client.protocol import Done, Failure, LoadModel, Ping, Progress
+from djinn_client.protocol import (
+    Done,
+    Forward,
+    Generate,
+    Generated,
+    LoadModel,
+    Logits,
+    ModelReply,
+    Piece,
+    Ping,
+    Progress,
+)
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.daemon import Daemon, is_alive, wait_for
+from tests.support.daemon import Daemon, is_alive
 from tests.support.models import reduced_model
 from tests.support.served import Wire
 
 PROMPTS = ["def fibonacci(", "class Tree:\n    def __init__(self", "import os\n\n", "for i in range("]
-BEFORE, AFTER = 8, 40  # tokens of a session before and after the engine's death
-NO_END = 1900  # tokens: nearly the whole context, which takes seconds
+BEFORE, AFTER = 8, 40  # tokens of a session before and after a call
+LONG = 150  # tokens
 
 
 @pytest.fixture
 def fragile(start_daemon: DaemonStarter) -> Daemon:
-    """A daemon whose engine a test kills. (Its own: after five deaths in a minute there is no next engine.)"""
+    """A daemon whose engine a test kills. (Its own: the delays before the next engine double from death to death.)"""
     limits = {"engine_silence": "1h"}  # so it is by the engine's death that callers hear of it
-    running = start_daemon({"limits": limits}, errors=["engine_lost", "model_failed"])
+    running = start_daemon({"limits": limits}, errors=["engine_lost", "load_killed_engine"])
     with running.client() as client:
         client.load(MODEL)
     return running
@@ -37,73 +49,151 @@ def greedy(daemon: Daemon, prompt: str, tokens: int) -> list[int]:
         return s.generate(prompt, max_tokens=tokens, ignore_eos=True).token_ids
 
 
-def next_engine(daemon: Daemon, after: int) -> int:
-    """The pid of the engine that is ready after the one with pid `after`."""
-    wait_for(lambda: (device := daemon.device()).state == "ready" and device.pid != after)
-    return daemon.device().pid
+def killed_in_mid_stream(daemon: Daemon, calls: Sequence[dict[str, Any]]) -> list[djinn.Generated]:
+    """The results of these calls of `stream`, each on a session of its own. The engine is killed when all
+    have begun."""
 
+    async def one(options: dict[str, Any], began: asyncio.Barrier) -> djinn.Generated:
+        options = {"ignore_eos": True} | options
+        async with djinn.AsyncSession(MODEL, address=daemon.address) as s:
+            stream = s.stream(options.pop("prompt"), **options)
+            pieces = [await anext(stream)]
+            await began.wait()
+            pieces += [piece async for piece in stream]
+            told = [token for piece in pieces for token in piece.token_ids]
+            assert told == stream.result.token_ids == (await s.token_ids)[-len(told) :]
+            return stream.result
 
-async def lost(call: Awaitable[Any]) -> None:
-    """The call fails, with EngineLost."""
-    with pytest.raises(djinn.EngineLost, match="try again"):
-        await call
-
-
-async def read_on(stream: djinn.AsyncStream) -> None:
-    async for _ in stream:
-        pass
-
-
-def test_during_generation(fragile: Daemon) -> None:
-    expected = [greedy(fragile, prompt, BEFORE + AFTER) for prompt in PROMPTS]
-
-    async def scenario() -> None:
-        sessions = [await djinn.AsyncSession(MODEL, address=fragile.address).open() for _ in PROMPTS]
-        for s, prompt in zip(sessions, PROMPTS, strict=True):
-            await s.generate(prompt, max_tokens=BEFORE, ignore_eos=True)
-        before = [await s.token_ids for s in sessions]
-
-        streams = [s.stream(max_tokens=NO_END, ignore_eos=True) for s in sessions[1:]]
-        waiting = asyncio.create_task(lost(sessions[0].generate(max_tokens=NO_END, ignore_eos=True)))
-        for stream in streams:
-            await anext(stream)
-        callers = [waiting, *(asyncio.create_task(lost(read_on(stream))) for stream in streams)]
-        dead = await asyncio.to_thread(fragile.kill_engine)
-        await asyncio.gather(*callers)
-
-        assert [await s.token_ids for s in sessions] == before  # as if the call had never been
-        after = await asyncio.gather(*(s.generate(max_tokens=AFTER, ignore_eos=True) for s in sessions))
-        for tokens, whole in zip(after, expected, strict=True):
-            assert tokens.token_ids == whole[BEFORE:]
-        for s in sessions:
-            await s.close()
+    async def scenario() -> list[djinn.Generated]:
+        began = asyncio.Barrier(len(calls) + 1)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(options, began)) for options in calls]
+            await began.wait()
+            dead = await asyncio.to_thread(daemon.kill_engine)
         assert not is_alive(dead)
+        return [task.result() for task in tasks]
 
-    asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def undisturbed(daemon: Daemon, options: dict[str, Any]) -> djinn.Generated:
+    options = {"ignore_eos": True} | options
+    with djinn.Session(MODEL, address=daemon.address) as s:
+        return s.generate(options.pop("prompt"), **options)
+
+
+def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> None:
+    calls: list[dict[str, Any]] = [
+        {"prompt": PROMPTS[0], "max_tokens": LONG},
+        {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7},
+        {"prompt": PROMPTS[2], "max_tokens": LONG, "temperature": 1.3, "top_p": 0.9, "seed": 8},
+        {"prompt": PROMPTS[3], "max_tokens": LONG, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        {"prompt": PROMPTS[0], "max_tokens": LONG, "logprobs": 2},
+    ]
+    expected = [undisturbed(fragile, options) for options in calls]
+    found = killed_in_mid_stream(fragile, calls)
+    for result, whole in zip(found, expected, strict=True):
+        assert (result.text, result.token_ids) == (whole.text, whole.token_ids)
+        assert (result.usage.prompt_tokens, result.usage.generated_tokens) == (whole.usage.prompt_tokens, LONG)
+    assert len(found[-1].logprobs) == LONG
+    for entry, whole_entry in zip(found[-1].logprobs, expected[-1].logprobs, strict=True):
+        assert entry.token == pytest.approx(whole_entry.token, abs=1e-3)
     with fragile.client() as client:
         status = client.status(check=True)
     assert (status.devices[0].restarts, status.integrity) == (1, [])
     assert len(fragile.shared_memory()) <= 2  # the next engine took over weights and pages
 
 
-def test_while_idle_and_again_at_once(fragile: Daemon) -> None:
-    whole = greedy(fragile, PROMPTS[0], BEFORE + 2 * AFTER)
+def test_a_stop_string_lies_across_the_death(fragile: Daemon) -> None:
+    """Of those that come late in the text, one of which no part was told."""
+    whole = undisturbed(fragile, {"prompt": PROMPTS[1], "max_tokens": LONG})
+    stop = whole.text[-30:-10]
+    calls = [{"prompt": PROMPTS[1], "max_tokens": LONG, "stop": [stop]}]
+    (result,) = killed_in_mid_stream(fragile, calls)
+    assert result.finish_reason == "stop"
+    assert result.text == undisturbed(fragile, calls[0]).text == whole.text[: whole.text.index(stop)]
+
+
+def test_sixteen_sessions_at_once(fragile: Daemon) -> None:
+    calls = [
+        {
+            "prompt": f"{PROMPTS[number % 4]}{number}",
+            "max_tokens": 80,
+            "temperature": 0.5 * (number % 3),
+            "seed": number,
+        }
+        for number in range(16)
+    ]
+    expected = [undisturbed(fragile, options).token_ids for options in calls]
+    assert [result.token_ids for result in killed_in_mid_stream(fragile, calls)] == expected
+    with fragile.client() as client:
+        assert client.status(check=True).integrity == []
+
+
+def test_before_the_first_token_and_while_idle(fragile: Daemon) -> None:
+    whole = greedy(fragile, PROMPTS[0], BEFORE + AFTER)
     with djinn.Session(MODEL, address=fragile.address) as s:
         s.generate(PROMPTS[0], max_tokens=BEFORE, ignore_eos=True)
-        next_engine(fragile, after=fragile.kill_engine())
-        assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == whole[BEFORE : BEFORE + AFTER]
-
-        stream = s.stream(max_tokens=NO_END, ignore_eos=True)
-        next(stream)
+        pid = fragile.device().pid
+        os.kill(pid, signal.SIGSTOP)  # so that the call has no step of it
+        with Wire(fragile.address) as wire:
+            wire.send(Generate(id=1, session=s.id, max_tokens=AFTER, ignore_eos=True), Ping(id=2))
+            assert wire.reply() == Done(id=2)
+            os.kill(pid, signal.SIGKILL)
+            reply = wire.reply()
+            assert isinstance(reply, Generated) and reply.token_ids == whole[BEFORE:]
         fragile.kill_engine()
-        with pytest.raises(djinn.EngineLost):
-            list(stream)
-        assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == whole[BEFORE + AFTER :]  # waits for an engine
+        s.truncate(len(s.token_ids) - AFTER)
+        assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == whole[BEFORE:]
     assert fragile.device().restarts == 2
 
 
+def test_logits_and_captured_activations(fragile: Daemon) -> None:
+    prompt = list(range(100, 160))
+    with djinn.Session(MODEL, address=fragile.address) as s:
+        expected = s.forward(prompt).copy()
+    with djinn.Session(MODEL, address=fragile.address) as s:
+        pid = fragile.device().pid
+        os.kill(pid, signal.SIGSTOP)
+        with Wire(fragile.address) as wire:
+            wire.send(Forward(id=1, session=s.id, token_ids=prompt), Ping(id=2))
+            assert wire.reply() == Done(id=2)
+            os.kill(pid, signal.SIGKILL)
+            reply = wire.reply()
+            assert isinstance(reply, Logits) and (reply.tokens, reply.vocab) == expected.shape
+    request = Generate(
+        id=3,
+        session="",
+        token_ids=prompt,
+        max_tokens=LONG,
+        ignore_eos=True,
+        stream=True,
+        capture=["blocks.1.hook_mlp_out"],
+    )
+    undisturbed, _ = captured(fragile, request, die=False)
+    result, device = captured(fragile, request, die=True)
+    assert result == undisturbed
+    assert (device.restarts, len(result[0])) == (2, LONG)
+    with fragile.client() as client:
+        assert client.status(check=True).integrity == []
+
+
+def captured(daemon: Daemon, request: Generate, die: bool) -> tuple[tuple[list[int], Any], djinn.DeviceInfo]:
+    """The tokens and the positions of such a call, and the device afterwards; `die`: the engine does, in mid-stream."""
+    with djinn.Session(MODEL, address=daemon.address) as s, Wire(daemon.address) as wire:
+        reply, tokens = wire.ask(msgspec.structs.replace(request, session=s.id)), []
+        if die:
+            daemon.kill_engine()
+        while isinstance(reply, Piece):
+            tokens += reply.token_ids
+            reply = wire.reply()
+        assert isinstance(reply, Generated) and reply.captured is not None, reply
+        return (tokens + reply.token_ids, (reply.captured.first, reply.captured.positions)), daemon.device()
+
+
 def test_while_a_model_is_loaded(fragile: Daemon) -> None:
-    """Whoever waits for the model hears it; the model that was there comes back by itself."""
+    """The load goes on with the next engine, for all that wait for it; the model that was there comes
+    back by itself."""
     loading = str(reduced_model("gpt2"))
     pid = fragile.device().pid
     with djinn.Session(MODEL, address=fragile.address) as s:
@@ -119,8 +209,7 @@ def test_while_a_model_is_loaded(fragile: Daemon) -> None:
             for wire in (first, second):
                 while isinstance(told := wire.reply(), Progress):
                     pass
-                assert isinstance(told, Failure) and told.code == "engine_lost"
-        assert djinn.load(loading, address=fragile.address).state == "ready"
+                assert isinstance(told, ModelReply) and told.model.state == "ready"
         assert s.forward([4]).shape[0] == 1
         assert s.token_ids == [1, 2, 3, 4]
     with fragile.client() as client:

@@ -156,7 +156,8 @@ class Engine:
             if not session.is_started:
                 session.is_started = True
                 started.append(messages.Started(run.request, time.monotonic()))
-                if self.trouble(self.script.on_token.get(str(run.tokens[0]) if run.tokens else ""), session):
+                prompt = session.tokens[session.first : session.prompt_end]
+                if self.trouble(self.script.on_token.get(str(prompt[0]) if prompt else ""), session):
                     continue
             if run.logits:
                 self.answer_logits(session)
@@ -253,14 +254,15 @@ class Engine:
         run = session.run
         assert run is not None
         vocab = self.models[session.model].vocab
-        nbytes = len(run.tokens) * vocab * 4
+        asked = session.tokens[session.first :]
+        nbytes = len(asked) * vocab * 4
         fd = new_window("djinnd-logits", nbytes)
         with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as rows:
-            for index, token in enumerate(run.tokens):
+            for index, token in enumerate(asked):
                 for column in range(vocab):
                     rows[index * vocab + column] = token
         session.run = None
-        length, count = len(session.tokens), len(run.tokens)
+        length, count = len(session.tokens), len(asked)
         self.send(messages.LogitsReady(run.request, length, count, count, vocab), (fd,))
         os.close(fd)
 
@@ -480,10 +482,10 @@ class Engine:
         assert session.run is None
         assert run.sampling.seed is not None
         session.run, session.is_started = run, False
-        session.first = len(session.tokens)
+        session.first = len(session.tokens) if run.first is None else run.first
         session.tokens += run.tokens
-        session.prompt_end = len(session.tokens)
-        again = session.first if run.tokens else max(session.first - 1, 0)
+        session.prompt_end = len(session.tokens) - run.given
+        again = session.first if session.prompt_end > session.first else max(session.first - 1, 0)
         session.seen_from, session.due_from = min(again, session.due_from), FOREVER
         session.computed = min(session.computed, again)
         session.stops = tuple(run.stops)

@@ -42,6 +42,7 @@ STYLES = {
     "asleep": "magenta",
     "warn": "yellow",
     "failed": "red",
+    "set aside": "red",
     "lost": "red",
     "fail": "red",
 }

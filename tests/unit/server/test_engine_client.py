@@ -10,6 +10,7 @@ from djinn_client.errors import EngineLost, OutOfMemory
 from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd import messages
 from djinnd.messages import decode_to_engine
+from djinnd.server.blame import Standing
 from djinnd.server.engine_client import EngineClient
 from tests.support.descriptors import open_descriptors
 
@@ -20,6 +21,7 @@ class Heard:
     def __init__(self, is_urgent=False):
         self.told = []
         self.is_urgent = is_urgent
+        self.standing = Standing.UNPROVEN
 
     def __getattr__(self, name):
         return lambda *values: self.told.append((name, *values))
@@ -223,7 +225,8 @@ def test_when_the_engine_is_lost_everything_fails_once(play, end):
         end(scene.theirs)
         with pytest.raises(EngineLost):
             await call
-        assert [name for name, _ in run.told] == ["failed"] and isinstance(run.told[0][1], EngineLost)
+        ((name, error, blamed),) = run.told
+        assert (name, type(error), blamed) == ("lost", EngineLost, True)
         assert scene.client.ready.cancelled()
         scene.client.lose(EngineLost("again"))
         assert (len(run.told), scene.losses) == (1, [True])

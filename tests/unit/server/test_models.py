@@ -129,29 +129,51 @@ def test_a_model_goes_on_without_the_pages_that_found_no_room(serve):
         assert len(daemon.arena()) == 1 and client.status(check=True).integrity == []
 
 
-def test_pages_stay_where_weights_were_given_back_and_the_engine_dies_over_the_next_load(serve):
-    script = Script(pages=1 << 16, keep_host=False)
+def test_a_model_that_two_engines_die_over_is_set_aside_and_an_administrator_may_try_it_again(serve, checkpoint):
+    """Its pages go with it, and all else is served."""
+    script, guilty = Script(pages=1 << 16, keep_host=False), str(checkpoint)
     daemon = serve(script)
-    with daemon.client() as client:
-        client.load("djinn-tiny")
-        wait_for(lambda: "pages: new" in str(notes(client)) and len(daemon.arena()) == 1)
-        script.on_load = {"djinn-tiny": "die"}
+    with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
+        wait_for(lambda: len(daemon.arena()) == 1)
+        script.on_load = {guilty: "die"}
         daemon.write_files()
-        os.kill(client.status().devices[0].pid, signal.SIGKILL)
-        wait_for(lambda: client.status().models[0].state == "failed")
-        assert len(daemon.arena()) == 1
-        assert not [finding for finding in client.status(check=True).integrity if "arena" in finding]
+        for deaths in (2, 3):
+            with pytest.raises(errors.ModelRejected, match="engines have died while") as caught:
+                client.load(guilty)
+            assert caught.value.data["deaths"] == 2
+            assert client.status().devices[0].restarts == deaths
+            wait_for(lambda: {model.name: model.state for model in client.models()}["djinn-tiny"] == "ready")
+            aside = next(model for model in client.models() if model.name == guilty)
+            assert aside.state == "set aside" and "djinnctl load" in aside.error
+            with pytest.raises(errors.ModelRejected, match="engines have died while"):
+                djinn.Session(guilty, address=daemon.address).generate([5])
+            assert session.generate([5], max_tokens=1).token_ids
+        assert daemon.starts == 4 and len(daemon.arena()) == 1
+        assert client.status(check=True).integrity == []
         script.on_load = {}
         daemon.write_files()
-        wait_for(lambda: can_load(client))
-        wait_for(lambda: "pages: used" in str(notes(client)))
+        os.kill(client.status().devices[0].pid, signal.SIGKILL)
+        wait_for(lambda: client.status().devices[0].restarts == 4)
+        assert client.load(guilty).state == "ready"
 
 
-def can_load(client):
-    try:
-        return client.load("djinn-tiny")
-    except errors.EngineLost:
-        return False
+def test_of_models_that_are_loaded_at_once_the_one_that_kills_engines_is_set_aside(serve, checkpoint):
+    script, innocent = Script(on_load={"djinn-tiny": "die"}), str(checkpoint)
+    daemon = serve(script)
+    with Wire(daemon.address) as one, Wire(daemon.address) as other, daemon.client() as client:
+        one.send(LoadModel(id=1, model=innocent))
+        other.send(LoadModel(id=1, model="djinn-tiny"))
+        replies = [reply_of(wire) for wire in (one, other)]
+        assert isinstance(replies[0], ModelReply) and replies[1].code == "model_rejected"
+        states = {model.name: model.state for model in client.models()}
+        wait_for(lambda: {model.name: model.state for model in client.models()}[innocent] == "ready")
+        assert states["djinn-tiny"] == "set aside"
+
+
+def reply_of(wire):
+    while isinstance(reply := wire.reply(), Progress):
+        pass
+    return reply
 
 
 def test_unloading_by_force_closes_the_sessions_and_ends_their_calls(serve):

@@ -79,11 +79,13 @@ def models_with(made, tmp_path):
         PrefixTable(Limits(), journal),
     )
     arena = Arena(str(tmp_path))
+    engine = lambda name: pytest.fail("no engine is needed")  # noqa: E731
     models = Models(
         {},
         sessions,
         arena,
-        lambda name: pytest.fail("no engine is needed"),
+        engine,
+        engine,
         tmp_path,
         prefixes,
         Limits(),

@@ -166,21 +166,18 @@ def test_what_is_allowed_on_a_paused_session(daemon, wire, opened):
 
 
 def test_a_session_stays_paused_when_the_engine_dies(daemon, wire, opened):
-    """Of its open call, the caller is told; the next one waits in the next engine."""
+    """Its open call waits in the next engine."""
     other = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
     wire.send(Generate(id=3, session=opened, token_ids=[5], max_tokens=2))
     wire.ask(PauseSession(id=4, session=opened))
     pid = wire.ask(GetStatus(id=5)).devices[0].pid
     os.kill(pid, signal.SIGKILL)
-    assert (wire.reply().id, daemon.starts) in {(3, 1), (3, 2)}
-    wait_for(lambda: wire.ask(GetStatus(id=6)).models[0].state == "ready")
+    wait_for(lambda: daemon.starts == 2 and wire.ask(GetStatus(id=6)).models[0].state == "ready")
     assert (info_of(daemon, opened).state, info_of(daemon, other).state) == ("paused", "idle")
-    wire.send(Generate(id=7, session=opened, token_ids=[5], max_tokens=1))
-    assert wire.ask(Ping(id=8)) == Done(id=8)
     assert states(daemon) == (0, 1)
     wire.ask(ResumeSession(id=9, session=opened))
-    daemon.step()
-    assert wire.reply().token_ids == [2]
+    daemon.step(2)
+    assert wire.reply().token_ids == [2, 3]
 
 
 def test_a_daemon_that_stops_does_not_wait_for_what_is_paused(serve):

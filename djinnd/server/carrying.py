@@ -1,0 +1,102 @@
+"""The loss of an engine is not the caller's business: a run goes on with the next engine, from the token where it was.
+
+    submitted ──► ended: the answer
+        │  ▲
+     engine lost
+        ▼  │ its turn, when the model is ready again
+      waiting ──► cancelled; no engine for limits.engine_wait; its model cannot be loaded; blamed for two deaths
+
+The session has every token, and random numbers follow from seed and position: so the same tokens come. Runs come back
+one after another, each until its first token, so that one that kills the engine again is alone with its guilt: see
+blame.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from djinn_client.errors import DjinnError, EngineLost
+from djinnd.messages import Truncate
+from djinnd.server.blame import MOST_DEATHS
+from djinnd.server.client import Answer, Call
+from djinnd.server.models import Models
+from djinnd.server.runs import Interrupted, SessionRun
+
+_TURN = 5.0  # seconds, at most, that others wait for a run's first token on a new engine
+
+
+class Carrying:
+    """Of all runs."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._turn = asyncio.Lock()
+
+    async def answer(self, call: Call, run: SessionRun) -> Answer:
+        """The answer of a run that an engine has just been given. Raises its error."""
+        call.client.started(call, run)
+        try:
+            while True:
+                try:
+                    return await run.done
+                except Interrupted as lost:
+                    if run.is_cancelled:  # nobody waits for what the next engine would say
+                        raise asyncio.CancelledError from lost
+                    answer = run.completed(self._context(run))
+                    if answer is not None:
+                        return answer
+                    await self._carry_on(run, lost.error)
+        except asyncio.CancelledError:
+            try:
+                answer = run.cut_short()
+            finally:
+                self._tell_length(run)
+            if answer is None:
+                raise
+            return answer
+
+    async def _carry_on(self, run: SessionRun, error: DjinnError) -> None:
+        """Returns when another engine has the run. Raises an error where none will: the session keeps what the client
+        was told."""
+        try:
+            if not isinstance(error, EngineLost):
+                raise error
+            if run.deaths >= MOST_DEATHS:
+                raise _guilty(run, error)
+            while not await self._rejoin(run):
+                pass
+        except DjinnError:
+            run.give_up()
+            self._tell_length(run)
+            raise
+
+    async def _rejoin(self, run: SessionRun) -> bool:
+        """Waits for the model, and then for the run's turn. False: the engine was lost meanwhile."""
+        await self._models.ready(run.session.model)
+        async with self._turn:
+            run.session.expect_model()
+            engine = self._models.engine_of(run.session)
+            if engine is None:
+                return False
+            run.submit(engine)
+            events: list[asyncio.Future[Any]] = [run.done, run.proven]
+            await asyncio.wait(events, timeout=_TURN, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    def _context(self, run: SessionRun) -> int:
+        model = self._models.model_of(run.session)
+        assert model is not None or not run.session.is_servable
+        return model.info.max_context if model is not None and model.info is not None else 0
+
+    def _tell_length(self, run: SessionRun) -> None:
+        """An engine may have opened the session with more tokens while the run waited."""
+        self._models.tell(run.session, Truncate(run.session.id, len(run.session.tokens)))
+
+
+def _guilty(run: SessionRun, error: DjinnError) -> EngineLost:
+    return EngineLost(
+        f"{run.deaths} engines have died with this request in their step, the last one because {error.message}: it is "
+        "not tried again; the session keeps what you were told",
+        deaths=run.deaths,
+    )

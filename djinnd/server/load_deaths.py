@@ -1,0 +1,72 @@
+"""Loads over which an engine dies. The model is loaded again by the next engine; after two deaths it is set aside.
+
+    loading ──engine dies──► loading, alone ──engine dies──► set aside ──djinnctl load──► loading, alone …
+                                    └──► ready, and nothing is held against it
+
+Several models may be loaded when an engine dies, and one of them is to blame. So after such a death models are loaded
+one after another until all of these have been loaded, or set aside: the next death has one suspect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+
+from djinn_client.errors import EngineLost, ModelRejected
+from djinnd.messages import Loaded
+from djinnd.server.blame import MOST_DEATHS
+from djinnd.server.engine_client import EngineClient
+from djinnd.server.model import Model
+
+log = logging.getLogger("djinnd.server")
+
+
+class LoadDeaths:
+    """`models`: all that there are at the time. `next_engine`: waits for an engine, however long that takes."""
+
+    def __init__(self, models: Iterable[Model], next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
+        self._models = models
+        self._next_engine = next_engine
+        self._alone = asyncio.Lock()
+
+    async def on_an_engine(
+        self,
+        model: Model,
+        check: Callable[[EngineClient], Awaitable[None]],
+        load: Callable[[EngineClient], Awaitable[Loaded]],
+    ) -> tuple[EngineClient, Loaded]:
+        """The engine that has loaded the model, and what it says of it. A death while `check` runs counts for nothing.
+        Raises ModelRejected where the model is to be set aside, and what `check` and `load` raise."""
+        while True:
+            async with self._turn():
+                engine = await self._next_engine(model.name)
+                with suppress(EngineLost):
+                    await check(engine)
+                if engine.lost.done():
+                    continue
+                try:
+                    loaded = await load(engine)
+                except EngineLost as error:
+                    _count(model, error)
+                else:
+                    model.load_deaths = 0
+                    return engine, loaded
+
+    def _turn(self) -> AbstractAsyncContextManager[object]:
+        is_suspicious = any(model.load_deaths and model.state == "loading" for model in self._models)
+        return self._alone if is_suspicious else nullcontext()
+
+
+def _count(model: Model, error: EngineLost) -> None:
+    model.load_deaths += 1
+    model.progress = None
+    log.error("load_killed_engine model=%s deaths=%d reason=%s", model.name, model.load_deaths, error.message)
+    if model.load_deaths >= MOST_DEATHS:
+        raise ModelRejected(
+            f"{model.load_deaths} engines have died while {model.name} was being loaded ({error.message}): it is set "
+            "aside, and all other models are served; `djinnctl load` tries it once more, and the daemon's log has the "
+            "details",
+            deaths=model.load_deaths,
+        ) from error
