@@ -26,7 +26,7 @@ DjinnError
 ├── OutOfMemory             it does not fit: the message has the figures
 ├── Cancelled               somebody ended the request before it had a result
 └── Retry                   not the caller's fault: the same call may work in a moment
-    ├── EngineLost          the engine died; a new one is being started
+    ├── EngineLost          no engine came in time, or two died with this request in their step
     ├── Busy                more wait already than may: `retry_s` says when to try again
     ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
     └── ShuttingDown
