@@ -131,17 +131,16 @@ def test_a_model_goes_on_without_the_pages_that_found_no_room(serve):
 
 def test_a_model_that_two_engines_die_over_is_set_aside_and_an_administrator_may_try_it_again(serve, checkpoint):
     """Its pages go with it, and all else is served."""
-    script, guilty = Script(pages=1 << 16, keep_host=False), str(checkpoint)
+    guilty = str(checkpoint)
+    script = Script(pages=1 << 16, keep_host=False, on_load={guilty: "die"})
     daemon = serve(script)
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         wait_for(lambda: len(daemon.arena()) == 1)
-        script.on_load = {guilty: "die"}
-        daemon.write_files()
         for deaths in (2, 3):
             with pytest.raises(errors.ModelRejected, match="engines have died while") as caught:
                 client.load(guilty)
             assert caught.value.data["deaths"] == 2
-            assert client.status().devices[0].restarts == deaths
+            wait_for(lambda deaths=deaths: client.status().devices[0].restarts == deaths)
             wait_for(lambda: {model.name: model.state for model in client.models()}["djinn-tiny"] == "ready")
             aside = next(model for model in client.models() if model.name == guilty)
             assert aside.state == "set aside" and "djinnctl load" in aside.error
