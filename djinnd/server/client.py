@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -42,6 +41,7 @@ from djinnd.messages import Loading
 from djinnd.server.connection import Connection
 from djinnd.server.handed_over import expect_memfd
 from djinnd.server.ledger import REQUESTS
+from djinnd.server.peers import Peer
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import SMALL, Traffic
 
@@ -53,19 +53,6 @@ _ALWAYS_ADMITTED = (
     GetQuotas,
     CloseSession,
 )  # by these, and by Cancel, users see and free what they hold
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-
-class Peer(NamedTuple):
-    """Who is at the other end of a Unix socket, on the kernel's word."""
-
-    pid: int
-    user: int
-
-    @classmethod
-    def of(cls, sock: socket.socket) -> Peer:
-        pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        return cls(pid, uid)
 
 
 class Answer(NamedTuple):

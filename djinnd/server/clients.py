@@ -7,12 +7,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any
 
-from djinn_client.protocol import Request, Signal
+from djinn_client.errors import NotPermitted
+from djinn_client.protocol import Failure, Request, Signal, encode
 from djinnd.config import Limits
-from djinnd.server.client import Answer, Call, Client, Peer
+from djinnd.server.client import Answer, Call, Client
 from djinnd.server.closer import Closer
+from djinnd.server.peers import UNKNOWN, Peer, nobody_in_particular
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import Traffic
 
@@ -42,6 +45,7 @@ class Clients:
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()
         self.set_admins(admins)
+        self._nobody = nobody_in_particular()
         self._closer = Closer()
         self._traffic: dict[int, Traffic] = {}  # by user; kept, as what was sent may outlive the connections
         self._on_gone = on_gone
@@ -62,13 +66,23 @@ class Clients:
         return user in self._admins
 
     def accept(self, sock: socket.socket) -> None:
-        """Takes over a connection, or hangs up on a user who has all that a user may have."""
+        """Takes over a connection, or hangs up: on a user with all connections that a user may have, and on one that
+        the kernel cannot name."""
         user = Peer.of(sock).user
-        if sum(client.user == user for client in self._clients) >= self.limits.connections_per_user:
+        if user == self._nobody:
+            self._refuse(sock, user)
+        elif sum(client.user == user for client in self._clients) >= self.limits.connections_per_user:
             log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
             self.traffic_of(user).hang_up(sock)
         else:
             self._clients.add(Client(sock, self))
+
+    def _refuse(self, sock: socket.socket, user: int) -> None:
+        log.warning("unmapped_user user=%d", user)
+        with suppress(OSError):
+            sock.setblocking(False)
+            sock.send(encode(Failure(id=0, code=NotPermitted.code, message=UNKNOWN)), socket.MSG_NOSIGNAL)
+        self.traffic_of(user).hang_up(sock)
 
     def traffic_of(self, user: int) -> Traffic:
         traffic = self._traffic.get(user)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from djinnd.server.client import Peer
+from djinnd.server.peers import Peer
 from djinnd.server.succession import Inherited
 
 PATH_LIMIT = 107  # bytes of sun_path without the closing zero
