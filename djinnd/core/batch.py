@@ -50,6 +50,17 @@ class Batch:
         return all(row.count == 1 for row in self.rows)
 
 
+def recomputed(batch: Batch) -> dict[int, int]:
+    """By tenant, the tokens of the batch that their sessions had before the request. Without a session's last one,
+    which is always computed with the request."""
+    counts: dict[int, int] = {}
+    for row in batch.rows:
+        again = min(row.end, row.request.first - 1) - row.start
+        if again > 0:
+            counts[row.session.tenant] = counts.get(row.session.tenant, 0) + again
+    return counts
+
+
 def blocks_of(rows: Sequence[Row]) -> range:
     """That a step with these rows runs."""
     return range(min([row.first_block for row in rows]), max([row.last_block for row in rows]))

@@ -15,7 +15,7 @@ import torch
 
 from djinn_client.errors import DjinnError, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
-from djinnd.core.batch import Batch, Row
+from djinnd.core.batch import Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -198,8 +198,10 @@ class Engine:
         self._unwaited_s += time.monotonic() - began
         tokens = batch.tokens
         self._unwaited[batch.model] += tokens
-        if tokens > len(batch.rows) and any(row.stage is not None for row in batch.rows):
-            self._untold = True
+        if tokens > len(batch.rows):
+            self._untold = self._untold or any(row.stage is not None for row in batch.rows)
+            if again := recomputed(batch):
+                self._channel.send(messages.Recomputed(again))
         sampling = [row for row in batch.rows if row.samples]
         self._tell([row.request for row in sampling], sampled)
         waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)

@@ -60,6 +60,7 @@ FromEngine = (
     | arenas.NeedArena
     | arenas.ArenaFilled
     | arenas.HostReleased
+    | runs.Recomputed
     | sessions.KvExported
     | runs.Stepping
     | runs.Stepped

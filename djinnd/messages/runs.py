@@ -83,6 +83,13 @@ class Stepped(msgspec.Struct, tag="stepped"):
     tokens: list[Token]
 
 
+class Recomputed(msgspec.Struct, tag="recomputed"):
+    """A step has computed tokens again that their sessions had before the request: by tenant, how many. A tenant has
+    been charged for what its requests bring and generate, and is charged for this, too."""
+
+    tokens: dict[int, int]
+
+
 class Capture(msgspec.Struct, frozen=True):
     """What the sealed memfd has that comes with the frame: for each point of the Run's `capture`, in their order, from
     its offset on, `room` rows of the point's width and the dtype, row-major; the first `positions` of them are the

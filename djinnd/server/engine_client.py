@@ -87,6 +87,7 @@ class Audience(Protocol):
     def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
     def arena_filled(self, message: messages.ArenaFilled) -> None: ...
     def host_released(self, message: messages.HostReleased) -> None: ...
+    def recomputed(self, message: messages.Recomputed) -> None: ...
     def loading(self, message: messages.Loading) -> None: ...
 
 
@@ -221,6 +222,8 @@ class EngineClient:
                 self._listener.arena_filled(message)
             case messages.HostReleased():
                 self._listener.host_released(message)
+            case messages.Recomputed():
+                self._listener.recomputed(message)
             case messages.Loading():
                 self._listener.loading(message)
             case messages.Ready():

@@ -45,6 +45,7 @@ class Exporting:
                 return Answer(reply)
             if not session.tokens:
                 raise InvalidRequest("the session is empty: it has no KV")
+            session.tenant.expect_tokens(call.received)
             engine = await self._models.ready(session.model)
             session.expect_model()
             reply.kv = _layout_of(info)
@@ -79,7 +80,6 @@ class Exporting:
         session.tokens = request.token_ids
         session.changed()
         session.charge_journal()
-        tenant.charge(uncomputed, call.received)
         if ours < 0:
             open_in(engine, session)
             return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))

@@ -24,7 +24,7 @@ from djinn_client.errors import ModelNotFound, ModelRejected
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import HandOverFiles, ModelInfo
 from djinnd import config
-from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, TenantLimits, ToEngine
+from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, Recomputed, TenantLimits, ToEngine
 from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
 from djinnd.server.blame import MOST_DEATHS
@@ -371,6 +371,10 @@ class Models:
 
     def arena_filled(self, message: ArenaFilled) -> None:
         self._granting.filled(message)
+
+    def recomputed(self, message: Recomputed) -> None:
+        for tenant, tokens in message.tokens.items():
+            self._sessions.recomputed(tenant, tokens)
 
     def host_released(self, message: HostReleased) -> None:
         self._granting.released(message)

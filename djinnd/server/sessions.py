@@ -277,6 +277,11 @@ class SessionTable:
         if free - nbytes < reserve:
             expect_space(tenant, nbytes, self._quotas, reserve, free)
 
+    def recomputed(self, user: int, tokens: int) -> None:
+        """An engine has computed tokens of the user's sessions again."""
+        now = time.monotonic()
+        self._quotas.tenant(user, now).charge(tokens, now)
+
     def restore(
         self,
         kept: Iterable[KeptSession],

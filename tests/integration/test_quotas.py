@@ -23,11 +23,12 @@ from tests.support.served import Wire
 
 pytestmark = only_root
 
-SLOW, STARVED, STUDENT = 54321, 54322, 54323  # numbers that no user has
+SLOW, STARVED, STUDENT, PATIENT = 54321, 54322, 54323, 54324  # numbers that no user has
 GUESTS: dict[str, Any] = {"users": [NOBODY], "sessions": 2, "highest_class": "agent"}
 RULES = {
     "guests": GUESTS,
     "slow": {"users": [SLOW], "tokens_per_s": 2},
+    "patient": {"users": [PATIENT], "tokens_per_s": 200},
     "starved": {"users": [STARVED], "tokens_per_s": 0.001},
 }
 
@@ -110,6 +111,21 @@ def test_tokens_a_second(limited: Daemon) -> None:
             (use,) = client.quotas()
         assert (use.user, use.rule, use.sessions) == (STARVED, "starved", 1)
         assert use.tokens_per_s_limit == 0.001 and use.tokens_per_s > 0
+
+
+def test_what_edits_and_exports_make_the_engine_compute_again_counts(limited: Daemon) -> None:
+    with other_s(limited, PATIENT) as session, Bystander(limited.address):
+        session.generate([7] * 1000, max_tokens=1)
+
+        def compute_again() -> None:
+            for scale in range(1, 100):
+                session.steer("blocks.0", [float(scale)] * 192, positions=[0])
+                session.kv()
+
+        with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.patient\.tokens_per_s") as error:
+            compute_again()
+        assert error.value.data["limit"] == 200  # of 2,000 at once
+        assert len(session.token_ids) == 1001
 
 
 def test_who_is_over_it_goes_on_in_time(limited: Daemon) -> None:

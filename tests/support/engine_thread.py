@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -43,6 +44,7 @@ class EngineThread:
         self.engine = Engine(self.channel, self.device, max_batch_tokens, max_rows)
         self.error: BaseException | None = None  # that `serve` has raised
         self._decoder = FrameDecoder(MAX_FRAME)
+        self.recomputed: Counter[int] = Counter()  # tokens, by tenant
         self.started: list[int] = []  # requests, as far as has been received
         self._incoming: list[FromEngine] = []
         self._descriptors: list[int] = []
@@ -102,6 +104,8 @@ class EngineThread:
             message = self._incoming.pop(0)
             if isinstance(message, messages.Stepping):
                 self.started += [started.request for started in message.started]
+            elif isinstance(message, messages.Recomputed):
+                self.recomputed.update(message.tokens)
             elif not isinstance(message, messages.Alive):
                 return message
 

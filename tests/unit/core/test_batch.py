@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinnd.core.batch import Batch, Row
+from djinnd.core.batch import Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 
@@ -30,3 +30,36 @@ def test_a_batch_of_one_token_rows_is_decode_only(counts: tuple[int, ...], decod
 def test_what_was_decided_stays_as_it_is() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         row(0, 1).count = 2  # type: ignore[misc]
+
+
+def again_row(start: int, count: int, first: int, tenant: int = 1) -> Row:
+    """Of a session that had `first` tokens before its request."""
+    session = Session("s", "m", tenant, "interactive", list(range(first + 100)))
+    request = Request(1, first=first, prompt_end=first + 100, max_tokens=1)
+    return Row(session, request, start, count, 0, 1, samples=False)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "first", "again"),
+    [
+        (0, 50, 0, 0),  # a first prompt
+        (99, 10, 100, 0),  # the last token's KV comes with the next call
+        (0, 100, 100, 99),  # all of it, for an export or after an edit
+        (40, 100, 100, 59),  # from an edit on, and the prompt
+        (100, 50, 100, 0),  # the prompt
+    ],
+)
+def test_what_a_session_had_before_its_request_is_computed_again(
+    start: int, count: int, first: int, again: int
+) -> None:
+    assert recomputed(Batch("m", (again_row(start, count, first),), step=1)) == ({1: again} if again else {})
+
+
+def test_it_is_counted_by_tenant() -> None:
+    rows = (
+        again_row(0, 30, 100, tenant=1),
+        again_row(0, 20, 100, tenant=2),
+        again_row(10, 5, 100, tenant=1),
+        again_row(0, 9, 0, tenant=3),
+    )
+    assert recomputed(Batch("m", rows, step=1)) == {1: 35, 2: 20}
