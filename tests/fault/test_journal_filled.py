@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,32 +128,3 @@ def test_on_a_disk_that_is_nearly_full(daemon: Daemon, attacker: Attacker) -> No
         attacker.clear()
         by_edits(attacker, 0)
         assert "journal_has_room" in daemon.log, "more is free than that"
-
-
-def can_mount() -> bool:
-    command = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not can_mount(), reason="only who may mount can have a small disk")
-def test_a_small_disk_that_one_user_fills(start_daemon: DaemonStarter, tmp_path: Path) -> None:
-    """Of 64 MiB, in a mount namespace of the daemon's."""
-    mounted = f'mount -t tmpfs -o size=64m tmpfs {tmp_path} && exec "$@"'
-    config = {"state_dir": str(tmp_path), "limits": {"journal_reserve": "32MiB"}}
-    daemon = start_daemon(config, wrapper=["unshare", "-m", "sh", "-c", mounted, "sh"])
-    open_to_all(daemon.folder, daemon.address)
-    attacker = Attacker(daemon.address)
-    with Bystander(daemon.address), pytest.raises(QuotaExceeded, match=r"less than limits\.journal_reserve") as caught:
-        all_of_it(by_edits, attacker)
-    assert caught.value.data["quota"] == "journal_reserve"
-    assert attacker.used() > caught.value.data["limit"]
-    with djinn.Session(MODEL, address=daemon.address) as session:
-        session.steer("blocks.1", VALUES, positions=list(range(256)))
-        assert len(session.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
-    with pytest.raises(QuotaExceeded, match=r"less than limits\.journal_reserve"):
-        attacker.open()
-    attacker.sessions.pop()
-    attacker.clear()
-    by_edits(attacker, 0)
-    attacker.close()
-    assert "journal_failed" not in daemon.log
