@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from djinn_client.errors import ModelRejected
 from djinnd.model import hf_attention
 from djinnd.model.adapter import Adapter, Prologue, find_blocks
+from djinnd.model.counts import check_counts
 from djinnd.model.derived import derived_bytes
 from djinnd.model.experts import find_stack
 from djinnd.model.families import PATCHED
@@ -48,6 +49,7 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
 
     Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve."""
     values = deepcopy(dict(told))
+    check_counts(values)
     if values.get("model_type") == "mistral" and "layer_types" in values:
         values["model_type"] = "ministral"
     family = values.get("model_type")

@@ -302,8 +302,8 @@ def test_an_arena_that_is_refused_ends_the_load(device: CpuDevice) -> None:
 
 
 def test_more_blocks_than_tensors_are_refused_before_a_module_is_built(tmp_path: Path, device: CpuDevice) -> None:
-    folder = altered(tmp_path, config={"num_hidden_layers": 1_000_000_000})
-    with pytest.raises(ModelRejected, match=r"promises 1,000,000,000 blocks, the checkpoint has \d+ tensors"):
+    folder = altered(tmp_path, config={"num_hidden_layers": 1000})
+    with pytest.raises(ModelRejected, match=r"promises 1,000 blocks, the checkpoint has \d+ tensors"):
         loader_of(folder, device, "auto")
 
 

@@ -1,0 +1,35 @@
+"""Numbers of a configuration that say how often something is made.
+
+Transformers makes lists of so many entries while it reads a configuration, before anybody can look at it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from djinn_client.errors import ModelRejected
+
+MAX_COUNT = 1 << 16  # far above what any model has; how many blocks are served is bounded later
+_COUNTS = re.compile("layers?$|^num_labels$|^attention_types$")
+
+
+def check_counts(told: dict[str, Any]) -> None:
+    """Raises ModelRejected with the field."""
+    for name, value in told.items():
+        largest = max(_numbers(value), default=0)
+        if _COUNTS.search(name) and largest > MAX_COUNT:
+            raise ModelRejected(
+                f"config.json: {name[:80]} is {largest:.6g}; at most {MAX_COUNT:,} are taken", field=name[:80]
+            )
+        if isinstance(value, dict):
+            check_counts(value)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
