@@ -9,12 +9,13 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test fuzz lint types layers check clean
+.PHONY: help demo test fuzz cubins lint types layers check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to it, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
+	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
 	@echo "make check    lint, types, layers and tests"
 	@echo "make clean    remove .venv and caches"
@@ -29,6 +30,10 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/dev.stamp
 	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+cubins: $(VENV)/dev.stamp
+	@echo "==> attention's kernels, compiled for GPUs that this machine need not have"
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.cubins
 
 CASES ?= 1000000
 SEED ?= 1

@@ -58,7 +58,7 @@ class KernelCompiler:
         seconds = time.monotonic() - began
         log.info("kernels_compiled variants=%d failed=%d seconds=%.1f", len(variants), len(failed), seconds)
         for variant, reason in failed.items():
-            log.warning("kernel_unavailable kernel=%r reason=%r", str(variant), reason)
+            log.warning("kernel_unavailable kernel=%s reason=%s", variant, reason)
         return failed
 
     def _run(self, variants: Sequence[Variant], reasons: dict[Variant, str], told: Told) -> None:

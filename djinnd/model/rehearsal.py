@@ -40,7 +40,7 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
     be called between steps."""
     with launches.listing() as listed:
         own = model.context.kernels
-        model.context.kernels = _EveryBound(own)
+        model.context.kernels = EveryBound(own)
         try:
             for tokens in (max_tokens, *(few for few in _TOKENS if few < max_tokens)):
                 _run_empty(model, device, tokens, max_kv)
@@ -68,7 +68,7 @@ def _run_empty(model: PagedModel, device: Device, tokens: int, max_kv: int) -> N
         device.synchronize()
 
 
-class _EveryBound(PagedAttention):
+class EveryBound(PagedAttention):
     """Calls attention with all bounds of a batch that may lead to other kernels, once for each kind of call: the first,
     which has the most tokens."""
 

@@ -13,10 +13,14 @@ from djinnd.model.kernels.variants import Variant, all_functions
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 << 10  # bytes that a program may have there
+AMPERE = GPUTarget("cuda", 80, 32)
 
 
 class _Driver:
     """What Triton asks before it launches: every launch that is not left out fails."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
 
     def get_current_device(self) -> int:
         return 0
@@ -25,7 +29,7 @@ class _Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return self._target
 
 
 def refuse_all(variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
@@ -33,10 +37,11 @@ def refuse_all(variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
 
 
 @contextmanager
-def hopper(compile_: object = refuse_all) -> Iterator[Launches]:
-    """Triton believes that there is such a GPU, and asks `compile_` for what is not compiled."""
+def hopper(compile_: object = refuse_all, target: GPUTarget = HOPPER) -> Iterator[Launches]:
+    """Triton believes that there is such a GPU (or another one, `target`), and asks `compile_` for what is not
+    compiled."""
     driver = triton.runtime.driver
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(target))
     for function in all_functions():
         function.device_caches.clear()  # of what earlier tests have had compiled
     launches.install(compile_)  # type: ignore[arg-type]

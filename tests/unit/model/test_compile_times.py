@@ -1,0 +1,46 @@
+"""The kernels that have taken the compiler longest. `make cubins` compiles all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.variants import Variant
+from tests.cubins import Attention, compile_apart, variants_of
+from tests.support.compiled import AMPERE, HOPPER
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
+]
+
+
+def longest(variants: list[Variant]) -> list[Variant]:
+    """A chunk's kernel, and that for the most queries of a row: of either the last one listed that divides the keys."""
+    dividing = [variant for variant in variants if "DIRECT=True" not in str(variant).replace("CHUNKS_DIRECT", "CHUNKS")]
+    last = {variant.name: variant for variant in dividing if variant.name in ("mixed_kernel", "decode_kernel")}
+    return [*last.values()]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Attention(HOPPER, torch.float32, 192, 7, 1),  # with larger tiles it took more than 30 s
+        Attention(AMPERE, torch.float32, 128, 8, 1),
+        Attention(HOPPER, torch.bfloat16, 256, 8, 1),
+    ],
+    ids=str,
+)
+def test_compile_in_seconds_and_fit(attention: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    chosen = longest(variants_of(attention))
+    assert len(chosen) == 2
+    for variant in chosen:
+        seconds, wrong = compile_apart(variant, attention.target)
+        assert not wrong, f"{variant}: {wrong} ({seconds:.1f} s)"
