@@ -18,7 +18,9 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except DjinnError as error:
-            click.echo(f"djinnctl: {error.message}", err=True)
+            path = str(error.data.get("path", ""))  # of a folder that cannot be opened: the message is the same for all
+            told = error.message if path in error.message else f"{path}: {error.message}"
+            click.echo(f"djinnctl: {told}", err=True)
             ctx.exit(UNREACHABLE if isinstance(error, ConnectionLost) else FAILED)
 
     def main(self, *args: Any, **extra: Any) -> Any:
