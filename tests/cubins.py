@@ -1,7 +1,7 @@
 """`make cubins`: compiles attention's kernels for published head widths, types and GPUs, and says how long that takes.
 
 Fails where one takes more than LONGEST seconds of one core, or more shared memory than the GPU has. On two cores it
-takes some twenty minutes; the tests do this for the few that took longest (tests/unit/model/test_compile_times.py).
+takes most of an hour; the tests do this for the few that took longest (tests/unit/model/test_compile_times.py).
 """
 
 from __future__ import annotations
