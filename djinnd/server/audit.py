@@ -55,7 +55,7 @@ def audit_descriptors(clients: Clients, sharing: Sharing, address: str, files: C
     known_files = {*sharing.windows, *files}
     memfds = sum(_target(fd).startswith("/memfd:") for fd in map(int, os.listdir(_FDS)) if fd not in known_files)
     yield from (f"the weights in descriptor {fd} are gone" for fd in sorted(sharing.windows) if not _target(fd))
-    waiting = sum(client.queued_fds for client in clients)
+    waiting = sum(client.queued_fds for client in clients) + clients.windows
     if memfds > waiting + clients.unfinished:
         yield f"{memfds} memfds are open, {waiting} wait to be sent"
 

@@ -20,6 +20,7 @@ class Capturing:
 
     def __init__(self, names: dict[str, Point], model: PointMap) -> None:
         self.points = list(dict.fromkeys(names.values()))
+        self.nbytes = 0  # of its window, at the most
         self._names = names
         self._model = model
 
@@ -63,6 +64,7 @@ def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, 
             limit=MAX_CAPTURE_BYTES,
             positions=rows,
         )
+    capturing.nbytes = rows * row_bytes
     return capturing
 
 

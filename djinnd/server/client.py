@@ -44,6 +44,7 @@ from djinnd.server.ledger import REQUESTS
 from djinnd.server.peers import Peer
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import SMALL, Traffic
+from djinnd.server.windows import Windows
 
 log = logging.getLogger("djinnd.server")
 
@@ -84,6 +85,7 @@ class Call:
         self.fds = fds
         self.is_ordinary = is_ordinary
         self.nbytes = nbytes
+        self.window_bytes = 0  # reserved
         self.received = time.monotonic()
         self.run: Work | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
@@ -107,6 +109,11 @@ class Call:
             raise InvalidRequest(f"this request brings one descriptor; {len(self.fds)} came")
         expect_memfd(self.fds[0])
         return self.fds[0]
+
+    def reserve_window(self, nbytes: int) -> None:
+        """The call is going to make a window of so many bytes. Raises QuotaExceeded."""
+        self.client.windows.reserve(nbytes)
+        self.window_bytes += nbytes
 
     def take_descriptors(self) -> list[int]:
         """Those that came with the request. They are the caller's now, and are not counted any more."""
@@ -134,6 +141,8 @@ class Desk(Protocol):
 
     def traffic_of(self, user: int) -> Traffic: ...
 
+    def windows_of(self, user: int) -> Windows: ...
+
     def begun(self) -> None: ...
 
     def ended(self) -> None: ...
@@ -152,6 +161,7 @@ class Client:
         self.user = self.peer.user
         self.tenant = desk.tenant_of(self.user)
         self.traffic = desk.traffic_of(self.user)
+        self.windows = desk.windows_of(self.user)
         self.calls: dict[int, Call] = {}
         self._desk = desk
         self._introduced = False
@@ -314,6 +324,8 @@ class Client:
             self.tenant.ledger.release(REQUESTS)
         if call.nbytes:
             self.traffic.give_back(call.nbytes)
+        if call.window_bytes:
+            self.windows.release(call.window_bytes)
         self.traffic.drop(call.fds)
         self._desk.ended()
         error = call.fate if task.cancelled() else task.exception()
@@ -326,6 +338,8 @@ class Client:
 
     def _answer(self, number: int, answer: Answer) -> None:
         message, fds = answer
+        if fds:
+            fds = self.windows.hand_over(fds)
         try:
             frame = encode(message, len(fds))  # type: ignore[arg-type]
         except Exception as error:  # it holds what no message can say

@@ -18,6 +18,7 @@ from djinnd.server.closer import Closer
 from djinnd.server.peers import UNKNOWN, Peer, nobody_in_particular
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import Traffic
+from djinnd.server.windows import Windows
 
 log = logging.getLogger("djinnd.server")
 
@@ -48,6 +49,7 @@ class Clients:
         self._nobody = nobody_in_particular()
         self._closer = Closer()
         self._traffic: dict[int, Traffic] = {}  # by user; kept, as what was sent may outlive the connections
+        self._windows: dict[int, Windows] = {}  # likewise
         self._on_gone = on_gone
         self._clients: set[Client] = set()
         self._fewer = asyncio.Event()  # set whenever a client goes
@@ -90,6 +92,17 @@ class Clients:
             traffic = self._traffic[user] = Traffic(self.tenant_of(user).ledger, self._closer.lane())
         return traffic
 
+    def windows_of(self, user: int) -> Windows:
+        windows = self._windows.get(user)
+        if windows is None:
+            windows = self._windows[user] = Windows(self.tenant_of(user).ledger, self._closer.lane())
+        return windows
+
+    @property
+    def windows(self) -> int:
+        """That clients keep, as far as is known."""
+        return sum(map(len, self._windows.values()))
+
     def begun(self) -> None:
         self.unfinished += 1
         self.idle.clear()
@@ -111,3 +124,5 @@ class Clients:
         while self._clients:
             self._fewer.clear()
             await self._fewer.wait()
+        for windows in self._windows.values():
+            windows.close()

@@ -49,6 +49,7 @@ class Exporting:
             engine = await self._models.ready(session.model)
             session.expect_model()
             reply.kv = _layout_of(info)
+            call.reserve_window(reply.kv.nbytes(len(session.tokens)))
             return await self._carrying.answer(call, ExportRun(call, session, engine, reply))
 
     async def import_(self, call: Call, request: ImportSession) -> Answer:

@@ -27,9 +27,12 @@ class Resource(NamedTuple):
 CONNECTION_BYTES = Resource("connection_bytes", "bytes in connections", "read the replies, or send less at once")
 DESCRIPTORS = Resource("descriptors", "descriptors that are not closed yet", "hand over fewer at once")
 REQUESTS = Resource("requests", "unfinished requests", "wait for one of them")
+WINDOW_BYTES = Resource(
+    "window_bytes", "bytes in windows that your clients keep", "drop activations, logits or KV that you were given"
+)
 JOURNAL_BYTES = Resource("journal_bytes", "bytes in the journal", "close sessions, or end edits")
 MODEL_FILES = Resource("model_files", "open files of models", "unload some of your models")
-RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, JOURNAL_BYTES, MODEL_FILES)
+RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, WINDOW_BYTES, JOURNAL_BYTES, MODEL_FILES)
 
 
 class Limit(NamedTuple):

@@ -10,9 +10,11 @@ import math
 import os
 import pwd
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
+from djinn_client.host_memory import available
 from djinn_client.scheduling import CLASSES, Class, QuotaUse
 from djinnd.config import Limits, Quota
 from djinnd.messages import TenantLimits, TenantUse
@@ -22,6 +24,8 @@ from djinnd.server.rate import Rate
 
 BURST = 10.0  # seconds of its rate that a tenant who used nothing may use at once
 _WINDOW = 10.0  # seconds over which use is averaged
+_LEAST_WINDOW_BYTES = 256 << 20
+_WINDOW_SHARE = 128  # of the host memory that is available at the first question
 
 
 class Rule(NamedTuple):
@@ -138,10 +142,17 @@ class Tenant:
         if most is not None:
             return Limit(self._key(resource.name), self.rule.name, most)
         name = f"{resource.name}_per_user"
-        return Limit(f"limits.{name}", "", getattr(self._limits(), name))
+        most = getattr(self._limits(), name)
+        return Limit(f"limits.{name}", "", _window_bytes() if most is None else most)
 
     def _key(self, quota: str) -> str:
         return f"quotas.{self.rule.name}.{quota}"
+
+
+@cache
+def _window_bytes() -> int:
+    """That a user's clients may keep, where the configuration leaves it to the daemon."""
+    return max(_LEAST_WINDOW_BYTES, (available() or 0) // _WINDOW_SHARE)
 
 
 class Quotas:

@@ -46,6 +46,8 @@ class WorkRequests:
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)
+            if capturing is not None:
+                call.reserve_window(capturing.nbytes)
             engine = await self._models.ready(session.model)
             session.expect_model()
             worker = self._texts.reading_worker(text, session.user)
@@ -62,6 +64,7 @@ class WorkRequests:
         with self._admitted(call, session) as place:
             info, _ = (await self._models.once_ready(session)).described
             admission.check_forward(request, len(session.tokens), info)
+            call.reserve_window(len(request.token_ids) * info.vocab * 4)
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(request.token_ids))
             engine = await self._models.ready(session.model)
             session.expect_model()

@@ -33,6 +33,7 @@ class FakeClient:
 
 class Clients(list):
     unfinished = 0
+    windows = 0
 
 
 def findings(world):
