@@ -225,6 +225,8 @@ def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
         told = f"there is no such folder, or user {os.geteuid()} may not look into it"
     else:
         told = f"the folder cannot be opened: {getattr(error, 'strerror', error)}"
+    if folder.lower().endswith(".gguf"):  # known by its name alone
+        told += "; GGUF files are not served, but folders with safetensors"
     return ModelNotFound(told, path=folder)
 
 
