@@ -22,8 +22,9 @@ class GatedMLP(nn.Module):
     """[..., width] → [..., width], rounded after the activation and after the product, as tensor operations do."""
 
     def __init__(self, own: nn.Module, activation: str) -> None:
-        """Takes over the products of the family's `own`."""
+        """Takes over the products of the family's `own`, and its hooks (families/branch_factor.py)."""
         super().__init__()
+        self._forward_hooks = own._forward_hooks
         self.gate_proj, self.up_proj, self.down_proj = (own.get_submodule(name) for name in PRODUCTS)
         self.activation = activation
 
@@ -66,7 +67,7 @@ def _activation_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     trial = copy.copy(mlp)
     trial._modules = {**mlp._modules, "gate_proj": _Given(gate), "up_proj": _Given(up), "down_proj": _Given()}
     try:
-        wanted = trial(gate)
+        wanted = trial.forward(gate)  # without its hooks
     except Exception:  # it looks at its products more closely than a stand-in allows
         return ""
     return next((name for name in ACTIVATIONS if _agrees(wanted, gate, up, name)), "")

@@ -6,10 +6,11 @@
     norm        what runs last between the last block and the head, and has no matrices
     head        the output embedding, where nothing (a cap, a scale) comes between it and what is sampled from
 
-These are the modules on which users of Hugging Face put hooks, and their outputs are what hooks see there: where a
-family has a norm behind attention or MLP, from before it. Of an MLP that is no module of its own but two products (OPT)
-that is the second, fc2: the other does not give hidden states. Where several children could be it, and where blocks of
-one model differ in its name, there is none: a name must mean the same in every block.
+These are the modules on which users of Hugging Face put hooks, and their outputs are what hooks see there. Where a
+family has a norm behind attention or MLP, that is from before it; a factor in that place families/branch_factor.py has
+moved into the modules. Of an MLP that is no module of its own but two products (OPT) it is the second, fc2: the other
+does not give hidden states. Where several children could be it, and where blocks of one model differ in its name, there
+is none: a name must mean the same in every block.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ a block can be read without the rest of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,8 +60,10 @@ class RecipeBook:
         self._sources = _match(model, checkpoint)
         self._twins: dict[str, list[str]] = {}  # other names of a tied parameter under which it has been saved, too
 
-    def require(self, names: Iterable[str], tied: dict[str, list[str]]) -> None:
-        """Raises ModelRejected when a parameter has no source, or one that cannot be read.
+    def require(self, shapes: Mapping[str, tuple[int, ...]], tied: dict[str, list[str]]) -> None:
+        """Raises ModelRejected when a parameter has no source, or one that cannot be read or is of another shape.
+
+        Memory for the parameters is reserved by what config.json says, so it is compared with the files before that.
 
         A tied parameter may have been saved under any of its names; under several, with the same values.
         """
@@ -68,17 +71,31 @@ class RecipeBook:
             for other in others:
                 if other in self._sources:
                     self._adopt(first, other)
-        names = list(names)
-        missing = [name for name in names if name not in self._sources]
+        missing = [name for name in shapes if name not in self._sources]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelRejected(
                 f"the checkpoint lacks tensor {missing[0]}{more}", tensor=missing[0], missing=len(missing)
             )
 
-        for name in names:
+        for name, shape in shapes.items():
             for source, _ in self._sources[name].tensors:
                 self._checkpoint.check_readable(source)
+            self._check_size(name, shape)
+
+    def _check_size(self, name: str, shape: tuple[int, ...]) -> None:
+        """Converters rearrange numbers or leave some out. None makes more than it is given."""
+        sources = self._sources[name]
+        stored = [self._checkpoint.tensors[source].shape for source, _ in sources.tensors]
+        if sources.converter is None and stored[0] != shape:
+            raise wrong_shape(name, stored[0], shape)
+        numbers = sum(map(math.prod, stored))
+        if numbers < math.prod(shape):
+            raise ModelRejected(
+                f"tensors of {name} cannot be merged: {len(stored)} of them, of shapes such as {list(stored[0])}, have "
+                f"{numbers:,} numbers in all, the model wants {list(shape)}",
+                tensor=name,
+            )
 
     def _adopt(self, first: str, other: str) -> None:
         """What was saved as `other` is `first`, too."""

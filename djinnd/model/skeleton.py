@@ -23,7 +23,7 @@ from djinnd.model.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.counts import check_counts
 from djinnd.model.derived import derived_bytes
 from djinnd.model.experts import find_stack
-from djinnd.model.families import PATCHED
+from djinnd.model.families import ADAPTED, PATCHED
 from djinnd.model.hf_attention import NoPages, Wanted
 from djinnd.model.point_map import learn_points
 from djinnd.model.rope import fix_frequencies
@@ -96,6 +96,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
     model.eval()
     model.tie_weights()
+    if config.model_type in ADAPTED:
+        ADAPTED[config.model_type](find_blocks(model))
     return model
 
 

@@ -93,6 +93,16 @@ def test_a_gated_mlp_is_replaced_by_one_that_gives_the_same(kind: type[nn.Module
     assert replace_mlps(parent, torch.float32, CPU) == 0
 
 
+@torch.inference_mode()
+def test_hooks_of_a_gated_mlp_go_over_to_its_replacement() -> None:
+    """Granite's factor is in one (families/branch_factor.py)."""
+    parent, x = mlp(LlamaMLP, "silu"), torch.randn(1, 3, 24)
+    parent[0].register_forward_hook(lambda module, given, output: output * 0.22)
+    wanted = parent(x)
+    assert replace_mlps(parent, torch.float32, CPU) == 1
+    torch.testing.assert_close(parent(x), wanted, rtol=1e-5, atol=1e-6)
+
+
 class Clamped(LlamaMLP):
     """Looks like the plain one, and limits what it multiplies."""
 

@@ -13,6 +13,7 @@ from tests.support.checkpoints import Tensors, altered
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.opened import checkpoint_of
 
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 TIED = {"transformer.wte.weight": ["lm_head.weight"]}
 
 
@@ -45,7 +46,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
     folder = altered(tmp_path, change=drop)
     with pytest.raises(ModelRejected, match=r"lacks tensor model\.norm\.weight and 1 more") as told:
-        book_of(folder).require(["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "lm_head.weight"], {})
+        book_of(folder).require(
+            dict.fromkeys(["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "lm_head.weight"], (64,)), {}
+        )
     assert told.value.data == {"tensor": "model.norm.weight", "missing": 2}
 
 
@@ -54,7 +57,7 @@ def test_what_the_model_does_not_want_is_passed_over(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
         tensors["model.layers.0.self_attn.mask"] = torch.ones(8, dtype=torch.bool)
 
-    book_of(altered(tmp_path, change=add)).require(["model.norm.weight"], {})
+    book_of(altered(tmp_path, change=add)).require({"model.norm.weight": (64,)}, {})
 
 
 def test_integers_where_a_parameter_wants_numbers_are_refused_by_name(tmp_path: Path) -> None:
@@ -65,8 +68,35 @@ def test_integers_where_a_parameter_wants_numbers_are_refused_by_name(tmp_path: 
 
     folder = altered(tmp_path, change=quantise)
     with pytest.raises(ModelRejected, match=rf"model\.safetensors: tensor {name} is I8") as told:
-        book_of(folder).require([name], {})
+        book_of(folder).require({name: (64, 64)}, {})
     assert told.value.data["tensor"] == name
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "message"),
+    [
+        ("llama-2", "model.norm.weight", (65,), r"model\.norm\.weight has shape \[64\] .*, the model wants \[65\]"),
+        (
+            "llama-2",
+            "lm_head.weight",
+            (64, 512),
+            r"lm_head\.weight has shape \[512, 64\] .*, the model wants \[64, 512\]",
+        ),
+        (
+            "mixtral",
+            EXPERTS,
+            (4, 1 << 20, 64),
+            rf"tensors of {EXPERTS} cannot be merged: 8 of them, .* \[4, 1048576, 64\]",
+        ),
+        ("mixtral", EXPERTS, (1 << 40, 2, 64), rf"tensors of {EXPERTS} cannot be merged"),
+    ],
+)
+def test_larger_parameters_than_the_files_have_are_refused(
+    family: str, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ModelRejected, match=message) as told:
+        book_of(reduced_model(family)).require({name: shape}, {})
+    assert told.value.data == {"tensor": name}
 
 
 def test_a_missing_expert_is_refused_by_name(tmp_path: Path) -> None:
@@ -74,11 +104,10 @@ def test_a_missing_expert_is_refused_by_name(tmp_path: Path) -> None:
         del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
 
     book = book_of(altered(tmp_path, "mixtral", drop))
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    book.require([name], {})
-    with pytest.raises(ModelRejected, match=f"tensors of {name} cannot be merged") as told:
-        book.recipe(name)(torch.empty(4, 2, 3))
-    assert told.value.data == {"tensor": name}
+    book.require({EXPERTS: (3, 2, 3)}, {})
+    with pytest.raises(ModelRejected, match=f"tensors of {EXPERTS} cannot be merged") as told:
+        book.recipe(EXPERTS)(torch.empty(4, 2, 3))
+    assert told.value.data == {"tensor": EXPERTS}
 
 
 def rename(tensors: Tensors) -> None:
@@ -93,7 +122,7 @@ def save_twice(tensors: Tensors) -> None:
 def test_tied_parameters_may_have_any_of_their_names(tmp_path: Path, change: object) -> None:
     wanted = checkpoint_of(reduced_model("gpt2")).read("wte.weight")
     book = book_of(altered(tmp_path, "gpt2", change))  # type: ignore[arg-type]
-    book.require(["transformer.wte.weight"], TIED)
+    book.require({"transformer.wte.weight": (512, 64)}, TIED)
     assert torch.equal(filled(book, "transformer.wte.weight", wanted), wanted)
 
 
@@ -102,6 +131,6 @@ def test_tied_parameters_with_different_values_are_refused(tmp_path: Path) -> No
         tensors["lm_head.weight"] = tensors["wte.weight"] + 1
 
     book = book_of(altered(tmp_path, "gpt2", add))
-    book.require(["transformer.wte.weight"], TIED)
+    book.require({"transformer.wte.weight": (512, 64)}, TIED)
     with pytest.raises(ModelRejected, match="one tensor, but the checkpoint has two different ones"):
         book.recipe("transformer.wte.weight")(torch.empty(512, 64))
