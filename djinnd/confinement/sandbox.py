@@ -1,6 +1,7 @@
 """Closing the door behind what was imported: from then on this process can compute, and talk over its one socket.
 
     whose it is    the tenant's user, without capabilities, where the daemon is root's; else the daemon's
+    names          none but those of what it may read, where the machine permits that: own_root.py
     files          read what Python and the system's libraries are made of: landlock.py
     calls          seccomp.py
     memory         what it has then and so many bytes more, of address space: that counts what is shared, too
@@ -23,7 +24,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from djinnd.confinement import landlock, seccomp
+from djinnd.confinement import landlock, own_root, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522
@@ -50,9 +51,11 @@ def close(user: int, parent: int, memory: int, descriptors: int = _DESCRIPTORS) 
     paths = _readable()
     room = _address_space() + memory
     nowhere = os.open(os.devnull, os.O_RDWR)
+    own_root.enter(paths)
     if os.geteuid() == 0:
         _become(user)
-        tie_to(parent)
+    _drop_capabilities()
+    tie_to(parent)
     if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
     landlock.restrict(paths)
@@ -86,7 +89,7 @@ def _limit(room: int, descriptors: int) -> None:
 
 
 def _become(user: int) -> None:
-    """For good, and without any capability."""
+    """For good."""
     try:
         group = pwd.getpwuid(user).pw_gid
     except KeyError:  # a user that this machine does not know
@@ -94,6 +97,9 @@ def _become(user: int) -> None:
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
+
+
+def _drop_capabilities() -> None:
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     if _libc().capset(header, none) != 0:
         raise OSError(ctypes.get_errno(), "capabilities cannot be given up")

@@ -20,6 +20,7 @@ _PR_GET_SECCOMP, _PR_SET_SECCOMP, _MODE_FILTER = 21, 22, 2
 KILL, ALLOW, NO_SUCH_CALL = 0x8000_0000, 0x7FFF_0000, 0x0005_0000 | errno.ENOSYS
 
 _LOAD, _EQUAL, _GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
+_ANY_OF = 0x45  # BPF_JMP|JSET|K
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; of a 64-bit argument the lower half comes first
 _X32 = 0x4000_0000  # set in the numbers of x86-64's second, 32-bit table of calls
 
@@ -64,11 +65,6 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "ppoll": (271, 73),
     "select": (23, None),
     "pselect6": (270, 72),
-    # its socket to the server: it can make no other
-    "recvmsg": (47, 212),
-    "recvfrom": (45, 207),
-    "sendmsg": (46, 211),
-    "sendto": (44, 206),
     # memory
     "mmap": (9, 222),
     "munmap": (11, 215),
@@ -163,6 +159,15 @@ DEADLY: dict[str, tuple[int, int | None]] = {
 
 _TGKILL, _FCNTL = (234, 131), (72, 25)
 
+# Its socket to the server, as it can make no other: the numbers, and which argument has the flags.
+MESSAGES: dict[str, tuple[tuple[int, int], int]] = {
+    "recvmsg": ((47, 212), 2),
+    "recvfrom": ((45, 207), 3),
+    "sendmsg": ((46, 211), 2),
+    "sendto": ((44, 206), 3),
+}
+_MSG_OOB = 1  # of Unix sockets it has been a way into the kernel
+
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand: struct sock_filter
 
 
@@ -179,6 +184,7 @@ def program(machine: Machine, pid: int) -> list[Instruction]:
         (_RETURN, 0, 0, KILL),
         *_answers(ALLOWED, column, ALLOW),
         *_answers(DEADLY, column, KILL),
+        *_without(_MSG_OOB, column),
         *_only(_TGKILL[column], 0, [pid], KILL),
         *_only(_FCNTL[column], 1, [_F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC, _F_GET_SEALS], NO_SUCH_CALL),
         (_RETURN, 0, 0, NO_SUCH_CALL),
@@ -201,6 +207,16 @@ def _only(number: int, argument: int, values: Sequence[int], otherwise: int) -> 
         yield (_EQUAL, 0, 1, value)
         yield (_RETURN, 0, 0, ALLOW)
     yield (_RETURN, 0, 0, otherwise)
+
+
+def _without(flag: int, column: int) -> Iterator[Instruction]:
+    """Allows MESSAGES without this flag; what comes behind sees the other calls."""
+    for numbers, argument in MESSAGES.values():
+        yield (_EQUAL, 0, 4, numbers[column])
+        yield (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+        yield (_ANY_OF, 0, 1, flag)
+        yield (_RETURN, 0, 0, NO_SUCH_CALL)
+        yield (_RETURN, 0, 0, ALLOW)
 
 
 def missing() -> str:

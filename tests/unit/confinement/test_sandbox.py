@@ -72,6 +72,8 @@ def test_what_is_refused_and_what_goes() -> None:
         def outcome(act):
             try:
                 act()
+            except (PermissionError, FileNotFoundError):  # as the machine lets it have a root folder of its own
+                return "refused"
             except Exception as error:
                 return type(error).__name__
             return "done"
@@ -106,13 +108,43 @@ def test_what_is_refused_and_what_goes() -> None:
         "print": "done",
         "too much": "MemoryError",
         "too much, shared": "OSError",
-        "passwd": "PermissionError",
-        "its parent's environment": "PermissionError",
-        "temporary": "PermissionError",
-        "shared memory": "PermissionError",
-        "list": "PermissionError",
+        "passwd": "refused",
+        "its parent's environment": "refused",
+        "temporary": "refused",
+        "shared memory": "refused",
+        "list": "refused",
         "owner of signals": "OSError",
         "untie": -1,
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount wherever it is")
+@pytest.mark.parametrize("user", [os.geteuid(), NOBODY])
+def test_what_it_may_not_read_has_no_name(user: int) -> None:
+    status, told = closed(
+        """
+        def outcome(act):
+            try:
+                return str(act())
+            except OSError as error:
+                return type(error).__name__
+        tell({
+            "passwd": outcome(lambda: os.stat("/etc/passwd").st_size),
+            "its parent": outcome(lambda: os.stat(f"/proc/{os.getppid()}").st_size),
+            "up": outcome(lambda: os.stat("../../../etc/passwd").st_size),
+            "python": outcome(lambda: os.stat(os.__file__).st_size > 0),
+            "mount": ctypes.CDLL(None).syscall(ctypes.c_long(161), b"/") if os.uname().machine == "x86_64" else -1,
+        })
+        """,
+        user,
+    )
+    assert status == 0
+    assert told == {
+        "passwd": "FileNotFoundError",
+        "its parent": "FileNotFoundError",
+        "up": "FileNotFoundError",
+        "python": "True",
+        "mount": -1,
     }
 
 

@@ -14,6 +14,7 @@ from djinnd.confinement.seccomp import (
     DEADLY,
     KILL,
     MACHINES,
+    MESSAGES,
     NO_SUCH_CALL,
     program,
 )
@@ -43,6 +44,8 @@ def answer(machine: str, number: int, *arguments: int, arch: int | None = None) 
                 at += if_true if loaded == operand else if_false
             case 0x35:
                 at += if_true if loaded >= operand else if_false
+            case 0x45:
+                at += if_true if loaded & operand else if_false
             case 0x06:
                 return operand
             case _:
@@ -58,8 +61,19 @@ def test_calls_of_the_tables_and_others(machine: str) -> None:
             if (number := numbers[column]) is not None:
                 assert answer(machine, number) == wanted, name
                 assert known.setdefault(number, name) == name
+    known |= {numbers[column]: name for name, (numbers, _) in MESSAGES.items()}
     others = set(range(500)) - known.keys() - {TGKILL[machine], FCNTL[machine]}
     assert {answer(machine, number) for number in others} == {NO_SUCH_CALL}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_without_urgent_data(machine: str, name: str) -> None:
+    numbers, argument = MESSAGES[name]
+    for flags, wanted in ((0, ALLOW), (0x4000_0000, ALLOW), (1, NO_SUCH_CALL), (0x41, NO_SUCH_CALL)):
+        arguments = [3] * 6
+        arguments[argument] = flags
+        assert answer(machine, numbers[COLUMNS[machine]], *arguments) == wanted
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -91,7 +105,7 @@ def test_numbers_are_the_kernel_s(machine: str) -> None:
     numbers = {name: int(number) for name, number in found}
     numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
     numbers.setdefault("memfd_secret", 447)  # of 5.14: not in older headers
-    tables = ALLOWED | DEADLY
+    tables = ALLOWED | DEADLY | {name: each for name, (each, _) in MESSAGES.items()}
     ours = {name: each[COLUMNS[machine]] for name, each in tables.items() if each[COLUMNS[machine]] is not None}
     assert ours == {name: numbers[name] for name in ours}
     assert (numbers["tgkill"], numbers["fcntl"]) == (TGKILL[machine], FCNTL[machine])
