@@ -52,6 +52,8 @@ class Generation:
         self._stop_tokens = stop_tokens
         self._reader = reader
         self._is_late = is_late
+        self._is_streamed = request.stream
+        self._is_textless = reader is None and not is_late
         self._is_stopped = False  # a stop string is complete
         self._read = self._prompt_end  # the text of tokens before this has been read
         self._asked = self._prompt_end  # and before this, a text worker is reading it
@@ -81,7 +83,7 @@ class Generation:
             return None
         if len(self._tokens) > self._next_read or self.is_full:
             self._read_text()
-        return self._piece()
+        return self._piece() if self._is_streamed else None
 
     @property
     def unread(self) -> int:
@@ -109,7 +111,7 @@ class Generation:
             del self._logprobs[self._asked - self._told :]
             self.keep = self._asked - self._prompt_end
         self._note_read(self._asked, text)
-        return self._piece()
+        return self._piece() if self._is_streamed else None
 
     def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
         """The final reply. `computed` counts the prompt's tokens that the model ran."""
@@ -167,11 +169,11 @@ class Generation:
 
     def _read_text(self) -> None:
         """Of all tokens that there are."""
+        reader, end = self._reader, len(self._tokens)
         tokens = self._with_text(self._tokens[self._read :])
-        text = "" if self._reader is None or not tokens else self._reader.read(tokens)
-        self._note_read(len(self._tokens), text)
-        if self._reader is not None and self._reader.stopped_after is not None:
-            self.keep = len(self._tokens) - self._prompt_end
+        self._note_read(end, reader.read(tokens) if reader is not None and tokens else "")
+        if reader is not None and reader.stopped_after is not None:
+            self.keep = end - self._prompt_end
 
     def _with_text(self, tokens: list[int]) -> list[int]:
         """A stop token is the session's, but says nothing."""
@@ -184,7 +186,7 @@ class Generation:
             self._untold.append(text)
 
     def _piece(self) -> Piece | None:
-        if self._request.stream and (self._untold or (self._reader is None and not self._is_late)):
+        if self._untold or self._is_textless:
             return Piece(id=self._request.id, **self._take())
         return None
 

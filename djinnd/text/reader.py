@@ -28,36 +28,36 @@ class TextReader:
         """The text that these make certain and that cannot be part of a stop string any more. Raises TextFailed."""
         if not self._has_stops:
             self.tokens += len(tokens)
-            return self._bounded(self._stream.feed_all(tokens))
-        told: list[str] = []
+            text = self._stream.feed_all(tokens)
+            self._count(text)
+            return text
+        told = ""
         for token in tokens:
             if self.stopped_after is not None:
                 break
             self.tokens += 1
-            told.append(self._matched(self._stream.feed_all([token])))
-        return "".join(told)
+            text = self._stream.feed_all([token])
+            self._count(text)
+            told += self._matcher.feed(text)
+            if self._matcher.matched is not None:
+                self.stopped_after = self.tokens
+        return told
 
     def finish(self) -> str:
         """What is left when no token follows. Raises TextFailed."""
         if self.stopped_after is not None:
             return ""
-        text = self._matcher.finish(self._bounded(self._stream.finish()))
-        self._note_match()
-        return text
-
-    def _matched(self, text: str) -> str:
-        told = self._matcher.feed(self._bounded(text))
-        self._note_match()
-        return told
-
-    def _note_match(self) -> None:
+        text = self._stream.finish()
+        self._count(text)
+        text = self._matcher.finish(text)
         if self._matcher.matched is not None:
             self.stopped_after = self.tokens
-
-    def _bounded(self, text: str) -> str:
-        self._characters += len(text)
-        expect_bounded(self._characters, self.tokens)
         return text
+
+    def _count(self, text: str) -> None:
+        self._characters += len(text)
+        if self._characters > FIRST_CHARACTERS:
+            expect_bounded(self._characters, self.tokens)
 
 
 def expect_bounded(characters: int, tokens: int) -> None:
