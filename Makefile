@@ -9,15 +9,16 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test fuzz cubins lint types layers check clean
+.PHONY: help demo test test-long fuzz cubins lint types layers check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to it, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
+	@echo "make test-long  the soaks and the runs of many examples, which make test leaves out"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
-	@echo "make check    lint, types, layers and tests"
+	@echo "make check    lint, types, layers and make test"
 	@echo "make clean    remove .venv and caches"
 
 demo: $(VENV)/demo.stamp
@@ -27,9 +28,11 @@ demo: $(VENV)/demo.stamp
 # With bytecode, even where an image does without: the tests start hundreds of processes. With one thread each for
 # torch, as threads that wait for each other keep other workers from the cores. Three workers for two cores: what tests
 # wait for is often another process, and two took 17 minutes for what three do in 14.
-test: $(VENV)/dev.stamp
-	@echo "==> the tests, on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+test: which := not long
+test-long: which := long
+test test-long: $(VENV)/dev.stamp
+	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 cubins: $(VENV)/dev.stamp
 	@echo "==> attention's kernels, compiled for GPUs that this machine need not have"

@@ -30,7 +30,7 @@ settings.load_profile("djinnd")
 MODEL = "djinn-tiny"
 TESTS = Path(__file__).parent
 # Files that take minutes are begun first: at the end a worker would wait for the other one's.
-LONG = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test_kernels.py")
+FIRST = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test_kernels.py")
 
 
 def pytest_configure() -> None:
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
-    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() not in LONG)
+    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() not in FIRST)
 
 
 @pytest.fixture(scope="session")

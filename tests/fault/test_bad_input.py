@@ -10,6 +10,7 @@ import json
 import math
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,12 +294,15 @@ def test_pages_larger_than_the_budget(address: str) -> None:
 
 
 def test_a_flood_of_requests_on_one_connection(address: str) -> None:
-    """Each has exactly one final reply, and what is over the limits a clear one."""
+    """Each has exactly one final reply, and what is over the limits a clear one. They are written beside the reading:
+    the daemon reads no more of them while its replies are not read."""
     count = 3000
     with djinn.Session(MODEL, address=address) as s, Wire(address) as wire:
         requests = [Generate(id=n, session=s.id, text="x = ", max_tokens=4, ignore_eos=True) for n in range(1, count)]
-        wire.send(*requests, Ping(id=count))
+        writer = threading.Thread(target=wire.send, args=(*requests, Ping(id=count)))
+        writer.start()
         replies = [wire.reply() for _ in range(count)]
+        writer.join()
         answered = sorted(reply.id for reply in replies if reply is not None)
         assert answered == list(range(1, count + 1))
         codes = {reply.code for reply in replies if isinstance(reply, Failure)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
+
 import djinn_client as djinn
 from djinn_client import SessionNotFound
 from tests.conftest import MODEL, DaemonStarter
@@ -12,10 +14,11 @@ from tests.support.lives import Lives
 
 PROMPT = list(range(100, 140))
 STORY, NEXT = 120, 4
-SESSIONS, CUTS = 3, 3
+SESSIONS = 3
 
 
-def test_cut_at_random_bytes(start_daemon: DaemonStarter) -> None:
+@pytest.mark.parametrize("cuts", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_cut_at_random_bytes(start_daemon: DaemonStarter, cuts: int) -> None:
     """Each session says the same, so that whatever is left of it is a beginning of that."""
     seed = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
     print(f"seed {seed}")
@@ -23,7 +26,7 @@ def test_cut_at_random_bytes(start_daemon: DaemonStarter) -> None:
     lives = Lives(start_daemon, {"kv": "16MiB", "host_kv": "16MiB", "disk_kv": "16MiB"})
     with djinn.Session(MODEL, address=lives.address) as s:
         story = PROMPT + s.generate(PROMPT, max_tokens=STORY + NEXT, ignore_eos=True).token_ids
-    for _ in range(CUTS):
+    for _ in range(cuts):
         names = []
         for _ in range(SESSIONS):
             session = djinn.Session(MODEL, address=lives.address)

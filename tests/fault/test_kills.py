@@ -24,7 +24,7 @@ from djinn_client import AsyncSession, ConnectionLost, EngineLost, SessionBusy
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.lives import Lives
 
-KILLS = int(os.environ.get("DJINND_TEST_KILLS", "50"))
+KILLS = int(os.environ.get("DJINND_TEST_KILLS", "50"))  # of the long run
 SEED = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
 FLEETS = 2  # daemons side by side: one dies while the other is started
 ENGINES = 3  # that are killed in the life of one daemon, at most: for the next one it would wait for longer
@@ -179,10 +179,10 @@ async def again(call: Callable[..., Awaitable[T]], *arguments: Any, **options: A
             await asyncio.sleep(0.02)
 
 
-def plan(choice: random.Random) -> list[str]:
-    """Who dies, one after another, of one fleet: engines, and after some of them the daemon, or both at once."""
+def plan(choice: random.Random, kills: int) -> list[str]:
+    """The victims of one fleet, in their order: engines, and after some of them the daemon, or both at once."""
     deaths: list[str] = []
-    while len(deaths) < KILLS // FLEETS:
+    while len(deaths) < kills // FLEETS:
         deaths += ["engine"] * choice.randint(ENGINES - 1, ENGINES) + [choice.choice(["daemon", "daemon", "both"])]
     return deaths
 
@@ -215,11 +215,12 @@ def findings(lives: Lives) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_whoever_dies(start_daemon: DaemonStarter) -> None:
+@pytest.mark.parametrize("kills", [6, pytest.param(KILLS, marks=pytest.mark.long)])
+def test_nothing_is_lost_whoever_dies(start_daemon: DaemonStarter, kills: int) -> None:
     print(f"seed {SEED}")
     choices = [random.Random(SEED + number) for number in range(FLEETS)]
     fleets = [Fleet(Lives(start_daemon, TIERS), choice) for choice in choices]
-    deaths = [plan(choice) for choice in choices]
+    deaths = [plan(choice, kills) for choice in choices]
 
     async def scenario() -> None:
         async with asyncio.TaskGroup() as group:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.support.daemon import ROOT, clean_environ, warm_python
 from tests.support.models import tiny_model
@@ -22,6 +23,7 @@ def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
     return ran.stdout, msgspec.json.decode(path.read_bytes(), type=Report).results
 
 
+@pytest.mark.long
 def test_paging_between_all_tiers(tmp_path: Path) -> None:
     small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=32")
     shown, found = bench("kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
@@ -38,6 +40,7 @@ def test_paging_between_all_tiers(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["kv.json"]
 
 
+@pytest.mark.long
 def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
     work = ("--sessions=6", "--context=300", "--new=4", "--turns=1")
     sizes = ("--memory=512MiB", "--room=512MiB", "--kv=7MiB", "--host-kv=32MiB", "--disk-kv=32MiB")

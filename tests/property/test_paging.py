@@ -13,6 +13,7 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -601,5 +602,10 @@ class PagingMachine(RuleBasedStateMachine):
             assert tier is None or not tier._pins
 
 
-TestPaging = PagingMachine.TestCase
-TestPaging.settings = settings(max_examples=200, stateful_step_count=40)
+class TestPaging(PagingMachine.TestCase):
+    settings = settings(max_examples=50, stateful_step_count=40)
+
+
+@pytest.mark.long
+class TestPagingAtLength(PagingMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -53,7 +54,11 @@ class ResidencyMachine(RuleBasedStateMachine):
             return
         residency, rest = self.weights.residency, self.weights.rest
         assert residency.plan is not None and rest is not None
-        assert self.device.budget.used == self.weights.nbytes == residency.plan.nbytes + rest.nbytes
+        assert (
+            self.device.budget.used
+            == self.weights.nbytes
+            == residency.plan.nbytes + rest.nbytes + self.weights.skeleton.derived_bytes
+        )
         residency.check_integrity()
 
     def teardown(self) -> None:
@@ -75,5 +80,10 @@ def folder() -> Path:
     return Path(_kept[0].name) / "m"
 
 
-TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=20, stateful_step_count=8)
+class TestResidency(ResidencyMachine.TestCase):
+    settings = settings(max_examples=8, stateful_step_count=8)
+
+
+@pytest.mark.long
+class TestResidencyAtLength(ResidencyMachine.TestCase):
+    settings = settings(max_examples=20, stateful_step_count=8)

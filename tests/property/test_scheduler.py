@@ -746,5 +746,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(self.lines.values()), f"these starve: {self.lines}"
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=50)
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(max_examples=50, stateful_step_count=50)
+
+
+@pytest.mark.long
+class TestSchedulerAtLength(SchedulerMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=50)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -376,5 +377,10 @@ class TiersMachine(SchedulerMachine):
         assert [kv.pool.used for kv in self.kv.values()] == [0, 0]
 
 
-TestSchedulerWithTiers = TiersMachine.TestCase
-TestSchedulerWithTiers.settings = settings(max_examples=100, stateful_step_count=50)
+class TestSchedulerWithTiers(TiersMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=50)
+
+
+@pytest.mark.long
+class TestSchedulerWithTiersAtLength(TiersMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50)

@@ -18,8 +18,9 @@ CASES = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.p
 
 
 @pytest.mark.timeout(300)
-def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *CASES]
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_under_the_interpreter(which: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", which, *CASES]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
 

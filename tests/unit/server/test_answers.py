@@ -5,52 +5,50 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
-from typing import Any
+import time
 
 import pytest
 
 from djinn_client import protocol
 from djinn_client.protocol import Failure, FrameDecoder, GetTokens, Hello, Ping, TokenIds
-from djinnd.config import Limits
+from djinnd.config import Limits, Quota
 from djinnd.server.client import Answer, Call, Client
+from djinnd.server.clients import Clients
+from djinnd.server.quotas import Rule, Tenant
 from tests.support.descriptors import open_descriptors
 
 
-class Desk:
-    """Answers each request with token ids that no message can say, and a descriptor; but a ping."""
+async def handle(call: Call, request: protocol.Request) -> Answer:
+    """Token ids that no message can say, and a descriptor; but a ping is answered."""
+    if isinstance(request, Ping):
+        return Answer(protocol.Done(id=call.id))
+    return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.open(os.devnull, os.O_RDONLY)])
 
-    limits = Limits()
-    unfinished = 0
 
-    def after(self, then: Callable[..., None], *args: Any) -> None:
-        then(*args)
+def clients() -> Clients:
+    def tenant_of(user: int) -> Tenant:
+        return Tenant(user, Rule("", Quota()), time.monotonic(), Limits)
 
-    def is_admin(self, user: int) -> bool:
-        return False
-
-    def begun(self) -> None: ...
-
-    def ended(self) -> None: ...
-
-    def gone(self, client: Client) -> None: ...
-
-    def signal(self, client: Client, signal: protocol.Signal) -> None: ...
-
-    async def handle(self, call: Call, request: protocol.Request) -> Answer:
-        if isinstance(request, Ping):
-            return Answer(protocol.Done(id=call.id))
-        return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.open(os.devnull, os.O_RDONLY)])
+    return Clients(
+        Limits(),
+        admins=(),
+        handle=handle,
+        signal=lambda client, signal: None,
+        on_gone=lambda client: None,
+        after=lambda then, *args: then(*args),
+        tenant_of=tenant_of,
+    )
 
 
 def test_an_answer_that_no_message_can_say_is_a_failure_and_the_next_request_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def act() -> list[protocol.ServerMessage]:
+        before = open_descriptors()
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.setblocking(False)
-            client = Client(ours, Desk())
+            client = Client(ours, clients())
             frames = [Hello(id=0, client="test"), GetTokens(id=1, session="s"), Ping(id=2)]
             theirs.send(b"".join(map(protocol.encode, frames)))
             decoder, found = FrameDecoder(1 << 20), list[protocol.ServerMessage]()
@@ -59,11 +57,12 @@ def test_an_answer_that_no_message_can_say_is_a_failure_and_the_next_request_is_
                     data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
                     found += [protocol.decode_reply(frame.payload) for frame in decoder.feed(memoryview(data))]
             client.close(at_once=True)
-            return found
+        async with asyncio.timeout(30):
+            while open_descriptors() > before:  # a thread closes them
+                await asyncio.sleep(0.01)
+        return found
 
-    before = open_descriptors()
     _, failure, done = asyncio.run(act())
     assert isinstance(failure, Failure) and (failure.id, failure.code) == (1, "error"), failure
     assert "its log has the details" in failure.message and "request_failed" in caplog.text
     assert done == protocol.Done(id=2)
-    assert open_descriptors() == before

@@ -85,7 +85,8 @@ def test_functions_that_cannot_be(allowed: Steered) -> None:
         (add(allowed, breakpoint=2), "has no breakpoint 2"),
         (add(allowed, breakpoint=-1), "has no breakpoint -1"),
         (add(allowed, python="cpython-27"), f"pickled by cpython-27, and the daemon runs {PYTHON}"),
-        (add(allowed, python="x" * 9999), "pickled by xxx"),
+        (add(allowed, python="x" * 4096), "pickled by xxx"),
+        (add(allowed, python="x" * 9999), "`str` of length <= 4096"),
         (add(allowed, code=bytes(MAX_CODE + 1)), "takes 15,728,641 bytes, and the limit is 15,728,640"),
     ):
         assert reply.code == "invalid_request" and words in reply.message and len(reply.message) < 500
@@ -109,9 +110,11 @@ def test_descriptors_that_are_no_window(allowed: Steered, tmp_path: Path) -> Non
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     window = new_window("hit", 64)
-    for fds in ((), (ours,), (file,), (loose,), (window, window)):
+    for fds in ((), (ours,), (file,), (loose,)):
         reply = run(allowed, *fds)
         assert reply.code == "invalid_request" and "the window that the hit came with" in reply.message
+    reply = run(allowed, window, window)
+    assert (reply.code, reply.message) == ("invalid_request", "2 descriptors came with a request that takes 1")
     for fd in (ours, theirs, file, loose, window):
         os.close(fd)
 

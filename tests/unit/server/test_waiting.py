@@ -72,8 +72,15 @@ MEANINGLESS = [
     {"kind": "SLEEP", "expected_s": 3.0},
     {"kind": "COMPUTE", "expected_s": 3.0},
     {"session": "0123456789abcdef", "kind": "IO_WAIT"},
-    {"session": "\x00'; --" * 1000, "kind": "IO_WAIT"},
+    {"session": "\x00'; --" * 500, "kind": "IO_WAIT"},
 ]
+
+
+def test_a_signal_that_cannot_be_read_ends_the_connection(daemon, wire):
+    """It has no id that a reply could name."""
+    reply = wire.ask(Signal(session="s" * 4097, kind="IO_WAIT"))
+    assert isinstance(reply, Failure) and reply.code == "protocol_error"
+    assert wire.reply() is None
 
 
 def test_a_signal_before_hello_ends_the_connection(daemon):
