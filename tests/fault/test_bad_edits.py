@@ -55,7 +55,7 @@ ONES = floats(*[1.0] * WIDTH)
 def target() -> Iterator[Daemon]:
     limits = {"edits_per_session": EDITS, "edits_per_position": EDITS, "edit_bytes_per_session": EDIT_BYTES}
     with DaemonStarter() as start:
-        daemon = start({"limits": limits})
+        daemon = start({"limits": limits | {"window_bytes_per_user": "4GiB"}})
         with daemon.client() as client:
             client.load(MODEL, kv_bytes=64 << 20)
         with Bystander(daemon.address), Tenant(daemon.address) as tenant:

@@ -40,7 +40,8 @@ RELAXED = settings(max_examples=150, suppress_health_check=[HealthCheck.function
 ids = st.integers(-(1 << 63), (1 << 64) - 1)
 small = st.integers(0, 3)
 sessions = st.sampled_from(["", "0123456789abcdef", "s" * 5000]) | st.text(max_size=5)
-signalled = st.sampled_from(["", "0123456789abcdef", "s" * 4096]) | st.text(max_size=5)  # a longer one ends a connection
+# A longer one ends the connection.
+signalled = st.sampled_from(["", "0123456789abcdef", "s" * 4096]) | st.text(max_size=5)
 tokens = st.lists(st.integers(0, 3000), max_size=5)
 
 requests = st.one_of(

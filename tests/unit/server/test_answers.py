@@ -19,10 +19,10 @@ from tests.support.descriptors import open_descriptors
 
 
 async def handle(call: Call, request: protocol.Request) -> Answer:
-    """Token ids that no message can say, and a descriptor; but a ping is answered."""
+    """Token ids that no message can say, and a window; but a ping is answered."""
     if isinstance(request, Ping):
         return Answer(protocol.Done(id=call.id))
-    return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.open(os.devnull, os.O_RDONLY)])
+    return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.memfd_create("window")])
 
 
 def clients() -> Clients:
@@ -58,7 +58,7 @@ def test_an_answer_that_no_message_can_say_is_a_failure_and_the_next_request_is_
                     found += [protocol.decode_reply(frame.payload) for frame in decoder.feed(memoryview(data))]
             client.close(at_once=True)
         async with asyncio.timeout(30):
-            while open_descriptors() > before:  # a thread closes them
+            while open_descriptors() > before:
                 await asyncio.sleep(0.01)
         return found
 
