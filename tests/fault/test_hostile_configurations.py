@@ -1,0 +1,92 @@
+"""Another user's config.json that promises more than the files beside it have, or asks for endless work.
+
+A bystander streams during every case; the attacker is told the field or the tensor, the engine lives on, and the daemon
+has in use at the end what it had before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import MODEL, DaemonStarter
+from tests.fault.test_hostile_models import kill_workers
+from tests.support.bystander import Bystander
+from tests.support.daemon import Daemon, holdings
+from tests.support.models import reduced_model
+from tests.support.other_user import as_user, only_root, open_to_all
+from tests.unit.model.test_far_check import llama_4
+
+ATTACKER = 23002
+Act = Callable[..., object]
+pytestmark = only_root
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        daemon = start(errors=["model_failed"])
+        open_to_all(daemon.folder, daemon.address)
+        with daemon.client() as client:
+            client.load(MODEL, kv_bytes=64 << 20)
+        with Bystander(daemon.address):
+            pass
+        before = holdings(daemon)
+        yield daemon
+        kill_workers(daemon)
+        assert holdings(daemon) == before
+
+
+@pytest.fixture
+def theirs(target: Daemon) -> Iterator[Path]:
+    folder = target.folder / "theirs"
+    yield folder
+    shutil.rmtree(folder)
+
+
+def refused(target: Daemon, folder: Path, act: Act, told: str) -> None:
+    """While somebody streams; the attacker's next call works."""
+    _hand_to_attacker(folder)
+    with Bystander(target.address), as_user(ATTACKER):
+        with pytest.raises(djinn.ModelRejected, match=told):
+            act(str(folder), address=target.address)
+        with djinn.Session(MODEL, address=target.address) as s:
+            assert s.generate("def f", max_tokens=2, ignore_eos=True).token_ids
+
+
+def _hand_to_attacker(folder: Path) -> None:
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, ATTACKER, ATTACKER)
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+@pytest.mark.parametrize(
+    ("act", "family", "changes", "told"),
+    [
+        (djinn.load, "gpt-j", {"n_positions": 30_000_000}, r"MiB of tables .*; at most 256\.0 MiB"),
+        (djinn.plan, "llama-2", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1e\+09; at most 65,536"),
+        (djinn.load, "llama-2", {"vocab_size": 1 << 30}, r"shape \[512, 64\] .* model wants \[1073741824, 64\]"),
+        (djinn.plan, "mixtral", {"intermediate_size": 1 << 24}, r"experts\S+ cannot be merged: .* the model wants"),
+    ],
+    ids=["tables", "blocks", "vocabulary", "experts"],
+)
+def test_a_configuration_that_promises_too_much(
+    target: Daemon, theirs: Path, act: Act, family: str, changes: dict[str, Any], told: str
+) -> None:
+    shutil.copytree(reduced_model(family), theirs)
+    path = theirs / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    refused(target, theirs, act, told)
+
+
+def test_a_temperature_that_would_give_wrong_tokens(target: Daemon, theirs: Path) -> None:
+    """Its files are as they should be, so that only the engine's check at load can tell."""
+    llama_4(theirs, floor_scale=100, attn_scale=0.3)
+    refused(target, theirs, djinn.load, "llama4_text fails the check at load, near position")
