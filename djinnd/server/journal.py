@@ -34,11 +34,12 @@ from djinn_client.errors import JournalUnavailable
 from djinn_client.protocol import Class
 from djinnd.core.edits import Edit
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
-from djinnd.server.edit_list import EditList
+from djinnd.server.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import JournalFile, KeptSession
+from djinnd.server.journal_space import COPIES
 from djinnd.server.stopping import leave_signals_to_the_loop
 
 log = logging.getLogger("djinnd.server")
@@ -46,6 +47,7 @@ log = logging.getLogger("djinnd.server")
 RETRY = 1.0  # seconds between attempts to write what could not be written
 SLOW_S = 0.02  # a commit that takes the loop longer
 CAUTIOUS_S = 10.0  # for so long after one, the thread writes
+SHORT_S = 5.0  # that the file is kept small, at least
 LOOK_EVERY_S = 0.05  # at the disk's free space, where little is to be written
 MUCH = 64 << 10  # bytes; more are never written without a look
 
@@ -80,6 +82,7 @@ class _Group:
     changes: list[Change] = field(default_factory=list)
     sessions: dict[str, Journalled] = field(default_factory=dict)  # whose tokens have changed
     held: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    nbytes: int = 0  # of the large changes
 
     @property
     def is_empty(self) -> bool:
@@ -102,6 +105,7 @@ class Journal:
         self._settled.set()
         self._fault = ""  # why the last commit failed
         self._free, self._looked_at = 1 << 62, -math.inf
+        self._short_until = -math.inf
 
     def open(self) -> Kept:
         """Raises StartError."""
@@ -152,20 +156,31 @@ class Journal:
             )
 
     def free(self, nbytes: int = 0) -> int:
-        """Bytes that the journal can still grow by, where so many are about to be written."""
+        """Bytes of room for copies (journal_space.py), where so many bytes are about to be written."""
         now = time.monotonic()
         if self._file is not None and (nbytes > MUCH or now - self._looked_at > LOOK_EVERY_S):
             self._free, self._looked_at = self._file.free_bytes, now
-        return self._free
+        gathered = self._gathering.nbytes + (self._writing.nbytes if self._writing is not None else 0)
+        return max(0, self._free - COPIES * gathered)
 
     def keep_small(self, free: int, reserve: int) -> None:
-        """While less than the reserve is free, until clearly more is, the file is kept small at the cost of time."""
+        """While less than the reserve is free, and for some time, the file is kept small at the cost of time."""
         file = self._file
-        if file is None or file.is_short == (is_short := free < reserve * (1.5 if file.is_short else 1.0)):
+        is_short = free < reserve or time.monotonic() < self._short_until
+        if file is None or file.is_short == is_short:
             return
         file.is_short = is_short
+        self._short_until = time.monotonic() + SHORT_S if is_short else -math.inf
         event = "journal_short path=%s free=%d" if is_short else "journal_has_room path=%s free=%d"
         log.warning(event, file.path, free)
+        if self._writing is None and file.wants_tidying:
+            self._tidy()
+
+    def freed(self, nbytes: int) -> None:
+        """So much of a session's is gone by what was just noted."""
+        if self._file is not None:
+            self._file.freed(nbytes)
+            self._looked_at = -math.inf
 
     def opened(self, session: Journalled) -> None:
         if self._file is None:
@@ -185,6 +200,8 @@ class Journal:
         self._note(Reclassified(session.id, session.priority))
 
     def edited(self, session: str, edit: Edit, names: Sequence[str]) -> None:
+        if self._thread is not None:
+            self._gathering.nbytes += nbytes_of(edit, names)
         self._note(Edited(session, edit, names))
 
     def edits_ended(self, session: str, numbers: Collection[int], at: int) -> None:
@@ -194,6 +211,8 @@ class Journal:
         self._note(EditsCut(session, length))
 
     def broken(self, session: str, breakpoint: Breakpoint) -> None:
+        if self._thread is not None:
+            self._gathering.nbytes += PART_BYTES * breakpoint.count
         self._note(Broken(session, breakpoint))
 
     def breakpoints_ended(self, session: str, numbers: Collection[int]) -> None:
@@ -278,11 +297,15 @@ class Journal:
         for act, arguments in held:
             act(*arguments)
         if self._file.wants_tidying:
-            self._settled.clear()
-            self._writing = _Group()
-            self._groups.put([])
+            self._tidy()
         elif not self._due:
             self._write_gathered()
+
+    def _tidy(self) -> None:
+        """By the thread. It has nothing in hand."""
+        self._settled.clear()
+        self._writing = _Group()
+        self._groups.put([])
 
     def _attempted(self, fault: str) -> None:
         if fault and not self._fault:
@@ -322,6 +345,8 @@ def _commit(file: JournalFile, changes: list[Change]) -> str:
         try:
             file.append(changes)
         except Exception as error:  # whatever it is: nobody may wait for this thread for ever
+            with suppress(sqlite3.Error):
+                file.empty_log()  # the next attempt may find room there
             return str(error)
     if file.wants_tidying:
         try:

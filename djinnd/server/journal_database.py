@@ -100,6 +100,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; no shared index file is needed then
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
+    db.execute("PRAGMA secure_delete = FAST")  # or closing large sessions writes zeros of their size to the log
     db.execute("PRAGMA wal_autocheckpoint = 0")  # JournalFile.tidy does it
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()

@@ -25,6 +25,7 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,8 +90,10 @@ class JournalFile:
         self._log_left = 0  # bytes that the last copying of the log has left there
         self.is_short = False  # the disk is nearly full: the log is kept short
         self._reusable = 0  # bytes of the file that hold nothing
+        self._freed = 0  # bytes of the file that will hold nothing when all is folded
         self._unfolded = Unfolded()
         self._unfolded_bytes = 0
+        self._fold_left = 0  # of what is to be folded, what the last fold that failed has left
         self._db, found = open_database(self.path)
         self._damaged_files = damaged_files(self.path.parent)
         try:
@@ -144,11 +147,21 @@ class JournalFile:
         self._unfolded.add(at, changes)
         self._unfolded_bytes += len(encoded)
 
+    def freed(self, nbytes: int) -> None:
+        """By a change that is appended, or about to be."""
+        self._freed += nbytes
+
     @property
     def free_bytes(self) -> int:
-        """That can still be written: on the disk, and in the file where something was removed."""
-        disk = os.statvfs(self.path.parent)
-        return disk.f_bavail * disk.f_frsize + self._reusable
+        """Room for the copies (journal_space.py) of what is still to come.
+
+        Two copies go to the log, which needs free disk. Two go to the file, which also has room where something was
+        removed; what the log holds already and what is not folded yet goes there before.
+        """
+        status = os.statvfs(self.path.parent)
+        disk = status.f_bavail * status.f_frsize
+        file = disk + self._reusable + self._freed - self._log_bytes - 2 * self._unfolded_bytes
+        return max(0, min(2 * (disk - self._unfolded_bytes), file))
 
     @property
     def wants_tidying(self) -> bool:
@@ -156,17 +169,31 @@ class JournalFile:
 
     def tidy(self) -> None:
         """Raises ValueError, see `fold`. What fails is tried again when as much has come."""
-        if self._is_full:
-            self.fold()
-        if self._is_long:
-            try:
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            finally:
-                self._log_left = self._log_bytes
+        if self.is_short and self._is_long:  # so that the fold finds room
+            with suppress(sqlite3.Error):
+                self.empty_log()
+        try:
+            if self._is_full:
+                self.fold()
+        finally:
+            if self._is_long:
+                self.empty_log()
+
+    def empty_log(self) -> None:
+        """Copies it into the file, and gives its room on the disk back."""
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self._log_left = self._log_bytes
 
     @property
     def _is_full(self) -> bool:
-        return self._unfolded_bytes >= (SHORT_FOLD_BYTES if self.is_short else FOLD_BYTES)
+        return self._to_fold >= self._fold_left + (SHORT_FOLD_BYTES if self.is_short else FOLD_BYTES)
+
+    @property
+    def _to_fold(self) -> int:
+        """While the disk is nearly full, what a fold would free counts too."""
+        return self._unfolded_bytes + (self._freed if self.is_short else 0)
 
     @property
     def _is_long(self) -> bool:
@@ -181,7 +208,7 @@ class JournalFile:
 
     def fold(self) -> None:
         """Raises ValueError where changes do not fit the sessions."""
-        self._unfolded_bytes = 0  # also where it fails: it is tried again when as much has come
+        self._fold_left, freed = self._to_fold, self._freed
         if not self._unfolded:
             return
         images: dict[str, KeptSession | None] = {}
@@ -216,6 +243,8 @@ class JournalFile:
                 self._db.execute("ROLLBACK")
             raise
         self._unfolded.clear()
+        self._fold_left = self._unfolded_bytes = 0
+        self._freed -= freed
         self._count_reusable()
 
     def _count_reusable(self) -> None:

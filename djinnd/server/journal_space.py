@@ -1,6 +1,7 @@
 """A disk that is nearly full: the users who have most of the journal are refused first, and everybody else goes on.
 
-The last `limits.journal_reserve` bytes of the disk are shared equally by all users who have something in the journal.
+Half of the last `limits.journal_reserve` bytes of the disk is shared equally by all users who have something in the
+journal. The other half is for the copies that the journal makes until its log is short again.
 Pure: no I/O, no clock.
 """
 
@@ -12,18 +13,23 @@ from djinn_client.errors import QuotaExceeded
 from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Tenant
 
+COPIES = 4  # of a change, at most, until the log is copied: in the log as a change and folded, and both in the file
+
 
 def expect_space(tenant: Tenant, nbytes: int, tenants: Iterable[Tenant], reserve: int, free: int) -> None:
-    """For so many bytes more of the tenant's, where less than the reserve is free. Raises QuotaExceeded."""
+    """For so many bytes more of the tenant's. `free`: see JournalFile.free_bytes. Raises QuotaExceeded."""
+    needed = COPIES * nbytes
+    if free - needed >= reserve:
+        return
     used = tenant.ledger.used(JOURNAL_BYTES)
     users = sum(each is tenant or each.ledger.used(JOURNAL_BYTES) > 0 for each in tenants)
-    share = reserve // max(users, 1)
-    if used + nbytes <= share:
+    share = reserve // 2 // max(users, 1)
+    if used + nbytes <= share and needed <= free // 2:
         return
     raise QuotaExceeded(
-        f"the journal's disk has {free:,} bytes left, less than limits.journal_reserve ({reserve:,}), and you have "
-        f"{used:,} bytes in the journal, more than an equal share of that ({share:,}): close sessions or end edits, or "
-        "have room made on that disk",
+        f"the journal's disk has room for {free:,} bytes, and writing this takes up to {needed:,}: that leaves less "
+        f"than limits.journal_reserve ({reserve:,}), of which your share is {share:,}, and you have {used:,} bytes in "
+        "the journal: close sessions or end edits, or have room made on that disk",
         quota="journal_reserve",
         limit=share,
         used=used,

@@ -112,6 +112,7 @@ class SessionRecord:
             self.tenant.ledger.add(JOURNAL_BYTES, grown)
         elif grown < 0:
             self.tenant.ledger.release(JOURNAL_BYTES, -grown)
+            self.journal.freed(-grown)
 
     @property
     def fixed(self) -> int:
@@ -274,8 +275,7 @@ class SessionTable:
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
         reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
         self._journal.keep_small(free, reserve)
-        if free - nbytes < reserve:
-            expect_space(tenant, nbytes, self._quotas, reserve, free)
+        expect_space(tenant, nbytes, self._quotas, reserve, free)
 
     def recomputed(self, user: int, tokens: int) -> None:
         """An engine has computed tokens of the user's sessions again."""
@@ -397,6 +397,7 @@ class SessionTable:
         if session.call is not None:
             session.call.cancel()
         session.tenant.ledger.release(JOURNAL_BYTES, session.charged)
+        self._journal.freed(session.charged)
         session.is_closed = True
         if not session.salt:
             self._journal.closed(session)

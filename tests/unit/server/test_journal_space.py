@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.errors import QuotaExceeded
-from djinnd.server.journal_space import expect_space
+from djinnd.server.journal_space import COPIES, expect_space
 from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Quotas, Tenant
 
@@ -30,14 +30,23 @@ def refused(those: list[Tenant], nbytes: int = 0) -> list[int]:
 
 def test_who_has_most_is_refused_and_others_go_on() -> None:
     assert refused(tenants(100_000, 0)) == [0]
-    assert refused(tenants(100_000, 900, 0)) == [0]
-    assert refused(tenants(100_000, 1600, 0)) == [0, 1]
-    assert refused(tenants(0, 0, 0), RESERVE) == []
-    assert refused(tenants(0), RESERVE + 1) == [0]
+    assert refused(tenants(100_000, 400, 0)) == [0]
+    assert refused(tenants(100_000, 800, 0)) == [0, 1]
+    assert refused(tenants(0), 250) == []
+    assert refused(tenants(0), 251) == [0], "half of what is free is for copies of others"
+    assert refused(tenants(1499), 1) == []
+    assert refused(tenants(1500), 1) == [0]
+
+
+def test_room_is_needed_for_every_copy() -> None:
+    (one,) = tenants(100_000)
+    expect_space(one, 1000, [one], RESERVE, RESERVE + COPIES * 1000)
+    with pytest.raises(QuotaExceeded):
+        expect_space(one, 1001, [one], RESERVE, RESERVE + COPIES * 1000)
 
 
 def test_it_is_told_with_the_figures() -> None:
     (one,) = tenants(5000)
-    with pytest.raises(QuotaExceeded, match=r"has 2,000 bytes left.*journal_reserve \(3,000\).*5,000 bytes") as caught:
+    with pytest.raises(QuotaExceeded, match=r"room for 2,000 bytes.*journal_reserve \(3,000\).*5,000 bytes") as caught:
         expect_space(one, 0, [one], RESERVE, 2000)
-    assert caught.value.data["limit"] == RESERVE and caught.value.data["used"] == 5000
+    assert caught.value.data["limit"] == RESERVE // 2 and caught.value.data["used"] == 5000
