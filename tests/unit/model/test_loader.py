@@ -206,7 +206,7 @@ FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_at
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        pytest.param(without_config, ModelNotFound, "nowhere: No such file", id="none"),
+        pytest.param(without_config, ModelNotFound, "there is no such folder", id="none"),
         pytest.param(config_of("{"), ModelRejected, r"config\.json is not readable JSON", id="config"),
         pytest.param(config_of('{"model_type": "x"}'), ModelRejected, r"config\.json: model_type is 'x'", id="family"),
         pytest.param(config_of("{}"), ModelRejected, r"config\.json", id="no family"),
