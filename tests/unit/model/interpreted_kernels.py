@@ -28,6 +28,7 @@ DECODE = ([1, 1, 1], [1, 300, 37])
 SPECULATED = ([4, 1, 8], [9, 200, 8])
 MIXED = ([1, 17, 1, 30], [40, 17, 131, 70])
 CROWD = ([1, 3, 0, 1, 1, 70, 1, 2, 1, 0, 0], [1, 3, 0, 300, 64, 200, 65, 130, 2, 0, 0])
+long = pytest.mark.long
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -50,7 +51,15 @@ def attention() -> TritonAttention:
         (BF16, 256, 4, 128),
     ],
 )
-@pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED, CROWD], ids=["decode", "speculated", "mixed", "crowd"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(DECODE, id="decode"),
+        pytest.param(SPECULATED, id="speculated"),
+        pytest.param(MIXED, id="mixed"),
+        pytest.param(CROWD, id="crowd", marks=long),
+    ],
+)
 def test_shapes(
     rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
 ) -> None:
@@ -63,7 +72,7 @@ def test_shapes(
     ids=["window", "softcap", "window, softcap, sinks"],
 )
 @pytest.mark.parametrize("kv_heads", [1, 8], ids=["split", "direct"])  # 8 x 3 rows fill the interpreter's one processor
-@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("rows", [pytest.param(DECODE, id="decode"), pytest.param(MIXED, id="mixed", marks=long)])
 def test_options(rows: tuple[list[int], list[int]], kv_heads: int, options: dict[str, Any]) -> None:
     scene = Scene(*rows, kv_heads=kv_heads, group=2)
     sinks = torch.randn(kv_heads * 2) if options.get("sinks") else None
@@ -75,7 +84,7 @@ def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
         check(attention(), Scene([150], [170], kv_heads=1), window=window)
 
 
-@pytest.mark.parametrize("splits", [2, 7])
+@pytest.mark.parametrize("splits", [2, pytest.param(7, marks=long)])
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 100, "softcap": 3.0, "sinks": True}], ids=str)
 def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) -> None:
     """Of some splits no query sees a key, of others only the last ones do."""
