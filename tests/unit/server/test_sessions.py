@@ -498,7 +498,7 @@ def test_while_the_disk_is_nearly_full_who_has_most_is_refused(table, monkeypatc
     large, small = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
     large.add_edit(edit_of(1, 1 << 20), ["blocks.0"])
     monkeypatch.setattr(Journal, "free", lambda journal, nbytes=0: 900_000)
-    with pytest.raises(QuotaExceeded, match=r"900,000 bytes left, less than limits\.journal_reserve"):
+    with pytest.raises(QuotaExceeded, match=r"room for 900,000 bytes.*limits\.journal_reserve \(1,048,576\)"):
         sessions.expect_journal(large.tenant, 0)
     sessions.expect_journal(small.tenant, 100_000)
     large.end_edits([1], 0)
