@@ -20,10 +20,11 @@ from pathlib import Path
 
 # Of 100 cases: cheap parsers of what comes over the network have most of them.
 SHARES = {
-    "frames": 40,
-    "requests": 40,
-    "replies": 12,
-    "arena_headers": 4.5,
+    "frames": 35,
+    "requests": 36,
+    "replies": 10,
+    "checkpoints": 12,
+    "arena_headers": 3.5,
     "saved_sessions": 3,
     "page_files": 0.4,
     "journals": 0.1,
