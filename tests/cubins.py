@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -78,18 +78,21 @@ def compile_apart(variant: Variant, target: GPUTarget) -> tuple[float, str]:
     return seconds, wrong or ("" if seconds <= LONGEST else f"it takes more than {LONGEST:g} s")
 
 
+def compile_kind(kind: Attention) -> list[tuple[Variant, float, str]]:
+    """Its kernels, one after another, with what `compile_apart` says of each."""
+    return [(variant, *compile_apart(variant, kind.target)) for variant in variants_of(kind)]
+
+
 def main() -> int:
-    kinds = [Attention(*kind[:3], *kind[3]) for kind in product((AMPERE, HOPPER), DTYPES, WIDTHS, HEADS)]
+    kinds = [Attention(*kind[:3], *kind[3]) for kind in product((HOPPER, AMPERE), DTYPES, WIDTHS, HEADS)]
     bad = 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         os.environ["TRITON_CACHE_DIR"] = folder
-        for kind in kinds:
-            variants = variants_of(kind)
-            done = list(pool.map(compile_apart, variants, [kind.target] * len(variants)))
-            seconds = max(seconds for seconds, _ in done)
+        for kind, done in zip(kinds, pool.map(compile_kind, kinds), strict=True):
+            seconds = max(seconds for _, seconds, _ in done)
             name = f"sm_{kind.target.arch} {kind.dtype} width {kind.head_dim}, heads {kind.heads}/{kind.kv_heads}"
-            print(f"{name}: {len(variants)} kernels, the longest {seconds:.1f} s", flush=True)
-            for variant, (_, wrong) in zip(variants, done, strict=True):
+            print(f"{name}: {len(done)} kernels, the longest {seconds:.1f} s", flush=True)
+            for variant, _, wrong in done:
                 if wrong:
                     bad += 1
                     print(f"    {variant}: {wrong}", flush=True)
