@@ -29,7 +29,7 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 MAX_CONFIG = 4 << 20  # bytes
 MAX_INDEX = 32 << 20  # bytes; DeepSeek-V3's has 9 MB
 MAX_TENSORS = 1 << 19  # of all files
-PIECE = 8 << 20  # bytes that are read, and hashed, at a time
+PIECE = 1 << 20  # bytes that are read, and then hashed while they are still in a cache, at a time
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})

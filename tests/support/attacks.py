@@ -65,6 +65,7 @@ def for_some_seconds(act: Callable[[], object]) -> None:
 def frames_without_end(address: str, folder: Path) -> None:
     socks = [connected(address) for _ in range(30)]
     for sock in socks:
+        sock.settimeout(0.3)  # where the daemon reads no more
         with suppress(OSError):
             sock.sendall(HEADER.pack(b"DJ", 1, 0, 16 << 20) + bytes((16 << 20) - 1))
     time.sleep(1)
