@@ -55,7 +55,7 @@ requests = st.one_of(
     st.builds(Forward, id=small, session=sessions, token_ids=tokens),
     st.builds(Truncate, id=small, session=sessions, length=ids),
     st.builds(GetTokens, id=small, session=sessions),
-    st.builds(Cancel, target=ids),
+    st.builds(Cancel, target=st.integers(-(1 << 63), (1 << 63) - 1)),  # one outside of it ends the connection
     st.builds(Signal, session=signalled, kind=st.text(max_size=9), expected_s=st.floats()),
     st.builds(PauseSession, id=small, session=sessions, tier=st.sampled_from(["device", "host", "disk"])),
     st.builds(ResumeSession, id=small, session=sessions),
