@@ -82,6 +82,8 @@ class Limits(Struct, frozen=True):
     engine_start: Seconds = 300  # from starting an engine to its first word
     engine_silence: Seconds = 30  # without a word, after which an engine is killed
     engine_wait: Seconds = 120  # that a call waits for an engine that is being started
+    engine_deaths_per_user: Count = 3  # over models that a user has brought, after which those are loaded no more
+    engine_deaths_window: Seconds = 600  # in which so many count, and for which they are loaded no more; 0: no limit
     kernel_compile: Seconds = 120  # that compiling one kernel may take; without it attention is slower
 
     def __post_init__(self) -> None:

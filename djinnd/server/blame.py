@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import IntEnum
+from typing import NamedTuple
 
 MOST_DEATHS = 2  # of engines for which one request may be blamed before it ends
 
@@ -19,6 +20,13 @@ class Standing(IntEnum):
     WAITS = 0  # held or paused: it has no row
     PROVEN = 1  # it has given a token
     UNPROVEN = 2  # it has given none yet
+
+
+class Suspect(NamedTuple):
+    """A request, or the load of a model, that may have killed an engine."""
+
+    model: str
+    user: int | None  # of the request; None: the model was being loaded
 
 
 def blamed_standing(standings: Collection[Standing], loads: bool) -> Standing | None:

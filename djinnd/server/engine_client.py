@@ -18,7 +18,7 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
-from djinnd.server.blame import Standing, blamed_standing
+from djinnd.server.blame import Standing, Suspect, blamed_standing
 from djinnd.server.closer import close_fds
 from djinnd.server.connection import Connection
 
@@ -58,6 +58,8 @@ class Run(Protocol):
     @property
     def standing(self) -> Standing: ...
     @property
+    def suspect(self) -> Suspect: ...
+    @property
     def is_urgent(self) -> bool:
         """Its tokens leave before those that others were given in the same step, and do not wait for their books."""
 
@@ -92,10 +94,10 @@ class Audience(Protocol):
 
 
 class EngineClient:
-    """`heard` counts the engine's frames; it stands still when the engine is silent. `on_lost` is called once, before
-    the requests fail, so that whoever asks for an engine then waits for the next one."""
+    """`heard` counts the engine's frames; it stands still when the engine is silent. `on_lost` is called once, with
+    what may have killed the engine, before the requests fail; a call that asks for one then waits for the next."""
 
-    def __init__(self, sock: socket.socket, listener: Audience, on_lost: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, listener: Audience, on_lost: Callable[[list[Suspect]], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.Ready] = loop.create_future()
         self.lost: asyncio.Future[DjinnError] = loop.create_future()
@@ -106,7 +108,7 @@ class EngineClient:
         self._on_lost = on_lost
         self._runs: dict[int, Run] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._loads = 0  # of these
+        self._loads: dict[int, str] = {}  # of these: the models that are being loaded
         self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
 
     def send(self, message: ToEngine, fds: Sequence[int] = ()) -> None:
@@ -144,8 +146,8 @@ class EngineClient:
         then. Raises its error, or EngineLost."""
         number = next(_numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        is_load = kind is messages.Load
-        self._loads += is_load
+        if kind is messages.Load:
+            self._loads[number] = fields["model"]
         try:
             self.send(kind(number, **fields), fds)
             await asyncio.wait([future, self.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +156,7 @@ class EngineClient:
             return future.result()
         finally:
             del self._calls[number]
-            self._loads -= is_load
+            self._loads.pop(number, None)
 
     @property
     def runs(self) -> int:
@@ -165,10 +167,11 @@ class EngineClient:
         if self.lost.done():
             return
         self.lost.set_result(error)
-        self._on_lost()
         runs, self._runs = self._runs, {}
-        worst = blamed_standing([run.standing for run in runs.values()], loads=self._loads > 0)
+        worst = blamed_standing([run.standing for run in runs.values()], loads=bool(self._loads))
         blamed = [run.standing is worst for run in runs.values()]
+        loads = [Suspect(model, None) for model in self._loads.values()]
+        self._on_lost(loads or [run.suspect for run in runs.values() if run.standing is worst])
         for run, is_blamed in zip(runs.values(), blamed, strict=True):
             run.lost(error, is_blamed)
         if not self.ready.done():

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from djinnd.config import Limits
+from djinnd.server.blame import Suspect
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.last_engine import ENGINE_FD
 from djinnd.server.nursery import Nursery
@@ -55,7 +56,7 @@ class EngineProcess:
         nursery: Nursery,
         limits: Limits,
         listener: Audience,
-        on_lost: Callable[[], None],
+        on_lost: Callable[[list[Suspect]], None],
     ) -> EngineProcess:
         """`command` is a `python -m`; appended are `--fd`, the number of its socket, and `--parent`, the pid of its
         parent: the nursery, or without one this process. Raises OSError."""

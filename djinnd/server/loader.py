@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, Retry
+from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, QuotaExceeded, Retry
 from djinn_client.model_files import ModelFiles
 from djinn_client.placing import ModelPlan, Placing
 from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
@@ -31,6 +31,7 @@ from djinnd.server.opened import duplicates
 from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.texts import Texts
+from djinnd.server.user_deaths import UserDeaths
 
 log = logging.getLogger("djinnd.server")
 
@@ -52,6 +53,7 @@ class Loader:
         folders: Folders,
         texts: Texts,
         inspector: Inspector,
+        user_deaths: UserDeaths,
         gone: Callable[[Model], None],
     ) -> None:
         self.keep_alive = KeepAlive(sessions, self.sleep)
@@ -66,6 +68,7 @@ class Loader:
         self._folders = folders
         self._texts = texts
         self._inspector = inspector
+        self._user_deaths = user_deaths
         self._gone = gone
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
@@ -124,6 +127,7 @@ class Loader:
         """Between the engine's word that it has the model and telling it of prefixes and sessions nothing is awaited:
         whoever finds the model ready finds its sessions open there."""
         try:
+            self._expect_load(model)
             files = await self._folders.files_of(model)
             text = await self._texts.open(model.opener, model.name, files, model.is_configured)
             await self._left_by_others()
@@ -146,10 +150,16 @@ class Loader:
             open_in(engine, session)
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
 
+    def _expect_load(self, model: Model) -> None:
+        """Raises QuotaExceeded where too many engines have died over models of the user that has brought it."""
+        if not model.is_configured and model.owner is not None:
+            self._user_deaths.expect_load(model.owner, time.monotonic())
+
     def _is_inspected(self, model: Model) -> bool:
         return self._inspector.is_there and not model.is_configured
 
     async def _check(self, model: Model, files: ModelFiles, engine: EngineClient) -> None:
+        self._expect_load(model)
         if self._is_inspected(model) and model.passed is not files:
             await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
             model.passed = files
@@ -170,16 +180,16 @@ class Loader:
             await asyncio.wait(leaving)
 
     async def _load_failed(self, model: Model, error: Exception, wakes: bool) -> None:
-        """One that was asleep, and only lacks memory or an engine, sleeps on."""
+        """One that was asleep, and only lacks memory, an engine or its user's right, sleeps on."""
         message = error.message if isinstance(error, DjinnError) else repr(error)
         log.error("model_failed model=%s error=%s", model.name, message)
-        sleeps_on = wakes and isinstance(error, OutOfMemory | EngineLost)
+        sleeps_on = wakes and isinstance(error, OutOfMemory | EngineLost | QuotaExceeded)
         is_set_aside = model.load_deaths >= MOST_DEATHS
         model.state = "asleep" if sleeps_on else "set aside" if is_set_aside else "failed"
         model.error, model.failed_at = message, time.monotonic()
         keep = sleeps_on or isinstance(error, EngineLost)
         await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
-        if not isinstance(error, OutOfMemory | Retry):
+        if not isinstance(error, OutOfMemory | QuotaExceeded | Retry):
             self._folders.close(model)  # they may be what is wrong
         if sleeps_on:
             self._arena.rest(model.name)

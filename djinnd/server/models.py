@@ -27,7 +27,7 @@ from djinnd import config
 from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, Recomputed, TenantLimits, ToEngine
 from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
-from djinnd.server.blame import MOST_DEATHS
+from djinnd.server.blame import MOST_DEATHS, Suspect
 from djinnd.server.checkpoints import known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
@@ -44,6 +44,7 @@ from djinnd.server.prefixes import PrefixTable
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.share import Share
 from djinnd.server.texts import Texts
+from djinnd.server.user_deaths import UserDeaths
 
 log = logging.getLogger("djinnd.server")
 
@@ -83,6 +84,8 @@ class Models:
         self._folders = Folders(
             self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
         )
+        self._is_admin = is_admin
+        self._user_deaths = UserDeaths(limits)
         self._loader = Loader(
             self,
             sessions,
@@ -95,6 +98,7 @@ class Models:
             self._folders,
             texts,
             inspector,
+            self._user_deaths,
             self._forget_unless_used,
         )
         self._closing = False
@@ -105,6 +109,7 @@ class Models:
     def follow(self, limits: config.Limits) -> None:
         """From now on."""
         self._folders.follow(limits)
+        self._user_deaths.limits = limits
 
     def find(self, name: str) -> Model:
         """Raises ModelNotFound. A hub id becomes a known model when somebody loads it."""
@@ -342,8 +347,12 @@ class Models:
 
     # --- what engines say: see supervisor.Owner ---------------------------------------------------------------------
 
-    def engine_lost(self) -> None:
+    def engine_lost(self, suspects: Collection[Suspect]) -> bool:
         """What was ready is loaded again as soon as there is an engine; its sessions follow."""
+        user = self._blamed_user(suspects)
+        if user is not None:
+            self._user_deaths.count(user, time.monotonic())
+            log.error("user_killed_engine user=%d models=%s", user, sorted({each.model for each in suspects}))
         for model in self:
             if model.engine is not None:
                 for session in self._sessions.of_model(model.name):
@@ -351,6 +360,18 @@ class Models:
                 model.engine = None
                 if not self._closing:
                     self._load(model)
+        return user is not None
+
+    def _blamed_user(self, suspects: Collection[Suspect]) -> int | None:
+        """The user that the death counts for. None: configured models alone are to blame, or several users, or an
+        administrator."""
+        models = [self._models.get(each.model) for each in suspects]
+        if all(model is None or model.is_configured for model in models):
+            return None
+        loaders = [None if model is None or model.is_configured else model.owner for model in models]
+        users = {loader if each.user is None else each.user for each, loader in zip(suspects, loaders, strict=True)}
+        user = users.pop()
+        return None if users or user is None or self._is_admin(user) else user
 
     def described(self, infos: Iterable[ModelInfo]) -> None:
         """The engine has moved blocks of its models."""

@@ -32,7 +32,7 @@ from djinn_client.protocol import (
 )
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
-from djinnd.server.blame import Standing
+from djinnd.server.blame import Standing, Suspect
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
@@ -118,6 +118,10 @@ class SessionRun:
         if self._held or self._session.is_paused:
             return Standing.WAITS
         return Standing.PROVEN if self._is_proven else Standing.UNPROVEN
+
+    @property
+    def suspect(self) -> Suspect:
+        return Suspect(self._session.model, self._session.user)
 
     @property
     def is_urgent(self) -> bool:

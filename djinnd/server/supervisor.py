@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from djinn_client.errors import DjinnError, EngineLost, ShuttingDown
 from djinn_client.protocol import ModelInfo
 from djinnd.config import Limits, Scheduling
 from djinnd.messages import BudgetSet, Ready, SetBudget, SetPolicy, Shutdown
+from djinnd.server.blame import Suspect
 from djinnd.server.engine_client import Audience, EngineClient
 from djinnd.server.engine_process import Death, EngineProcess
 from djinnd.server.last_engine import LastEngine
@@ -32,6 +33,7 @@ log = logging.getLogger("djinnd.server")
 EngineState = Literal["starting", "ready", "lost", "failed"]
 
 _SHORTEST, _LONGEST = 0.25, 120.0  # seconds: the second delay, which doubles with each death, and the longest one
+_LONGEST_FOR_A_USER = 2.0  # seconds, where one user's models are to blame: soon they are loaded no more
 _QUIET = 60.0  # seconds without a death, after which the delays begin anew
 
 
@@ -42,12 +44,14 @@ class BackOff:
         self._delay = 0.0
         self._quiet_from = -math.inf  # a death after this finds a quiet engine
 
-    def died(self, at: float) -> float:
-        """Seconds until the next start: 0 at first, then twice as long from death to death."""
+    def died(self, at: float, over_a_user: bool = False) -> float:
+        """Seconds until the next start: 0 at first, then twice as long from death to death. `over_a_user`: see
+        Owner.engine_lost."""
         if at >= self._quiet_from:
             self._delay = 0.0
         else:
-            self._delay = min(max(2 * self._delay, _SHORTEST), _LONGEST)
+            longest = _LONGEST_FOR_A_USER if over_a_user else _LONGEST
+            self._delay = min(max(2 * self._delay, _SHORTEST), longest)
         self._quiet_from = at + self._delay + _QUIET
         return self._delay
 
@@ -55,8 +59,9 @@ class BackOff:
 class Owner(Audience, Protocol):
     """Who has models on the engine."""
 
-    def engine_lost(self) -> None:
-        """Before the calls under way fail; whoever asks for an engine from now on waits for the next one."""
+    def engine_lost(self, suspects: Collection[Suspect]) -> bool:
+        """Before the calls under way fail; whoever asks for an engine from now on waits for the next one. Returns
+        whether models that one user has brought are to blame: such deaths are counted, and end by themselves."""
 
     def described(self, infos: Iterable[ModelInfo]) -> None:
         """What the engine now says of its models, without having been asked about them."""
@@ -91,6 +96,7 @@ class Supervisor:
         self._last = last
         self.failure = ""  # why no engine will ever come
         self._last_death = ""  # of the engine before
+        self._died_over_a_user = False  # the last engine: see Owner.engine_lost
         self._next_start = 0.0  # when the next engine is started, on the loop's clock; while the state is "lost"
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
@@ -222,7 +228,7 @@ class Supervisor:
             death = await self._live()
             if death.is_final and self.restarts == 0:
                 break
-            delay = back_off.died(clock())
+            delay = back_off.died(clock(), self._died_over_a_user)
             self.state, self._last_death, self._next_start = "lost", death.reason, clock() + delay
             log.info("engine_restarts in_s=%g", delay)
             await asyncio.sleep(delay)
@@ -235,6 +241,7 @@ class Supervisor:
 
     async def _live(self) -> Death:
         """Starts an engine and stays with it until it is gone."""
+        self._died_over_a_user = False
         try:
             command = [*self._command, "--memory", str(self._memory)]
             process = await EngineProcess.start(
@@ -260,10 +267,10 @@ class Supervisor:
             self._tell_scheduling()
             self._settled.set()
 
-    def _lost(self) -> None:
+    def _lost(self, suspects: list[Suspect]) -> None:
         self.state = "lost"
         self._settled.clear()
-        self._owner.engine_lost()
+        self._died_over_a_user = self._owner.engine_lost(suspects)
 
 
 def _ended(supervision: asyncio.Task[None]) -> None:

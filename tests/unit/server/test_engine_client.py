@@ -10,7 +10,7 @@ from djinn_client.errors import EngineLost, OutOfMemory
 from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd import messages
 from djinnd.messages import decode_to_engine
-from djinnd.server.blame import Standing
+from djinnd.server.blame import Standing, Suspect
 from djinnd.server.engine_client import EngineClient
 from tests.support.descriptors import open_descriptors
 
@@ -22,6 +22,7 @@ class Heard:
         self.told = []
         self.is_urgent = is_urgent
         self.standing = Standing.UNPROVEN
+        self.suspect = Suspect("m", 7)
 
     def __getattr__(self, name):
         return lambda *values: self.told.append((name, *values))
@@ -31,7 +32,7 @@ class Scene:
     def __init__(self):
         ours, self.theirs = socket.socketpair()
         self.owner, self.losses = Heard(), []
-        self.client = EngineClient(ours, self.owner, lambda: self.losses.append(True))
+        self.client = EngineClient(ours, self.owner, self.losses.append)
         self._decoder = FrameDecoder(1 << 28)
 
     def say(self, *said, fds=()):
@@ -229,9 +230,24 @@ def test_when_the_engine_is_lost_everything_fails_once(play, end):
         assert (name, type(error), blamed) == ("lost", EngineLost, True)
         assert scene.client.ready.cancelled()
         scene.client.lose(EngineLost("again"))
-        assert (len(run.told), scene.losses) == (1, [True])
+        assert (len(run.told), scene.losses) == (1, [[Suspect("m", 7)]])
         with pytest.raises(EngineLost):
             await scene.client.call(messages.Inquire)
+
+    play(act)
+
+
+def test_beside_a_load_no_request_is_a_suspect(play):
+    async def act(scene):
+        run = Heard()
+        scene.run(run)
+        load = asyncio.create_task(scene.client.call(messages.Load, model="new", path="p", dtype="auto", max_context=0))
+        await asyncio.sleep(0)
+        scene.theirs.close()
+        with pytest.raises(EngineLost):
+            await load
+        assert scene.losses == [[Suspect("new", None)]]
+        assert [blamed for _, _, blamed in run.told] == [False]
 
     play(act)
 

@@ -27,6 +27,15 @@ def test_the_first_restart_is_at_once_and_delays_double_up_to_minutes():
     assert delays[-1] == 120.0, "and no longer, however often it dies"
 
 
+def test_deaths_over_one_users_models_never_make_others_wait_for_long():
+    back_off, at = BackOff(), 0.0
+    for _ in range(14):
+        delay = back_off.died(at, over_a_user=True)
+        assert delay <= 2.0
+        at += delay
+    assert back_off.died(at) == 4.0, "one that nobody is to blame for goes on from there"
+
+
 @pytest.mark.parametrize(("life", "delay"), [(59.0, 1.0), (61.0, 0.0)])
 def test_an_engine_that_has_lived_for_long_begins_the_delays_anew(life, delay):
     back_off, at = BackOff(), 1000.0
