@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 import pwd
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
 from djinn_client.host_memory import available
-from djinn_client.scheduling import CLASSES, Class, QuotaUse
+from djinn_client.scheduling import CLASSES, Class, QuotaUse, ResourceUse
 from djinnd.config import Limits, Quota
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.bucket import Bucket
@@ -115,9 +115,11 @@ class Tenant:
         if self._bucket is not None:
             self._bucket.take(tokens, at)
 
-    def use(self, sessions: int, most_sessions: int, held: TenantUse | None, at: float) -> QuotaUse:
-        """What the tenant has: so many sessions, of which nobody may have more than that, and pages as the engine says
-        (None: it has said nothing)."""
+    def use(
+        self, sessions: int, most_sessions: int, held: TenantUse | None, others: Sequence[ResourceUse], at: float
+    ) -> QuotaUse:
+        """What the tenant has: so many sessions, of which nobody may have more than that, pages as the engine says
+        (None: it has said nothing), and other resources, beside those of its ledger."""
         quota = self.quota
         return QuotaUse(
             user=self.user,
@@ -134,7 +136,7 @@ class Tenant:
             disk_kv_limit=quota.disk_kv,
             tokens_per_s=self._use.per_second(at),
             tokens_per_s_limit=quota.tokens_per_s,
-            resources=self.ledger.uses(),
+            resources=[*self.ledger.uses(), *others],
         )
 
     def _limit_of(self, resource: Resource) -> Limit:

@@ -146,6 +146,7 @@ class Server:
             self._clients,
             self._arena,
             self._sharing,
+            self._texts,
             self.address,
         )
         self._handlers = Handlers(

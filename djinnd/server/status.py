@@ -24,6 +24,7 @@ from djinnd.server.quotas import Quotas
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.supervisor import Supervisor
+from djinnd.server.texts import Texts
 
 _NOTHING_ON_DEVICE = {
     "blocks_plain": 0,
@@ -50,6 +51,7 @@ class Status:
         clients: Clients,
         arena: Arena,
         sharing: Sharing,
+        texts: Texts,
         address: str,
     ) -> None:
         self.is_draining = False
@@ -58,6 +60,7 @@ class Status:
         self._models = models
         self._supervisor = supervisor
         self._clients = clients
+        self._texts = texts
         self._arena = arena
         self._sharing = sharing
         self._address = address
@@ -150,7 +153,10 @@ class Status:
         report, now = await self.report(), time.monotonic()
         held = {use.tenant: use for use in report.tenants} if report else {}
         sessions, most = self._sessions, self._sessions.limits.sessions_per_user
-        return [self._quotas.tenant(user, now).use(sessions.count(user), most, held.get(user), now) for user in users]
+        return [
+            self._quotas.tenant(user, now).use(sessions.count(user), most, held.get(user), [self._texts.use(user)], now)
+            for user in users
+        ]
 
     # --- models and devices -----------------------------------------------------------------------------------------
 

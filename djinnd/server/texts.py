@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from djinn_client.errors import DjinnError, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
+from djinn_client.scheduling import ResourceUse
 from djinnd.config import Limits
 from djinnd.server.bucket import Bucket
 from djinnd.server.confined_process import sparse_environ
@@ -157,6 +158,12 @@ class Texts:
     def charge(self, user: int, seconds: float) -> None:
         """CPU time that other confined work of the user has used."""
         self._use(user).charge(seconds)
+
+    def use(self, user: int) -> ResourceUse:
+        """What the user has used, in whole seconds, of the CPU time that a minute allows."""
+        rate = self.limits.text_seconds_per_minute
+        level = self._used[user].bucket.level(time.monotonic()) if user in self._used else rate
+        return ResourceUse("text_seconds_per_minute", math.ceil(rate - level), math.ceil(rate))
 
     def seconds_used(self, user: int) -> float:
         """CPU time of the user's text workers and inspections since the daemon started."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from djinn_client.protocol import (
     Progress,
 )
 from tests.conftest import MODEL, DaemonStarter
+from tests.support.checkpoint_files import tiny_with
 from tests.support.daemon import Daemon, is_alive
 from tests.support.models import reduced_model
 from tests.support.served import Wire
@@ -49,13 +51,13 @@ def greedy(daemon: Daemon, prompt: str, tokens: int) -> list[int]:
         return s.generate(prompt, max_tokens=tokens, ignore_eos=True).token_ids
 
 
-def killed_in_mid_stream(daemon: Daemon, calls: Sequence[dict[str, Any]]) -> list[djinn.Generated]:
+def killed_in_mid_stream(daemon: Daemon, calls: Sequence[dict[str, Any]], model: str = MODEL) -> list[djinn.Generated]:
     """The results of these calls of `stream`, each on a session of its own. The engine is killed when all
     have begun."""
 
     async def one(options: dict[str, Any], began: asyncio.Barrier) -> djinn.Generated:
         options = {"ignore_eos": True} | options
-        async with djinn.AsyncSession(MODEL, address=daemon.address) as s:
+        async with djinn.AsyncSession(model, address=daemon.address) as s:
             stream = s.stream(options.pop("prompt"), **options)
             pieces = [await anext(stream)]
             await began.wait()
@@ -102,6 +104,21 @@ def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> 
         status = client.status(check=True)
     assert (status.devices[0].restarts, status.integrity) == (1, [])
     assert len(fragile.shared_memory()) <= 2  # the next engine took over weights and pages
+
+
+def test_streams_that_a_text_worker_reads_go_on_too(fragile: Daemon, tmp_path: Path) -> None:
+    """With the text of the configured model, which has the same files."""
+    folder = tiny_with(tmp_path / "theirs", lambda config: None)
+    calls = [
+        {"prompt": PROMPTS[0], "max_tokens": LONG},
+        {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7, "logprobs": 1},
+        {"prompt": PROMPTS[2], "max_tokens": LONG, "stop": ["no text has this"]},
+    ]
+    found = killed_in_mid_stream(fragile, calls, str(folder))
+    for result, options in zip(found, calls, strict=True):
+        whole = undisturbed(fragile, options)
+        assert (result.text, result.token_ids) == (whole.text, whole.token_ids)
+        assert result.finish_reason == whole.finish_reason
 
 
 def test_a_stop_string_lies_across_the_death(fragile: Daemon) -> None:

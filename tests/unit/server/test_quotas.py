@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinn_client.errors import QuotaExceeded
+from djinn_client.scheduling import ResourceUse
 from djinnd.config import Quota
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.quotas import Quotas, groups_of
@@ -149,14 +150,15 @@ def test_who_comes_when_told_is_let_in(rate, tokens):
 def test_use():
     limited = tenant(sessions=9, tokens_per_s=5, host_kv=100)
     limited.charge(20, 0.0)
-    use = limited.use(2, 1024, TenantUse(1, 10, 20, 30), 2.0)
+    use = limited.use(2, 1024, TenantUse(1, 10, 20, 30), [ResourceUse("other", 1, 2)], 2.0)
     assert (use.user, use.rule, use.weight, use.highest_class) == (1, "rule", 1.0, "interactive")
     assert (use.sessions, use.sessions_limit) == (2, 9)
     assert (use.device_kv, use.device_kv_limit, use.host_kv, use.host_kv_limit) == (10, None, 20, 100)
     assert (use.disk_kv, use.disk_kv_limit) == (30, None)
+    assert use.resources[-1] == ResourceUse("other", 1, 2)
     assert use.tokens_per_s == pytest.approx(10 * 0.9, rel=0.05) and use.tokens_per_s_limit == 5
-    assert limited.use(0, 4, None, 0.0).sessions_limit == 4, "nobody may have more"
-    assert tenant().use(0, 4, None, 0.0).sessions_limit == 4
+    assert limited.use(0, 4, None, [], 0.0).sessions_limit == 4, "nobody may have more"
+    assert tenant().use(0, 4, None, [], 0.0).sessions_limit == 4
 
 
 @pytest.mark.parametrize("name", ["host_kv", "disk_kv"])

@@ -62,6 +62,7 @@ def test_wherever_a_text_is_tokenised_the_tokens_are_the_same(length: int) -> No
         room = length  # a token for each character is more than there are
         assert await prompt(texts, trusted, words, room) == await prompt(texts, foreign, words, room)
         assert texts.seconds_used(ME) > 0
+        assert texts.use(ME).used > 0 == texts.use(ME + 1).used
 
     played(play)
 
