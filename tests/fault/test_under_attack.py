@@ -35,7 +35,8 @@ def attack(daemon: Daemon, number: int, act: Attack) -> str:
 
 
 @only_root
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_victim_gets_all_its_tokens_whatever_others_try(start_daemon):
     daemon = start_daemon({"memory": "4GiB"}, errors=["model_failed"])
     open_to_all(daemon.folder, daemon.address)
