@@ -65,6 +65,8 @@ class Limits(Struct, frozen=True):
     window_bytes_per_user: AutoSize = None  # of activations, logits and KV that a user's clients keep
     descriptors_per_user: Count = 1024  # that a user's clients have sent and that are not closed yet
     model_files_per_user: Count = 1024  # that are kept open, of models that the user has brought
+    models_per_user: Count = 16  # that are loaded, or asleep, of those that the user has brought
+    arena_bytes_per_user: AutoSize = None  # of shared memory for their weights and host pages; None: half of /dev/shm
     journal_bytes_per_user: Size = 256 << 20  # of sessions' tokens and edits
     journal_reserve: Size = 32 << 20  # of the journal's disk: when less is free, large users are refused
     text_seconds: Seconds = 10  # of CPU time, for one job of a text worker
@@ -168,6 +170,8 @@ class Quota(Struct, frozen=True):
     requests: LimitCount = None
     journal_bytes: LimitSize = None
     model_files: LimitCount = None
+    models: LimitCount = None
+    arena_bytes: LimitSize = None
 
 
 class Functions(Struct, frozen=True):

@@ -27,7 +27,7 @@ import posix_ipc
 import torch
 from torch import Tensor
 
-from djinn_client.errors import DjinnError, OutOfMemory
+from djinn_client.errors import DjinnError, OutOfMemory, from_code
 from djinn_client.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.channel import Channel, ServerGone
@@ -282,7 +282,7 @@ class LoadQueue:
         if answer is None:
             raise _Closing
         if isinstance(answer, ArenaRefused):
-            raise OutOfMemory(answer.message, **answer.data)
+            raise from_code(answer.code, answer.message, answer.data)
         return answer
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ class ArenaRefused(msgspec.Struct, tag="arena_refused"):
     request: int
     message: str
     data: dict[str, Any] = {}
+    code: str = "out_of_memory"  # of djinn_client.errors
 
 
 # --- engine to server -----------------------------------------------------------------------------------------------

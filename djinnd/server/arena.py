@@ -45,6 +45,10 @@ class _Object:
     fd: int  # holds the lock
     header: Header
 
+    @property
+    def nbytes(self) -> int:
+        return HEADER_BYTES + self.header.payload
+
     def write_header(self, header: Header) -> None:
         self.header = header
         os.pwrite(self.fd, self.header.pack(), 0)
@@ -99,6 +103,13 @@ class Arena:
         there.write_header(there.header._replace(state=state, generation=there.header.generation + 1))
         return Grant(there.name, HEADER_BYTES, there.header.is_whole, there.header.identity)
 
+    def bytes_to_grant(self, model: str, nbytes: int, fingerprint: str, holds: Holding, *, any_size: bool) -> int:
+        """Of shared memory that the object will have which `grant` hands out."""
+        there = self._objects.get((model, holds))
+        if there is not None and _fits(there.header, fingerprint, None if any_size else nbytes):
+            return there.nbytes
+        return HEADER_BYTES + nbytes
+
     def is_complete(self, model: str) -> bool:
         """Whether there is something of the model, and all of it is complete."""
         there = self._objects_of(model)
@@ -149,7 +160,12 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(HEADER_BYTES + there.header.payload for there in list(self._objects.values()))
+        return sum(there.nbytes for there in list(self._objects.values()))
+
+    def nbytes_of(self, model: str, holds: Holding) -> int:
+        """0 where there is no such object."""
+        there = self._objects.get((model, holds))
+        return 0 if there is None else there.nbytes
 
     @property
     def models(self) -> set[str]:

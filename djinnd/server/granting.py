@@ -10,16 +10,16 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from djinn_client.errors import OutOfMemory
+from djinn_client.errors import OutOfMemory, QuotaExceeded
 from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Holding, HostReleased, NeedArena
-from djinnd.server.arena import Arena
+from djinnd.server.arena import Arena, Grant
+from djinnd.server.arena_charges import ArenaCharges
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.ledger import Ledger
 from djinnd.server.model import Model
 from djinnd.server.share import Share
-
-T = TypeVar("T")
 
 
 class Granting:
@@ -27,6 +27,7 @@ class Granting:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._charges = ArenaCharges(arena)
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()  # that engines have asked for
 
@@ -41,7 +42,8 @@ class Granting:
         else:
             # Pages that are there are of use however many they are, unless somebody has said how many there shall be.
             any_size = message.holds == "pages" and model is not None and model.kv.host is None
-            self._begin(self._grant(engine, message, any_size))
+            payer = None if model is None else model.payer
+            self._begin(self._grant(engine, message, any_size, payer))
 
     def filled(self, message: ArenaFilled) -> None:
         self._arena.complete(message.model, message.identity)
@@ -55,35 +57,53 @@ class Granting:
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
 
-    async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool) -> None:
-        grant = partial(self._arena.grant, holds=message.holds, any_size=any_size)
+    async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool, payer: Ledger | None) -> None:
         try:
-            granted = await self._in_turn(grant, message.model, message.nbytes, message.fingerprint)
-        except OutOfMemory as error:
-            engine.send(ArenaRefused(message.request, error.message, error.data))
+            granted = await self._charged_grant(message, any_size, payer)
+        except (OutOfMemory, QuotaExceeded) as error:
+            engine.send(ArenaRefused(message.request, error.message, error.data, error.code))
         except OSError as error:
             engine.send(ArenaRefused(message.request, f"no shared memory for {message.model}: {error}"))
         else:
             name, offset, complete, identity = granted
             engine.send(ArenaReady(message.request, name, offset, complete, identity=identity))
 
+    async def _charged_grant(self, message: NeedArena, any_size: bool, payer: Ledger | None) -> Grant:
+        """Raises QuotaExceeded, OutOfMemory, OSError."""
+        model, holds = message.model, message.holds
+        wanted = (model, message.nbytes, message.fingerprint, holds)
+        async with self._lock:
+            self._charges.reserve((model, holds), payer, self._arena.bytes_to_grant(*wanted, any_size=any_size))
+            try:
+                return await asyncio.to_thread(partial(self._arena.grant, *wanted, any_size=any_size))
+            finally:
+                self._charges.settle(model)
+
     # --- what the server wants --------------------------------------------------------------------------------------
+
+    def adopted(self, model: str, payer: Ledger) -> None:
+        """At start: what an earlier daemon has left of this model is charged."""
+        self._charges.adopt(model, payer)
 
     async def remove(self, model: str, holds: Holding | None = None) -> None:
         """See Arena.remove."""
-        await self._in_turn(self._arena.remove, model, holds)
+        await self._remove(model, partial(self._arena.remove, model, holds))
 
     async def remove_incomplete(self, model: str) -> None:
-        await self._in_turn(self._arena.remove_incomplete, model)
+        await self._remove(model, partial(self._arena.remove_incomplete, model))
+
+    async def _remove(self, model: str, act: Callable[[], None]) -> None:
+        async with self._lock:
+            try:
+                await asyncio.to_thread(act)
+            finally:
+                self._charges.settle(model)
 
     async def close(self, keep_blocks: bool) -> None:
         """When no engine is there. Returns when the arena is empty, or left to the next daemon."""
         await asyncio.gather(*self._changes, return_exceptions=True)
-        await self._in_turn(self._arena.leave if keep_blocks else self._arena.close)
-
-    async def _in_turn(self, act: Callable[..., T], *arguments: Any) -> T:
         async with self._lock:
-            return await asyncio.to_thread(act, *arguments)
+            await asyncio.to_thread(self._arena.leave if keep_blocks else self._arena.close)
 
 
 def _grant_window(engine: EngineClient, message: NeedArena, share: Share) -> None:

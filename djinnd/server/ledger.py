@@ -32,7 +32,22 @@ WINDOW_BYTES = Resource(
 )
 JOURNAL_BYTES = Resource("journal_bytes", "bytes in the journal", "close sessions, or end edits")
 MODEL_FILES = Resource("model_files", "open files of models", "unload some of your models")
-RESOURCES = (CONNECTION_BYTES, DESCRIPTORS, REQUESTS, WINDOW_BYTES, JOURNAL_BYTES, MODEL_FILES)
+MODELS = Resource("models", "loaded models", "unload one of your models")
+ARENA_BYTES = Resource(
+    "arena_bytes",
+    "bytes of shared memory in your models",
+    "unload one of your models, or load this one with less host_kv",
+)
+RESOURCES = (
+    CONNECTION_BYTES,
+    DESCRIPTORS,
+    REQUESTS,
+    WINDOW_BYTES,
+    JOURNAL_BYTES,
+    MODEL_FILES,
+    MODELS,
+    ARENA_BYTES,
+)
 
 
 class Limit(NamedTuple):

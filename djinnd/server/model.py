@@ -55,6 +55,7 @@ class Model:
     passed: ModelFiles | None = None  # those that an inspection has let pass
     marks: Marks | None = None  # of these, or of those that it had in an earlier daemon
     ledger: Ledger | None = None  # that is charged for them
+    payer: Ledger | None = None  # the ledger that is charged for the model and its shared memory, from its load on
     owner: int | None = None  # the user that has brought it, and may decide about it; None: administrators alone
     users: set[int] | None = None  # that have proven that they may read its files; None: it is everybody's
     share: Share | None = None  # where its weights are, of a model that a client shares

@@ -36,6 +36,7 @@ from djinnd.server.granting import Granting
 from djinnd.server.inspection import Inspector
 from djinnd.server.keep_alive import idle_seconds
 from djinnd.server.kv_sizes import AS_CONFIGURED, KvSizes
+from djinnd.server.ledger import MODELS, Ledger
 from djinnd.server.loader import Loader
 from djinnd.server.model import Model as Model
 from djinnd.server.model import OnLoading as OnLoading
@@ -68,6 +69,7 @@ class Models:
         hub: bool,
         state_dir: str,
         is_admin: Callable[[int], bool],
+        ledger_of: Callable[[int], Ledger],
     ) -> None:
         """`hub`: whether clients may name hub ids. `is_admin`: whether a user is an administrator."""
         self._known = known_models(configured)
@@ -80,6 +82,7 @@ class Models:
         self._arena = arena
         self._granting = Granting(arena)
         self._has_hub = hub
+        self._ledger_of = ledger_of
         self._records = ModelRecords(state_dir, self._record)
         self._folders = Folders(
             self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
@@ -179,6 +182,7 @@ class Models:
                 log.info("arena_removed model=%s reason=%s", name, error.message)
                 self._arena.remove(name)
                 continue
+            self._adopt_charges(model)
             if self._arena.is_asleep(name):
                 model.state = "asleep"
             else:
@@ -225,6 +229,7 @@ class Models:
             if name not in self._models:
                 model.owner = user
             if model.changing is None:
+                self._charge(model)
                 model.kv = kv.over(model.kv)
                 model.placing = model.placed(placing)
                 model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
@@ -327,6 +332,7 @@ class Models:
             await self.unload(model)
         finally:
             del self._models[share.model]
+            _release(model)
             self._prefixes.forget_shared(share.model)
 
     def stop(self) -> None:
@@ -402,6 +408,27 @@ class Models:
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def payer_of(self, user: int | None) -> Ledger | None:
+        """The ledger that is charged for models of this user. Administrators' and configured models are nobody's."""
+        return None if user is None or self._is_admin(user) else self._ledger_of(user)
+
+    def _charge(self, model: Model) -> None:
+        """Before it is loaded; it counts until it is known no more. Raises QuotaExceeded."""
+        payer = self.payer_of(model.owner)
+        if payer is not model.payer:
+            if payer is not None:
+                payer.charge(MODELS)
+            _release(model)
+            model.payer = payer
+
+    def _adopt_charges(self, model: Model) -> None:
+        """It is there, whatever the limits say."""
+        payer = self.payer_of(model.owner)
+        if payer is not None:
+            payer.add(MODELS, 1)
+            model.payer = payer
+            self._granting.adopted(model.name, payer)
+
     def _load(self, model: Model) -> None:
         self._models[model.name] = model
         self._loader.load(model)
@@ -413,6 +440,7 @@ class Models:
         model.forget_wishes()
         if model.name not in self._known:
             self._models.pop(model.name, None)
+            _release(model)
             self._folders.close(model)
             self._records.changed()
 
@@ -424,6 +452,12 @@ def expect_open(model: Model) -> None:
     """Raises ModelNotFound where new sessions of it are not to be: its client has taken it back."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")
+
+
+def _release(model: Model) -> None:
+    if model.payer is not None:
+        model.payer.release(MODELS)
+    model.payer = None
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.bucket import Bucket
 from djinnd.server.ledger import Ledger, Limit, Resource
 from djinnd.server.rate import Rate
+from djinnd.server.shared_objects import SHM
 
 BURST = 10.0  # seconds of its rate that a tenant who used nothing may use at once
 _WINDOW = 10.0  # seconds over which use is averaged
@@ -145,7 +146,7 @@ class Tenant:
             return Limit(self._key(resource.name), self.rule.name, most)
         name = f"{resource.name}_per_user"
         most = getattr(self._limits(), name)
-        return Limit(f"limits.{name}", "", _window_bytes() if most is None else most)
+        return Limit(f"limits.{name}", "", _AUTO[resource.name]() if most is None else most)
 
     def _key(self, quota: str) -> str:
         return f"quotas.{self.rule.name}.{quota}"
@@ -155,6 +156,16 @@ class Tenant:
 def _window_bytes() -> int:
     """That a user's clients may keep, where the configuration leaves it to the daemon."""
     return max(_LEAST_WINDOW_BYTES, (available() or 0) // _WINDOW_SHARE)
+
+
+@cache
+def _arena_bytes() -> int:
+    """Of shared memory that a user's models may take, likewise: half of all."""
+    room = os.statvfs(SHM)
+    return room.f_blocks * room.f_frsize // 2
+
+
+_AUTO = {"window_bytes": _window_bytes, "arena_bytes": _arena_bytes}
 
 
 class Quotas:

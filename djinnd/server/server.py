@@ -108,6 +108,7 @@ class Server:
             config.hub,
             config.state_dir,
             lambda user: self._clients.is_admin(user),
+            lambda user: self._quotas.tenant(user, time.monotonic()).ledger,
         )
         self._supervisor = Supervisor(
             engine_command,

@@ -20,6 +20,7 @@ from djinn_client.model_files import SMALL_FILE
 from djinn_client.placing import Placing
 from djinnd.server.client import Client
 from djinnd.server.handed_over import expect_memfd, open_window
+from djinnd.server.ledger import Ledger
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json")
 _PIECE = 1 << 20  # bytes of a file that are copied at once
@@ -49,6 +50,7 @@ class Share:
     grace: asyncio.TimerHandle | None = None  # runs while its connection is gone
     writing: asyncio.Task[None] | None = None  # of the files
     leaving: asyncio.Task[None] | None = None
+    payer: Ledger | None = None  # that is charged for the window, from when it has come
     lock: int = -1  # on the folder, for as long as this daemon lives
 
     def is_open_to(self, client: Client) -> bool:

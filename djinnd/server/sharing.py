@@ -23,6 +23,7 @@ from djinnd.messages import DescribeImage, ImageDescribed
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.inspection import Inspector
+from djinnd.server.ledger import ARENA_BYTES, MODELS
 from djinnd.server.models import Model, Models, OnLoading
 from djinnd.server.sessions import SessionTable
 from djinnd.server.share import Share, check_files, sweep
@@ -66,13 +67,14 @@ class Sharing:
     async def describe(self, client: Client, request: ShareModel, fd: int) -> tuple[Share, Image]:
         """A new share, and how its weights are to lie. Takes the descriptor; `check` has passed.
 
-        Raises InvalidRequest, OutOfMemory, and what the engine refuses."""
+        Raises InvalidRequest, OutOfMemory, QuotaExceeded, and what the engine refuses."""
         share = self._new(client, request)
         try:
             share.writing = asyncio.create_task(asyncio.to_thread(share.write_files, fd, request.files))
             await asyncio.shield(share.writing)
             engine = await self._engine_for(share.model)
             image = await self._describe(share, engine)
+            self._expect_room(share, image.nbytes)
         except DjinnError:
             await self.withdraw(share)  # so that its name is free when the caller is told
             raise
@@ -95,6 +97,13 @@ class Sharing:
             return described.image
         with await asyncio.to_thread(ModelFiles.open, str(share.folder)) as files:
             return await self._inspector.describe(share.user, engine, files, **fields)
+
+    def _expect_room(self, share: Share, nbytes: int) -> None:
+        """Before the client takes memory for the weights. Raises QuotaExceeded."""
+        payer = self._models.payer_of(share.user)
+        if payer is not None:
+            payer.expect_room(MODELS)
+            payer.expect_room(ARENA_BYTES, nbytes)
 
     def check(self, client: Client, request: ShareModel) -> None:
         """Raises InvalidRequest, NotPermitted."""
@@ -134,6 +143,7 @@ class Sharing:
             raise InvalidRequest(f"{share.model} has its weights already, or is not described yet")
         try:
             share.open_window(fd)
+            self._charge(share)
             model = self._models.add_shared(share)
             await self._models.ready(share.model, on_loading)
         except DjinnError:
@@ -141,6 +151,13 @@ class Sharing:
             raise
         log.info("model_shared model=%s user=%d bytes=%d", share.model, share.user, share.nbytes)
         return model
+
+    def _charge(self, share: Share) -> None:
+        """Raises QuotaExceeded."""
+        payer = self._models.payer_of(share.user)
+        if payer is not None:
+            payer.charge(ARENA_BYTES, share.nbytes)
+            share.payer = payer
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -206,5 +223,7 @@ class Sharing:
         if share.writing is not None:
             await asyncio.wait([share.writing])
         await asyncio.to_thread(share.release)
+        if share.payer is not None:
+            share.payer.release(ARENA_BYTES, share.nbytes)
         del self._shares[share.id]
         log.info("share_ended model=%s user=%d", share.model, share.user)

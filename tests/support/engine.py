@@ -295,7 +295,7 @@ class Engine:
             self.note(self.page_loads.pop(refused.request).model, refused.message)
             return
         del self.loads[refused.request]
-        self.send(messages.Failed(refused.request, "out_of_memory", refused.message, refused.data))
+        self.send(messages.Failed(refused.request, refused.code, refused.message, refused.data))
 
     def on_arenaready(self, ready: messages.ArenaReady) -> None:
         if ready.request in self.page_loads:
