@@ -22,6 +22,7 @@ from tests.conftest import DaemonStarter
 from tests.support import reference
 from tests.support.daemon import ROOT, Daemon, clean_environ, descriptors_of, wait_for
 from tests.support.models import reduced_model, tiny_model
+from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 
 PROMPT = [300, 20, 101, 7, 55, 430, 12]
 NEW_TOKENS = 24
@@ -33,7 +34,14 @@ def daemon() -> Iterator[Daemon]:
     """A daemon without shared models, as each test leaves it."""
     with DaemonStarter() as start:
         running = start(
-            {"limits": {"session_grace": "0.3s", "shared_models_per_user": 2}}, errors=["model_failed", "engine_lost"]
+            {
+                "limits": {"session_grace": "0.3s", "shared_models_per_user": 2},
+                "quotas": {
+                    "one": {"users": [NOBODY], "models": 1},
+                    "little": {"users": [NOBODY - 1], "arena_bytes": "64KiB"},
+                },
+            },
+            errors=["model_failed", "engine_lost"],
         )
         yield running
 
@@ -121,6 +129,32 @@ def test_tensors_that_are_made_when_they_are_asked_for(address: str) -> None:
     assert asked == Counter(list(state))
     blocks = [name.split(".")[2] for name in asked if ".layers." in name]
     assert blocks == sorted(blocks)
+
+
+def held(address: str) -> tuple[int, int]:
+    """Models and their shared memory, in the caller's ledger."""
+    (use,) = djinn.quotas(address=address)
+    told = {each.name: each.used for each in use.resources}
+    return told["models"], told["arena_bytes"]
+
+
+@only_root
+def test_shared_models_and_their_weights_are_in_their_user_s_ledger(daemon: Daemon, address: str) -> None:
+    open_to_all(daemon.folder, address)
+    source = model()
+    nbytes = sum(parameter.nbytes for parameter in source.parameters())
+    with as_user():
+        with djinn.share_model(source, kv_bytes=KV, address=address) as handle:
+            models, taken = held(address)
+            assert models == 1 and taken >= nbytes
+            with pytest.raises(djinn.QuotaExceeded, match=r"1 loaded models.*quotas\.one\.models is 1"):
+                djinn.share_model(source, kv_bytes=KV, address=address)
+            assert generated(handle.name, address) == greedy(source)
+        wait_for(lambda: held(address) == (0, 0))
+    with as_user(NOBODY - 1):
+        with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.little\.arena_bytes is 65,536"):
+            djinn.share_model(source, kv_bytes=KV, address=address)
+        assert held(address) == (0, 0)
 
 
 def test_weights_that_cannot_be_packed_are_shared_plain(address: str) -> None:
