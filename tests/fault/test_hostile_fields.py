@@ -94,7 +94,7 @@ def test_hostile_values(target: Daemon, kind: type[Request]) -> None:
             assert reply is None or getattr(reply, "code", "") != "error", (message, reply)
             assert other.ask(Ping(id=1)) == Done(id=1), message
             if reply is None or (isinstance(reply, Failure) and reply.id != message["id"]):  # a last word
-                wire.socket.close()
+                wire.__exit__()  # with the windows that it was given
                 wire = Wire(target.address)
     with wire:
         assert wire.ask(Ping(id=2)) == Done(id=2)

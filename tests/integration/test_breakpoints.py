@@ -406,7 +406,6 @@ def test_a_hit_that_was_left_is_unmapped_while_the_next_call_runs(llama: Path, r
 def test_nothing_is_left_of_hits(roomy_daemon: Daemon) -> None:
     """Also of clients that go away at one: no memory of the device, no window."""
     folder, prompt = reduced_model("llama-3.1"), prompt_of(300, 16)
-    hits = []
     with roomy_daemon.client() as client:
         client.load(str(folder))
         wait_for(lambda: all(model.disk_pages for model in client.models() if model.state == "ready"))
@@ -414,11 +413,11 @@ def test_nothing_is_left_of_hits(roomy_daemon: Daemon) -> None:
         held = holdings(roomy_daemon)  # the first time makes what is made once
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
             s.breakpoint(layer=1)
-            hits.append(expect_hit(s.run(prompt)))
-            hits.append(expect_hit(s.resume()))
+            hits = [expect_hit(s.run(prompt)), expect_hit(s.resume())]
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
             assert len(go_on(s, prompt, NEW)) == NEW
+        assert hits[0].activation.shape == (1, 300, WIDTH)  # the window is the client's, and counts while it is kept
+        del hits
     wait_for(lambda: holdings(roomy_daemon) == held)
     assert held["findings"] == []
-    assert hits[0].activation.shape == (1, 300, WIDTH)  # the window is the client's now
     djinn.unload(str(folder), address=roomy_daemon.address)

@@ -129,7 +129,7 @@ def test_a_session_whose_model_is_gone(start_daemon: DaemonStarter, tmp_path: Pa
         session.detach()
         session = djinn.attach(session.id, address=daemon.address)
         assert session.token_ids == tokens
-        with pytest.raises((djinn.ModelNotFound, djinn.ModelRejected), match=str(checkpoint)):
+        with pytest.raises((djinn.ModelNotFound, djinn.ModelRejected), match="no such folder"):
             session.generate(max_tokens=1)
         session.truncate(2)
         assert session.token_ids == tokens[:2]

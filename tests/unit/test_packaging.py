@@ -120,8 +120,8 @@ class TestExampleConfiguration:
         empty.write_text("")
         return load(empty, {}, {}).config
 
-    def test_is_accepted_and_changes_nothing(self, defaults: Config) -> None:
-        assert load(self.EXAMPLE, {}, {}).config == defaults
+    def test_is_accepted_and_changes_nothing_but_the_hub(self, defaults: Config) -> None:
+        assert load(self.EXAMPLE, {}, {}).config == msgspec.structs.replace(defaults, hub=False)
 
     def test_has_every_key_with_its_default(self, tmp_path: Path, defaults: Config) -> None:
         """A line of text begins with `# `, one that can be switched on with `#` alone or deeper in."""
@@ -134,7 +134,7 @@ class TestExampleConfiguration:
         assert {name for *_, name in effective.origins} >= {*Quota.__struct_fields__}
         assert (model, quota) == (Model(path=model.path), Quota())
         shown = {"socket": str(SYSTEM_SOCKET), "state_dir": str(SYSTEM_STATE)}
-        shown |= {"models": {"llama": model}, "quotas": {"everybody": quota}}
+        shown |= {"hub": False, "models": {"llama": model}, "quotas": {"everybody": quota}}
         assert effective.config == msgspec.structs.replace(defaults, **shown)
 
 

@@ -19,10 +19,8 @@ FAMILIES = (
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
-    "hyperclovax",
 )
 _MLPS = ("mlp", "block_sparse_moe", "shared_mlp")
-_NORMS = ("post_norm1", "post_norm2")  # HyperCLOVA X may have a norm between a module and the factor
 
 
 def move(blocks: Iterable[nn.Module]) -> None:
@@ -38,12 +36,11 @@ def move(blocks: Iterable[nn.Module]) -> None:
 
 
 def _branches(block: nn.Module) -> list[nn.Module]:
-    """Empty where the factor has to stay: a norm comes before it, or the sum of two MLPs is multiplied, which rounds
-    differently from the sum of two products."""
+    """Empty where the factor has to stay: the sum of two MLPs is multiplied, which rounds differently from the sum of
+    two products."""
     attention = getattr(block, "self_attn", None)
     mlps = [mlp for name in _MLPS if (mlp := getattr(block, name, None)) is not None]
-    has_norms = any(not isinstance(getattr(block, name, None), nn.Identity | None) for name in _NORMS)
-    if attention is None or len(mlps) != 1 or has_norms:
+    if attention is None or len(mlps) != 1:
         return []
     return [attention, *mlps]
 

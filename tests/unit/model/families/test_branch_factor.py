@@ -16,7 +16,6 @@ from transformers import (
     GraniteMoeSharedConfig,
     PreTrainedConfig,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinnd.model.adapter import find_blocks
 from djinnd.model.families import branch_factor
@@ -29,12 +28,6 @@ IDS = torch.tensor([[5, 9, 11, 2]])
 
 def small(kind: type[PreTrainedConfig], **entries: Any) -> PreTrainedConfig:
     return kind(**SMALL | {"residual_multiplier": FACTOR, **entries})
-
-
-def hyperclovax(**entries: Any) -> PreTrainedConfig:
-    if "hyperclovax" not in CONFIG_MAPPING:
-        pytest.skip("this transformers has no HyperCLOVA X")
-    return small(CONFIG_MAPPING["hyperclovax"], **entries)
 
 
 MOVED = {
@@ -54,11 +47,9 @@ MOVED = {
         ),
         "shared_mlp",
     ),
-    "hyperclovax": (hyperclovax, "mlp"),
 }
 STAYS = {
     "shared experts": lambda: small(GraniteMoeSharedConfig, num_local_experts=4, shared_intermediate_size=32),
-    "norms behind": lambda: hyperclovax(use_post_norm=True),
 }
 
 
