@@ -80,7 +80,7 @@ def _membership(path: str) -> str:
             group = grp.getgrgid(number).gr_name
         except (OSError, KeyError):
             continue
-        if number == 0:  # who is in root's group may do far more than use models
+        if number == 0:  # members of root's group may do far more than use models
             break
         user = getpass.getuser()
         return f"it belongs to group {group}; `sudo usermod -aG {group} {user}`, then log in again"

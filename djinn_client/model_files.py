@@ -54,7 +54,7 @@ class ModelFiles:
     def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
         self.folder = folder
         self.others = list(others)
-        self.bytes_read = 0  # so far, roughly where several threads read: tells who waits that something comes
+        self.bytes_read = 0  # so far, roughly where several threads read: a waiting load sees by it that reads go on
         self._descriptors = dict(descriptors)
 
     @classmethod

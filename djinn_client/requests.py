@@ -122,7 +122,7 @@ class AddFunction(Request, tag="function"):
     session: Name
     breakpoint: Whole
     code: bytes  # cloudpickle, of at most MAX_CODE bytes
-    python: Name  # whose byte code is in it: functions.PYTHON
+    python: Name  # the version of Python that compiled the code: functions.PYTHON
 
 
 class RunFunctions(Request, tag="run_functions"):

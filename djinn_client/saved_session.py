@@ -62,7 +62,7 @@ def is_saved_session(path: str | os.PathLike[str]) -> bool:
 
 
 def _opened(path: str | os.PathLike[str]) -> BufferedReader:
-    """Does not wait for whoever might write into a pipe of that name. Raises OSError, FileDamaged."""
+    """Opens the file without waiting: a pipe of that name is refused. Raises OSError, FileDamaged."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

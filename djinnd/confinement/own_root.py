@@ -20,7 +20,7 @@ _PLACE = "/tmp"  # which every machine has, and which nothing of this process is
 
 
 def enter(readable: Sequence[str]) -> bool:
-    """Leaves everything behind but these files and folders, of which some may not exist. What is open stays open.
+    """Makes a root folder of these files and folders alone; missing paths are left out. Open files stay open.
     False where the machine does not permit it, and then nothing has changed that the process could notice.
 
     The process has one thread. It keeps capabilities in a namespace of its own, which the caller drops."""

@@ -80,7 +80,7 @@ def close_opened(opening: Future[ModelFiles]) -> None:
 
 
 def close_descriptors(job: WithFiles) -> None:
-    """Of a job whose files nobody has opened."""
+    """Closes the descriptors of a job that has not opened its files."""
     fds, job.fds = job.fds, []
     for fd in fds:
         os.close(fd)
