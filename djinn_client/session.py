@@ -304,8 +304,10 @@ class SessionSteps:
             self.stopped_at(self._info.hit)
 
     def _hang_up(self) -> None:
+        """Drops the session's hits, too: the daemon charges a window to the user until the last mapping is gone."""
         if self._connection is not None:
             self._connection.close()
+        self.hit = self._left = None
 
     def _close_stream(self) -> None:
         if self._stream is not None and (stream := self._stream()) is not None:

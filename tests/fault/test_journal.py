@@ -9,6 +9,8 @@ import os
 import random
 import resource
 import signal
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,12 +18,14 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client import JournalUnavailable, SessionNotFound
+from djinnd.server.journal import RETRY
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, wait_for
 
 PROMPT = [100, 101, 102, 103, 104]
 TOKENS = 60
 KILLS = 2
+PAGE = 4096  # bytes; a page in the journal's log takes some more
 
 
 def successor_of(daemon: Daemon, start_daemon: DaemonStarter) -> Daemon:
@@ -96,37 +100,52 @@ def test_what_was_closed_and_cut_stays_so(start_daemon: DaemonStarter) -> None:
 
 
 def test_a_full_disk(start_daemon: DaemonStarter) -> None:
-    """Played by a limit to the size of the daemon's files."""
-    daemon = start_daemon(errors=["journal_failed"])
+    """A limit to the size of the daemon's files stands for the disk: even an empty log has no room for one page."""
+    daemon = start_daemon({"log": {"level": "error"}}, errors=["journal_failed"])
     with djinn.Session(MODEL, address=daemon.address) as s:
         expected = s.generate(PROMPT, max_tokens=200, ignore_eos=True).token_ids
-    session, last = (djinn.Session(MODEL, address=daemon.address) for _ in range(2))
-    stream = session.stream(PROMPT, max_tokens=200, ignore_eos=True)
-    heard = list(next(stream).token_ids)
-    unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
-    wal = os.stat(daemon.folder / "state" / "journal.db-wal").st_size
-    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (max(wal, len(daemon.log) + 4096), unlimited[1]))
-    heard += [token for piece in stream for token in piece.token_ids]
-    assert heard == expected, "what runs goes on"
-    with suppress(JournalUnavailable):  # else what that has written was all there was, and this cannot be
-        last.generate(PROMPT, max_tokens=200, ignore_eos=True)
-    wait_for(lambda: "journal_failed" in daemon.log)
-    for refused in (lambda: djinn.Session(MODEL, address=daemon.address), lambda: session.generate([1], max_tokens=1)):
-        with pytest.raises(JournalUnavailable, match=r"journal\.db: .*nothing new begins") as caught:
-            refused()
-        assert caught.value.data["path"].endswith("journal.db")
-    assert session.token_ids == PROMPT + expected
+    with djinn.Session(MODEL, address=daemon.address) as session:
+        stream = session.stream(PROMPT, max_tokens=200, ignore_eos=True)
+        heard = list(next(stream).token_ids)
+        unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (PAGE, unlimited[1]))
+        heard += [token for piece in stream for token in piece.token_ids]
+        assert heard == expected, "what runs goes on"
+        wait_for(lambda: "journal_failed" in daemon.log)
+        for _ in range(2):
+            refused(lambda: open_one(daemon))
+            refused(lambda: session.generate([1], max_tokens=1))
+            time.sleep(1.5 * RETRY)  # the journal has tried again, in vain
+        assert session.token_ids == PROMPT + expected
 
-    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
-    wait_for(lambda: "journal_recovered" in daemon.log)
-    with djinn.Session(MODEL, address=daemon.address) as s:
-        assert s.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids == expected[:5]
-    last.close()
-    daemon.kill()
-    session.detach()
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
+        wait_for(lambda: is_admitted(daemon))
+        with djinn.Session(MODEL, address=daemon.address) as s:
+            assert s.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids == expected[:5]
+        daemon.kill()
+        session.detach()
     daemon = successor_of(daemon, start_daemon)
     with djinn.attach(session.id, address=daemon.address) as s:
         assert s.token_ids == PROMPT + expected, "what could not be written was tried again"
+
+
+def open_one(daemon: Daemon) -> None:
+    with djinn.Session(MODEL, address=daemon.address):
+        pass
+
+
+def refused(ask: Callable[[], object]) -> None:
+    with pytest.raises(JournalUnavailable, match=r"journal\.db: .*nothing new begins") as caught:
+        ask()
+    assert caught.value.data["path"].endswith("journal.db")
+
+
+def is_admitted(daemon: Daemon) -> bool:
+    try:
+        open_one(daemon)
+    except JournalUnavailable:
+        return False
+    return True
 
 
 def test_the_state_directory_of_a_daemon_that_lives(start_daemon: DaemonStarter) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,12 @@ def test_one_that_does_not_compile_is_not_the_others_fault(variants: list[Varian
 
 
 def children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    """The processes that any thread of this one has started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # the thread has ended since
+            found += map(int, (task / "children").read_text().split())
+    return sorted(found)
 
 
 def test_the_process_may_be_killed(variants: list[Variant]) -> None:
