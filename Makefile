@@ -63,19 +63,19 @@ clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find djinnd djinn_client tools tests -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/demo.stamp: pyproject.toml | $(RUN)
+$(VENV)/demo.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch and transformers into $(VENV): some minutes"
-	@$(RUN) -m pip install --disable-pip-version-check -e . '$(TORCH)'
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e . '$(TORCH)'
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml | $(RUN)
+$(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
-	@$(RUN) -m pip install --disable-pip-version-check -e '.[dev]' '$(TESTED)'
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[dev]' '$(TESTED)'
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/fuzz.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
 	@echo "==> installing the fuzzer into $(VENV)"
-	@$(RUN) -m pip install --disable-pip-version-check -e '.[fuzz]' '$(TESTED)'
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[fuzz]' '$(TESTED)'
 	@touch $@
 
 $(RUN):

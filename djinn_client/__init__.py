@@ -7,7 +7,8 @@
         for piece in s.stream(max_tokens=16):
             print(piece.text, end="")
 
-asyncio, numpy and torch are imported when something that needs them is first used.
+asyncio, numpy and torch are imported when something that needs them is first used. numpy is not installed with the
+client: `pip install 'djinn-client[tensors]'` for `forward`, `capture`, breakpoints, `steer` and `kv`.
 """
 
 from __future__ import annotations

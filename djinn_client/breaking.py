@@ -25,6 +25,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.session import SessionSteps
 from djinn_client.steps import Steps
+from djinn_client.tensors import expect_arrays
 from djinn_client.values import MAX_VALUES, positions_of
 from djinn_client.whitebox import patch
 
@@ -59,6 +60,7 @@ def add(
     """The breakpoint's id."""
     if (point is None) == (layer is None):
         raise InvalidRequest("name the breakpoint's point, or a layer behind which to stop", field="point")
+    expect_arrays("a breakpoint's activation")
     request = build(
         AddBreakpoint,
         session=session.info.id,

@@ -53,7 +53,7 @@ from djinn_client.protocol import (
 from djinn_client.scheduling import Why
 from djinn_client.steps import Steps
 from djinn_client.stream import StreamSteps
-from djinn_client.tensors import logits_array
+from djinn_client.tensors import expect_arrays, logits_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,6 +125,7 @@ class SessionSteps:
 
     def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
         self._expect_no_interventions("forward")
+        expect_arrays("forward")
         request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
         return logits_array(*(yield from self.call(request, Logits)))
 

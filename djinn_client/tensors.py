@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 FLOAT32 = 4  # bytes
 
 
+def expect_arrays(what: str) -> None:
+    """Raises ImportError, with what to install, where numpy is missing, which `what` needs.
+
+    djinn_client is installed without numpy, which is larger than all the rest. Calls that return numbers ask before
+    they send anything: the daemon then computes nothing that the caller cannot read."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{what} needs numpy: pip install 'djinn-client[tensors]'", name="numpy") from error
+
+
 def logits_array(reply: Logits, fds: list[int]) -> npt.NDArray[np.float32]:
     """The logits as float32 [tokens, vocab], writable; changes stay in this process. Closes `fds`.
 
@@ -53,6 +64,7 @@ def as_torch(array: npt.NDArray[np.float32]) -> torch.Tensor:
 def window_array(memory: memoryview, dtype: Dtype, shape: tuple[int, ...]) -> Any:
     """The same memory as a torch tensor; without torch as a numpy array, and then bfloat16 as uint16."""
     if importlib.util.find_spec("torch") is None:
+        expect_arrays("this tensor")
         import numpy as np
 
         return np.frombuffer(memory, "uint16" if dtype == "bfloat16" else dtype).reshape(shape)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.image import Dtype
+from djinn_client.tensors import expect_arrays
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -85,6 +86,7 @@ def _of_torch(tensor: Any) -> tuple[npt.NDArray[Any], Dtype]:
 
 
 def _of_numpy(vector: Any) -> tuple[npt.NDArray[Any], Dtype]:
+    expect_arrays("an edit's vector")
     import numpy as np
 
     array = np.asanyarray(vector)

@@ -16,6 +16,7 @@ from djinn_client.options import GenerateOptions, build, generate_request
 from djinn_client.protocol import AddEdit, Done, EditAdded, Edits, EndEdits, Generated, ListEdits
 from djinn_client.session import SessionSteps
 from djinn_client.steps import Steps
+from djinn_client.tensors import expect_arrays
 from djinn_client.values import Values, positions_of, values_of
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def capture(
             "capture in a session without them",
             field="capture",
         )
+    expect_arrays("capture")
     request = generate_request(session.info.id, prompt, {"max_tokens": 0, **options}, stream=False)
     request.capture = list(points)
     answer = yield from session.call(request, Generated)

@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import msgspec
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from djinn_client import __version__
@@ -24,27 +27,27 @@ from djinnd.config.sources import scalar_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SHIPPED = ("djinnd", "djinn_client", "tools/djinnctl")
+CLIENT = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())
+OF_THE_CLIENT = ("djinn_client", "tools/djinnctl")
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
 class TestWheel:
+    """Of the daemon."""
+
     @pytest.fixture(scope="class")
     @staticmethod
     def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-        builder = WheelBuilder(str(ROOT))
-        with zipfile.ZipFile(next(builder.build(directory=str(tmp_path_factory.mktemp("wheel"))))) as wheel:
-            yield wheel
+        yield from _built(ROOT, tmp_path_factory.mktemp("wheel"))
 
-    def test_has_the_three_packages_and_nothing_else(self, wheel: zipfile.ZipFile) -> None:
+    def test_has_the_package_and_nothing_else(self, wheel: zipfile.ZipFile) -> None:
         tops = {name.split("/")[0] for name in wheel.namelist()}
-        assert tops == {"djinnd", "djinn_client", "djinnctl", f"djinnd-{__version__}.dist-info"}
+        assert tops == {"djinnd", f"djinnd-{__version__}.dist-info"}
 
     def test_has_every_module(self, wheel: zipfile.ZipFile) -> None:
-        modules = {file.relative_to(ROOT) for package in SHIPPED for file in (ROOT / package).rglob("*.py")}
-        assert {str(module).removeprefix("tools/") for module in modules} <= set(wheel.namelist())
+        assert _modules("djinnd") <= set(wheel.namelist())
 
     def test_has_the_small_model_in_at_most_8_mb(self, wheel: zipfile.ZipFile) -> None:
         sizes = {file.filename: file.file_size for file in wheel.infolist() if "/models/djinn-tiny/" in file.filename}
@@ -52,26 +55,70 @@ class TestWheel:
         assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
         assert sum(sizes.values()) <= 8_000_000
 
-    def test_has_the_commands_and_the_version_of_the_code(self, wheel: zipfile.ZipFile) -> None:
-        about = f"djinnd-{__version__}.dist-info"
-        commands = wheel.read(f"{about}/entry_points.txt").decode()
-        assert {"djinnd = djinnd.__main__:main", "djinnctl = djinnctl.cli:main"} <= set(commands.splitlines())
-        metadata = Parser().parsestr(wheel.read(f"{about}/METADATA").decode())
+    def test_has_the_command_and_the_version_of_the_code(self, wheel: zipfile.ZipFile) -> None:
+        commands = wheel.read(f"djinnd-{__version__}.dist-info/entry_points.txt").decode()
+        assert "djinnd = djinnd.__main__:main" in commands.splitlines()
+        metadata = _metadata(wheel, "djinnd")
         assert (metadata["Name"], metadata["Version"]) == ("djinnd", __version__)
+
+    def test_asks_for_the_client_of_its_own_version(self, wheel: zipfile.ZipFile) -> None:
+        assert f"djinn-client=={__version__}" in _metadata(wheel, "djinnd").get_all("Requires-Dist", [])
+
+
+class TestClientWheel:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+        yield from _built(ROOT / "client", tmp_path_factory.mktemp("client-wheel"))
+
+    def test_has_the_two_packages_and_nothing_else(self, wheel: zipfile.ZipFile) -> None:
+        tops = {name.split("/")[0] for name in wheel.namelist()}
+        assert tops == {"djinn_client", "djinnctl", f"djinn_client-{__version__}.dist-info"}
+
+    def test_has_every_module(self, wheel: zipfile.ZipFile) -> None:
+        assert _modules(*OF_THE_CLIENT) <= set(wheel.namelist())
+
+    def test_has_the_command_and_the_version_of_the_code(self, wheel: zipfile.ZipFile) -> None:
+        commands = wheel.read(f"djinn_client-{__version__}.dist-info/entry_points.txt").decode()
+        assert "djinnctl = djinnctl.cli:main" in commands.splitlines()
+        metadata = _metadata(wheel, "djinn_client")
+        assert (metadata["Name"], metadata["Version"]) == ("djinn-client", __version__)
 
     def test_types_are_for_callers_too(self, wheel: zipfile.ZipFile) -> None:
         assert "djinn_client/py.typed" in wheel.namelist()
 
+    def test_has_the_licence(self) -> None:
+        assert (ROOT / "client" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+    def test_its_sources_can_be_built_without_the_checkout(self, tmp_path: Path) -> None:
+        """A link to a file outside the archive would be left dangling."""
+        with tarfile.open(next(SdistBuilder(str(ROOT / "client")).build(directory=str(tmp_path)))) as sources:
+            members = {member.name.partition("/")[2] for member in sources if member.isfile()}
+        assert {"pyproject.toml", "LICENSE", "README.md", "djinn_client/client.py", "djinnctl/cli.py"} <= members
+
 
 class TestDependencies:
-    def test_what_is_imported_is_declared(self) -> None:
+    """What is imported is declared."""
+
+    def test_of_the_daemon(self) -> None:
         """triton comes with every torch for CUDA, and only the kernels need it."""
-        modules = {"yaml": "pyyaml"}
-        declared = {re.split(r"[^\w-]", line)[0] for line in PYPROJECT["project"]["dependencies"]} | {"triton"}
-        ours = {Path(package).name for package in SHIPPED}
-        imported = {name for package in SHIPPED for name in _imports(ROOT / package)}
-        foreign = imported - ours - sys.stdlib_module_names
-        assert {modules.get(name, name) for name in foreign} <= declared
+        assert _imported("djinnd") <= _declared(PYPROJECT["project"]["dependencies"]) | {"triton", "djinn_client"}
+
+    def test_of_the_client(self) -> None:
+        """torch and triton are imported where they are installed: to share a model, and to examine a machine."""
+        project = CLIENT["project"]
+        declared = _declared(project["dependencies"]).union(*map(_declared, project["optional-dependencies"].values()))
+        assert _imported(*OF_THE_CLIENT) - {"torch", "triton"} <= declared
+
+    def test_what_both_need_may_be_of_the_same_versions(self) -> None:
+        daemon, client = (set(project["project"]["dependencies"]) for project in (PYPROJECT, CLIENT))
+        shared = _declared(daemon) & _declared(client)
+        assert {line for line in daemon if _declared([line]) <= shared} == {
+            line for line in client if _declared([line]) <= shared
+        }
+
+    def test_the_client_brings_neither_torch_nor_numpy(self) -> None:
+        assert not {"torch", "transformers", "numpy"} & _declared(CLIENT["project"]["dependencies"])
 
 
 class TestLayers:
@@ -165,6 +212,33 @@ class TestFirstWords:
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
         return str(program)
+
+
+def _built(project: Path, folder: Path) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(next(WheelBuilder(str(project)).build(directory=str(folder)))) as wheel:
+        yield wheel
+
+
+def _metadata(wheel: zipfile.ZipFile, name: str) -> Message:
+    return Parser().parsestr(wheel.read(f"{name}-{__version__}.dist-info/METADATA").decode())
+
+
+def _modules(*packages: str) -> set[str]:
+    """The files of the packages, as a wheel names them."""
+    files = {str(file.relative_to(ROOT)) for package in packages for file in (ROOT / package).rglob("*.py")}
+    return {file.removeprefix("tools/") for file in files}
+
+
+def _declared(requirements: Iterable[str]) -> set[str]:
+    return {re.split(r"[^\w-]", line)[0] for line in requirements}
+
+
+def _imported(*packages: str) -> set[str]:
+    """The distributions that the packages import, other than themselves and Python's own."""
+    names = {"yaml": "pyyaml"}
+    imported = {name for package in packages for name in _imports(ROOT / package)}
+    foreign = imported - {Path(package).name for package in packages} - sys.stdlib_module_names
+    return {names.get(name, name) for name in foreign}
 
 
 def _imports(folder: Path) -> Iterator[str]:
