@@ -48,12 +48,8 @@ from djinnd.server.windows import Windows
 
 log = logging.getLogger("djinnd.server")
 
-_ALWAYS_ADMITTED = (
-    Ping,
-    GetStatus,
-    GetQuotas,
-    CloseSession,
-)  # by these, and by Cancel, users see and free what they hold
+# By these, and by Cancel, users see and free what they hold.
+_ALWAYS_ADMITTED = frozenset({Ping, GetStatus, GetQuotas, CloseSession})
 
 
 class Answer(NamedTuple):
@@ -292,7 +288,7 @@ class Client:
             self._fail(number, InvalidRequest(error.message))
 
     def _begin(self, request: Request, fds: list[int]) -> bool:
-        is_ordinary = not isinstance(request, _ALWAYS_ADMITTED)
+        is_ordinary = type(request) not in _ALWAYS_ADMITTED
         try:
             self._expect_room(is_ordinary)
             if is_ordinary:

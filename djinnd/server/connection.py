@@ -139,7 +139,7 @@ class Connection:
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Queues the frame; does nothing on a connection that is closed or closing."""
-        if not self.is_open or self._overflows():
+        if not self.is_open or (self.held_bytes > self.output_limit and self._overflows()):
             self._close_own(fds)
             return
         self._queue.append((memoryview(frame), list(fds)))
@@ -160,9 +160,7 @@ class Connection:
             self._flush()
 
     def _overflows(self) -> bool:
-        if (held := self.held_bytes) <= self.output_limit:
-            return False
-        log.warning("client_too_slow fd=%d held=%d limit=%d", self.fd, held, self.output_limit)
+        log.warning("client_too_slow fd=%d held=%d limit=%d", self.fd, self.held_bytes, self.output_limit)
         self.close()
         return True
 

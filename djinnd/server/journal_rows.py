@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_digest
@@ -23,11 +25,12 @@ class DamagedRow(ValueError):
     """A row whose values and checksum do not go together."""
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     name: str
     columns: tuple[str, ...]
 
-    @property
+    @cached_property
     def insert(self) -> str:
         return f"INSERT OR REPLACE INTO {self.name} VALUES ({', '.join('?' * (len(self.columns) + 1))})"
 
