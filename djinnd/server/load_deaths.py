@@ -4,7 +4,8 @@
                                     └──► ready, and nothing is held against it
 
 Several models may be loaded when an engine dies, and one of them is to blame. So after such a death models are loaded
-one after another until all of these have been loaded, or set aside: the next death has one suspect.
+one after another until all of these have been loaded, or set aside: the next death has one suspect. Requests wait, too,
+while a configured model is loaded again after a death (Models.ready): one of them could kill the engine just then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class LoadDeaths:
         self._models = models
         self._next_engine = next_engine
         self._alone = asyncio.Lock()
+        self.trials: set[Model] = set()  # configured models over which an engine has died, until they are loaded
 
     async def on_an_engine(
         self,
@@ -39,6 +41,17 @@ class LoadDeaths:
     ) -> tuple[EngineClient, Loaded]:
         """The engine that has loaded the model, and what it says of it. A death while `check` runs counts for nothing.
         Raises ModelRejected where the model is to be set aside, and what `check` and `load` raise."""
+        try:
+            return await self._loaded(model, check, load)
+        finally:
+            self.trials.discard(model)
+
+    async def _loaded(
+        self,
+        model: Model,
+        check: Callable[[EngineClient], Awaitable[None]],
+        load: Callable[[EngineClient], Awaitable[Loaded]],
+    ) -> tuple[EngineClient, Loaded]:
         while True:
             async with self._turn():
                 engine = await self._next_engine(model.name)
@@ -49,6 +62,8 @@ class LoadDeaths:
                 try:
                     loaded = await load(engine)
                 except EngineLost as error:
+                    if model.is_configured:
+                        self.trials.add(model)
                     _count(model, error)
                 else:
                     model.load_deaths = 0

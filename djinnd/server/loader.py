@@ -82,6 +82,11 @@ class Loader:
         planned: Planned = await engine.call(Plan, duplicates(files), **fields)
         return planned.plan
 
+    @property
+    def trials(self) -> set[Model]:
+        """See LoadDeaths."""
+        return self._deaths.trials
+
     def load(self, model: Model) -> None:
         wakes = model.state == "asleep"
         model.state, model.error = "loading", ""

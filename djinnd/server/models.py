@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from djinn_client.errors import ModelNotFound, ModelRejected
+from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import HandOverFiles, ModelInfo
 from djinnd import config
@@ -219,9 +219,15 @@ class Models:
         is then that user's. Raises ModelNotFound, and what loading raises; EngineLost where there is no engine for
         limits.engine_wait.
 
+        Requests wait while a configured model is loaded again after an engine's death: if one of them killed this
+        engine, too, the model would be set aside for it.
+
         The engine lives, and has the model, until the caller waits for something else.
         """
-        while (model := self.find(name)).engine is None:
+        while (model := self.find(name)).engine is None or self._loader.trials:
+            if model.engine is not None:
+                await self._trials_ended()
+                continue
             if not self._sessions.of_model(name):
                 expect_open(model)
             if model.state == "set aside":
@@ -237,6 +243,15 @@ class Models:
             await self._join(model, on_loading)
         model.used = time.monotonic()
         return model.engine
+
+    async def _trials_ended(self) -> None:
+        """Raises EngineLost where there has been no engine for limits.engine_wait."""
+        for model in list(self._loader.trials):
+            try:
+                await self._join(model, lambda _: None)
+            except DjinnError:
+                if model in self._loader.trials:  # it is not the load that has failed: there is no engine
+                    raise
 
     async def _join(self, model: Model, on_loading: OnLoading) -> None:
         missed = asyncio.create_task(self._engine_missed(model.name))

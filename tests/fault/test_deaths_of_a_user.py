@@ -95,3 +95,21 @@ def test_an_administrator_may_try_as_often_as_it_takes(serve, theirs):
         with pytest.raises(errors.ModelRejected, match="2 engines have died"):
             djinn.load(folder, address=daemon.address)
     wait_for(lambda: restarts(daemon) == 4)
+
+
+def test_a_configured_model_is_not_blamed_for_a_request_that_kills_engines_while_it_loads(serve, theirs):
+    """The configured model takes a second to load again, and the user's own model, with the request, is there first."""
+    good = checkpoint(theirs / "good", ALICE)
+    daemon = served_by(serve, Script(on_token={"66": "die"}, on_load={"ours": "late"}))
+    assert answer(daemon, "ours") == [2, 3, 1]
+    with (
+        as_user(ALICE),
+        djinn.Session(good, address=daemon.address) as session,
+        pytest.raises(errors.EngineLost, match="2 engines have died"),
+    ):
+        session.generate([66], max_tokens=3)
+    assert answer(daemon, "ours") == [2, 3, 1]
+    with daemon.client() as client:
+        assert {model.name: model.state for model in client.models()}["ours"] == "ready"
+    assert daemon.log.count("load_killed_engine model=ours deaths=1") == 1, "the request came while it was being loaded"
+    assert "load_killed_engine model=ours deaths=2" not in daemon.log

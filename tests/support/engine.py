@@ -42,6 +42,7 @@ RING_BYTES = 3 * BLOCK_BYTES
 BUDGET = 1 << 30
 WIDTH = 8  # of activations
 PAGE_SIZE = 16  # tokens
+LATE_S = 1.0
 PAGE_BYTES = 1 << 12
 
 
@@ -54,7 +55,7 @@ class Script(msgspec.Struct):
     gate: str = ""
     alive_s: float = 0.05
     on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
-    on_load: dict[str, str] = {}  # model -> die, fail, full, big
+    on_load: dict[str, str] = {}  # model -> die, fail, full, big, late: after LATE_S
     pages: int = 0  # bytes of a host tier that is asked for when a model is loaded, unless the Load names its bytes
     on_shutdown: str = ""  # hang; linger: it has done what it is to do, and does not end
     keep_host: bool = True  # False: gives a model's arena back when it is loaded
@@ -98,6 +99,7 @@ class Engine:
         self.loads: dict[int, messages.Load] = {}
         self.page_loads: dict[int, messages.Load] = {}  # whose host tier has been asked for
         self.pages: dict[str, mmap.mmap] = {}  # by model
+        self.late: dict[float, messages.Load] = {}  # loads by when they begin
         self.steps = 0
         self.is_stopping = False
         self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
@@ -121,6 +123,7 @@ class Engine:
             if busy and (self.gate < 0 or (self.gate in readable and os.read(self.gate, 1))):
                 self.step()
             self.end_trace()
+            self.begin_late_loads()
             if time.monotonic() >= self.alive_at:
                 self.alive_at = time.monotonic() + self.script.alive_s
                 self.send(messages.Alive(self.steps))
@@ -286,6 +289,16 @@ class Engine:
                 self.loads[load.request] = load
                 self.send(messages.NeedArena(load.request, load.model, 1 << 60, "f" * 64))
                 return
+            case "late":
+                self.late[time.monotonic() + LATE_S] = load
+                return
+        self.begin_load(load)
+
+    def begin_late_loads(self) -> None:
+        for at in [at for at in self.late if at <= time.monotonic()]:
+            self.begin_load(self.late.pop(at))
+
+    def begin_load(self, load: messages.Load) -> None:
         self.loads[load.request] = load
         self.send(messages.Loading(load.model, "reading", 10, 100))
         self.send(messages.NeedArena(load.request, load.model, 1 << 16, fingerprint(load.path)))
