@@ -29,6 +29,26 @@ from djinnd.config.units import (
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
+ReplyFormatName = Literal[
+    "auto",
+    "plain",
+    "harmony",
+    "gemma4",
+    "functiongemma",
+    "deepseek-v3",
+    "deepseek-v3.1",
+    "kimi",
+    "glm",
+    "qwen3-coder",
+    "lfm2",
+    "hermes",
+    "mistral",
+    "mistral-v3",
+    "llama3",
+    "gemma3",
+    "pythonic",
+]
+
 MAX_EDIT_BYTES = 128 << 20  # of a session: with its tokens it is one message to an engine
 MAX_KEEP_ALIVE_S = 365 * 86400.0
 MAX_FUNCTION_BYTES = 1 << 50  # with what the process begins with it is a limit that the kernel takes
@@ -128,6 +148,7 @@ class Model(Struct, frozen=True):
     prefetch: bool = True
     piece: Size = 0  # of one copy over the bus; 0: the engine decides
     keep_alive: Seconds = 0  # without a call, after which it gives its device memory back; 0: never
+    reply_format: ReplyFormatName = "auto"  # of reasoning and tool calls; auto: by the chat template
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that do not go together, or go nowhere."""

@@ -1,0 +1,107 @@
+"""Chooses the reply format of a model, from its chat template and its special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from djinnd.text.replies.format import CallSyntax, ReplyFormat, Span
+from djinnd.text.replies.gemma_calls import GemmaCalls
+from djinnd.text.replies.harmony import CHANNEL, ENDS, MESSAGE, START, HarmonyFormat
+from djinnd.text.replies.marked_calls import LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
+from djinnd.text.replies.python_calls import PythonCalls, ToolCode
+from djinnd.text.replies.spans import SpanFormat
+from djinnd.text.replies.tagged_calls import GlmCalls, QwenCoderCalls
+
+THINK = Span("<think>", "</think>")
+AUTO = "auto"
+PLAIN = "plain"
+_GEMMA_THOUGHT = Span("<|channel>thought\n", "<channel|>")
+
+
+def _deepseek(words: str) -> str:
+    """DeepSeek's markers have a full-width bar, and a lower one-eighth block in the place of a space."""
+    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+_DEEPSEEK = Section(
+    *map(_deepseek, ("tool calls begin", "tool calls end", "tool call begin", "tool sep", "tool call end"))
+)
+_KIMI = Section(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+
+# Name, texts that are all in a template of the family, and how the family writes calls. The first that fits is taken: a
+# family stands before others that have a part of its texts.
+FAMILIES: tuple[tuple[str, tuple[str, ...], CallSyntax], ...] = (
+    ("gemma4", ("<|tool_call>",), GemmaCalls()),
+    (
+        "functiongemma",
+        ("<start_function_call>",),
+        GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    ("deepseek-v3", (_DEEPSEEK.section, "```json"), SectionCalls(_DEEPSEEK, markdown=True)),
+    ("deepseek-v3.1", (_DEEPSEEK.section,), SectionCalls(_DEEPSEEK)),
+    ("kimi", ("<|tool_calls_section_begin|>",), SectionCalls(_KIMI, numbered=True)),
+    ("glm", ("<arg_key>",), GlmCalls()),
+    ("qwen3-coder", ("<function=", "<parameter="), QwenCoderCalls()),
+    ("lfm2", ("<|tool_call_start|>",), PythonCalls("<|tool_call_start|>", "<|tool_call_end|>")),
+    ("hermes", ("<tool_call>",), ObjectCalls()),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]"), MistralCalls(named=True)),
+    ("mistral-v3", ("[TOOL_CALLS]",), MistralCalls(named=False)),
+    ("llama3", ('"parameters":', "Environment: ipython"), LlamaCalls()),
+    ("llama3", ("<|python_tag|>",), LlamaCalls()),
+    ("gemma3", ("tool_code",), ToolCode()),
+    ("pythonic", ("[func_name1(",), PythonCalls()),
+)
+REASONING = (
+    THINK,
+    Span("[THINK]", "[/THINK]"),
+    Span("<seed:think>", "</seed:think>"),
+    Span("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+NAMES = (PLAIN, "harmony", *dict.fromkeys(name for name, _, _ in FAMILIES))
+
+
+def reply_format(
+    template: str, tokenizer_config: Mapping[str, Any], special: Collection[str], configured: str = AUTO
+) -> ReplyFormat:
+    """template: the chat template's text. special: the vocabulary's special tokens. configured: one of NAMES, in the
+    place of what the template suggests, or AUTO."""
+    assert configured == AUTO or configured in NAMES
+    if configured == "harmony" or (configured == AUTO and CHANNEL in template and MESSAGE in template):
+        return HarmonyFormat(silent=_silent(special, (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")))
+    name, calls = next(
+        (
+            (name, calls)
+            for name, texts, calls in FAMILIES
+            if (all(text in template for text in texts) if configured == AUTO else name == configured)
+        ),
+        (PLAIN, None),
+    )
+    reasoning = _reasoning(name, template)
+    used = _used(reasoning, calls)
+    mistral = name.startswith("mistral")
+    return SpanFormat(name, reasoning, calls, _silent(special, used), nine_character_ids=mistral)
+
+
+def _reasoning(name: str, template: str) -> Span | None:
+    """A template that knows where reasoning ends, if only to leave earlier reasoning out, belongs to a model that
+    reasons."""
+    if name == "gemma4":
+        return _GEMMA_THOUGHT
+    return next((span for span in REASONING if span.end in template), None)
+
+
+def _used(reasoning: Span | None, calls: CallSyntax | None) -> tuple[str, ...]:
+    """Every marker of the format: special tokens among these have a meaning."""
+    spans = (reasoning.begin, reasoning.end) if reasoning else ()
+    return (*spans, *(calls.markers() if calls else ()))
+
+
+def _silent(special: Collection[str], used: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(token for token in special if token and not any(token in text for text in used)))

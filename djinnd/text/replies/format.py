@@ -1,0 +1,87 @@
+"""The interface between a reply's format and everything that reads or forces replies of that format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from djinn_client.errors import InvalidRequest
+from djinnd.text.replies.grammar import Pieces
+from djinnd.text.replies.output import Output
+from djinnd.text.replies.source import Reading, Source
+from djinnd.text.replies.tools import Schema, Tools
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text between two markers."""
+
+    begin: str
+    end: str
+
+
+class CallSyntax(Protocol):
+    """How a family writes tool calls.
+
+    begins: markers that begin one or more calls.
+    starts: texts that do so only as the first thing that a reply says, such as the `{` of bare JSON.
+    """
+
+    @property
+    def begins(self) -> tuple[str, ...]: ...
+
+    @property
+    def starts(self) -> tuple[str, ...]: ...
+
+    def markers(self) -> tuple[str, ...]:
+        """Every marker of the syntax that a vocabulary may have as a special token."""
+        ...
+
+    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+        """Reads the calls that follow `begin`, which has been read; text of `starts` has not. Raises Malformed."""
+        ...
+
+    def forced(self, name: str, parameters: Schema) -> Pieces:
+        """One call of this function, as a grammar that the model is held to."""
+        ...
+
+    def between(self) -> tuple[str, str, str]:
+        """What a reply of forced calls has before the first, between two, and after the last."""
+        ...
+
+
+class ReplyFormat(Protocol):
+    """How a model writes reasoning, content and tool calls."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nine_character_ids(self) -> bool:
+        """True if the template refuses ids of calls that are not nine letters or digits."""
+        ...
+
+    def begins_reasoning(self, prompt: str) -> bool:
+        """True if a prompt that ends like this has opened reasoning already."""
+        ...
+
+    def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+        """Reads a whole reply to the prompt."""
+        ...
+
+    def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
+        """A grammar in llguidance's Lark dialect that a reply with at least one call of these tools follows.
+
+        parallel: more than one call is allowed. prompt: its end tells whether the reply begins with reasoning.
+        special: ids of the vocabulary's special tokens, which a grammar cannot write as text. Raises InvalidRequest
+        where no call can be forced in this format."""
+        ...
+
+
+def cannot_force(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"tool_choice: replies of the format {name!r} have no tool calls that could be forced; use 'auto', or name the "
+        "model's format in models.NAME.reply_format",
+        field="tool_choice",
+    )

@@ -1,0 +1,85 @@
+"""Collects the events of a reply, in the order in which its readers tell them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+
+from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinnd.text.replies.source import Source
+
+NewId = Callable[[], str]
+
+
+def new_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def nine_characters() -> str:
+    """Mistral's templates refuse ids of other lengths."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class Output:
+    def __init__(self, source: Source, make_id: NewId) -> None:
+        self._source = source
+        self._make_id = make_id
+        self._events: list[Event] = []
+        self._calls = 0
+        self._in_call = False
+
+    def drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def content(self, text: str) -> None:
+        if text:
+            self._append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._append(Reasoning(text))
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        assert not self._in_call
+        self._in_call = True
+        self._append(CallBegin(self._calls, call_id or self._make_id(), name))
+
+    def arguments(self, text: str) -> None:
+        assert self._in_call
+        if text:
+            self._append(CallArguments(self._calls, text))
+
+    def end(self, complete: bool = True) -> None:
+        self._append(CallEnd(self._calls, complete))
+        self._in_call = False
+        self._calls += 1
+
+    def call(self, name: str, arguments: str, call_id: str = "") -> None:
+        """A whole call at once."""
+        self.begin(name, call_id)
+        self.arguments(arguments)
+        self.end()
+
+    def give_up(self) -> None:
+        """What was being read is no tool call: text that is held becomes content."""
+        held = self._source.held()
+        if self._in_call:
+            self.end(complete=False)
+        self.content(held)
+        self._source.told()
+
+    def _append(self, event: Event) -> None:
+        self._source.told()
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            event = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            event = Reasoning(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.call == event.call:
+            event = CallArguments(event.call, last.text + event.text)
+        else:
+            self._events.append(event)
+            return
+        self._events[-1] = event

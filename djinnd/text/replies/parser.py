@@ -1,0 +1,45 @@
+"""Reads a reply while it is generated."""
+
+from __future__ import annotations
+
+from djinnd.text.replies.events import Event
+from djinnd.text.replies.format import ReplyFormat
+from djinnd.text.replies.output import NewId, Output, new_id, nine_characters
+from djinnd.text.replies.source import Source
+from djinnd.text.replies.tools import Tools
+
+
+class ReplyParser:
+    """Takes the text of a reply, special tokens included, in pieces of any size, and gives what the reply says.
+
+    prompt: the text before the reply; its last characters are enough. Many templates open the reasoning there.
+    tools: the functions that the request offers. Without any, text that looks like a call is content.
+
+    Content is never lost or repeated, and the pieces do not change what is read. White space next to a marker belongs
+    to the marker. A call that is malformed becomes content; one that turns malformed inside its arguments ends there,
+    and the rest becomes content. The parser keeps source.MAX_HELD characters at the most.
+    """
+
+    def __init__(
+        self, form: ReplyFormat, prompt: str = "", tools: Tools | None = None, make_id: NewId | None = None
+    ) -> None:
+        make_id = make_id or (nine_characters if form.nine_character_ids else new_id)
+        self._source = Source()
+        self._output = Output(self._source, make_id)
+        self._reading = form.read(prompt, self._source, self._output, tools or {})
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain now, and was not told before."""
+        if not text:
+            return []
+        self._source.add(text)
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        """What is left when no more text comes."""
+        self._source.end()
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        next(self._reading, None)
+        return self._output.drain()

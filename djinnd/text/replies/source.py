@@ -1,0 +1,184 @@
+"""Text that arrives in pieces, read by generators.
+
+A reader is a generator. It yields where it needs more text than has arrived, and goes on when more is there. So readers
+are written as if the whole text were there, and what they find cannot depend on where the text was cut.
+
+        told         held             not read yet
+    |-----------|--------------|------------------------|
+              mark             at                     end of what has arrived
+
+Text between `mark` and `at` was read and not told to anyone yet: the begin of a tool call that may still turn out to be
+ordinary text. MAX_HELD bounds it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+Tell = Callable[[str], None]
+
+MAX_HELD = 64 << 10  # characters of one tool call that are kept back: its name, or arguments that have to be converted
+MAX_SPACE = 64  # characters of white space that may belong to a marker
+_CHUNK = 4 << 10  # characters that are told at once at the most, so that text on its way through never looks held
+
+
+class Malformed(Exception):
+    """The text is not what the reader expected. Text that was held becomes content."""
+
+
+class Source:
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark = 0
+        self._ended = False
+
+    def add(self, text: str) -> None:
+        self._text = self._text[self._mark :] + text
+        self._at -= self._mark
+        self._mark = 0
+
+    def end(self) -> None:
+        self._ended = True
+
+    def told(self) -> None:
+        """Everything that was read is told, or belongs to the format."""
+        self._mark = self._at
+
+    def held(self) -> str:
+        return self._text[self._mark : self._at]
+
+    def back(self) -> None:
+        """Text that is held will be read once more."""
+        self._at = self._mark
+
+    def more(self) -> Reading[bool]:
+        """False if no more text will come."""
+        if self._ended:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Reading[str]:
+        """The next character; "" at the end."""
+        while self._at == len(self._text):
+            if not (yield from self.more()):
+                return ""
+        return self._text[self._at]
+
+    def take(self, count: int) -> Reading[str]:
+        """The next characters, fewer only at the end."""
+        while self._at + count > len(self._text) and (yield from self.more()):
+            pass
+        return self._advance(count)
+
+    def match(self, pattern: re.Pattern[str], most: int = _CHUNK) -> str:
+        """The next characters that match, as many as have arrived, and `most` of them. A pattern that matches a text
+        matches each start of it, too."""
+        found = pattern.match(self._text, self._at)
+        return self._advance(min(found.end() - self._at, most)) if found else ""
+
+    def space(self, most: int = sys.maxsize) -> Reading[None]:
+        """Passes over white space, `most` characters of it."""
+        while most and (yield from self.peek()).isspace():
+            most -= len(self.match(_SPACE, min(most, _CHUNK)))
+
+    def drop_space(self) -> Reading[None]:
+        """Passes over white space that belongs to a marker, and to nobody else."""
+        while (yield from self.peek()).isspace():
+            self.match(_SPACE)
+            self.told()
+
+    def comes(self, *texts: str) -> Reading[str]:
+        """The longest of these texts that comes next, and passes over it; "" if none does."""
+        while any(len(text) > len(self._text) - self._at and text.startswith(self._text[self._at :]) for text in texts):
+            if not (yield from self.more()):
+                break
+        found = max((text for text in texts if self._text.startswith(text, self._at)), key=len, default="")
+        self._advance(len(found))
+        return found
+
+    def expect(self, *texts: str) -> Reading[str]:
+        found = yield from self.comes(*texts)
+        if not found:
+            raise Malformed
+        return found
+
+    def until(self, markers: Markers, tell: Tell, trim: bool = False, most: int = sys.maxsize) -> Reading[str]:
+        """Tells the text before the next marker, and passes over the marker; "" if none came before the end. `trim`:
+        white space before a marker belongs to it. Raises Malformed if there is no marker after `most` characters."""
+        while True:
+            start, end = markers.find(self._text, self._at, self._ended)
+            found = self._text[start:end]
+            stop = start
+            if trim and not self._finished(start):
+                stop = max(self._at, start - _space_before(self._text, start))
+            rest = stop - self._at
+            while rest:
+                part = self._advance(min(rest, _CHUNK, most))
+                rest -= len(part)
+                most -= len(part)
+                tell(part)
+                if not most:
+                    raise Malformed
+            if found:
+                self._advance(end - self._at)
+                return found
+            if not (yield from self.more()):
+                return ""
+
+    def _finished(self, start: int) -> bool:
+        return self._ended and start == len(self._text)
+
+    def _advance(self, count: int) -> str:
+        begin = self._at
+        self._at = min(begin + count, len(self._text), self._mark + MAX_HELD)
+        if self._at == self._mark + MAX_HELD:
+            raise Malformed
+        return self._text[begin : self._at]
+
+
+class Markers:
+    """Finds the first of some texts in text that is still growing."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        assert all(texts)
+        self.texts = tuple(texts)
+        ordered = sorted(texts, key=len, reverse=True)
+        self._first_characters = {text[0] for text in texts}
+        first = "".join(map(re.escape, sorted(self._first_characters)))
+        self._pattern = re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, ordered))})") if ordered else None
+        self._longest = max(map(len, texts), default=0)
+
+    def find(self, text: str, at: int, ended: bool) -> tuple[int, int]:
+        """Where the first marker lies. Without one: an empty range at the first character that may begin one, or at the
+        end of the text."""
+        found = self._pattern.search(text, at) if self._pattern else None
+        if not ended:
+            for start in range(max(at, len(text) - self._longest + 1), found.start() + 1 if found else len(text)):
+                if text[start] not in self._first_characters:
+                    continue
+                tail = text[start:]
+                if any(len(marker) > len(tail) and marker.startswith(tail) for marker in self.texts):
+                    return start, start
+        return found.span() if found else (len(text), len(text))
+
+
+@lru_cache(maxsize=256)
+def markers(*texts: str) -> Markers:
+    return Markers(texts)
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _space_before(text: str, end: int) -> int:
+    """White space that ends there, MAX_SPACE characters at the most."""
+    before = text[max(0, end - MAX_SPACE) : end]
+    return len(before) - len(before.rstrip())

@@ -1,0 +1,95 @@
+"""The tools that a request offers, by name, and values that models write in other ways than JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]
+Tools = Mapping[str, Schema]  # name → JSON schema of the parameters
+
+MAX_NAME = 256
+_NAME = re.compile(rf"[^\s<>{{}}()\[\]\"'`]{{1,{MAX_NAME}}}")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_MAX_NESTED = 8  # schemas inside anyOf that are looked at
+
+
+def tools_by_name(tools: Sequence[Any]) -> dict[str, Schema]:
+    """From OpenAI's list of tools. An entry that is no function is passed over."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    named = [function for function in functions if isinstance(function, Mapping) and function.get("name")]
+    return {str(function["name"]): _mapping(function.get("parameters")) for function in named}
+
+
+def is_name(text: str) -> bool:
+    """True if a function can have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def parameter(tools: Tools, function: str, name: str) -> Schema:
+    """The parameter's schema; an empty one where nothing is known."""
+    properties = _mapping(tools.get(function, {}).get("properties"))
+    return _mapping(properties.get(name))
+
+
+def members_of(parameters: Schema) -> list[tuple[str, Schema, bool]]:
+    """Name, schema, and whether it is required, for each parameter."""
+    properties = parameters.get("properties")
+    required = parameters.get("required")
+    names = properties if isinstance(properties, dict) else {}
+    needed = required if isinstance(required, list) else []
+    return [(key, schema if isinstance(schema, dict) else {}, key in needed) for key, schema in names.items()]
+
+
+def types(schema: Schema, depth: int = 0) -> frozenset[str]:
+    """JSON types that the schema allows; empty where it does not say."""
+    declared = schema.get("type")
+    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+    found = {name for name in names if isinstance(name, str)}
+    if depth < _MAX_NESTED:
+        for union in ("anyOf", "oneOf"):
+            choices = schema.get(union)
+            for choice in choices if isinstance(choices, list) else []:
+                found |= types(_mapping(choice), depth + 1)
+    return frozenset(found)
+
+
+def is_string(schema: Schema) -> bool:
+    return types(schema) == {"string"}
+
+
+def as_json(text: str, schema: Schema) -> str:
+    """The JSON of a value whose text a model wrote without quotes: as it is written where that is JSON of an allowed
+    type, else a string."""
+    allowed = types(schema)
+    stripped = text.strip()
+    candidate = _CONSTANTS.get(stripped, stripped)
+    try:
+        read = json.loads(candidate)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    if isinstance(read, str) or candidate in ("NaN", "Infinity", "-Infinity"):
+        return quoted(text)
+    return candidate if not allowed or _type(read) & allowed else quoted(text)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type(value: object) -> frozenset[str]:
+    if value is None:
+        return frozenset({"null"})
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"integer", "number"} if value.is_integer() else {"number"})
+    return frozenset({"object"} if isinstance(value, dict) else {"array"})
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
