@@ -28,7 +28,7 @@ from djinnd.confinement import landlock, own_root, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522
-_DESCRIPTORS = 64
+DESCRIPTORS = 64
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/urandom")
 
 
@@ -46,7 +46,7 @@ def tie_to(parent: int) -> None:
         raise SystemExit("the server is gone already")
 
 
-def close(user: int, parent: int, memory: int, descriptors: int = _DESCRIPTORS) -> None:
+def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -> None:
     """`user`: the tenant's; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises OSError."""
     paths = _readable()
     room = _address_space() + memory
@@ -66,7 +66,7 @@ def close(user: int, parent: int, memory: int, descriptors: int = _DESCRIPTORS) 
     seccomp.install()
 
 
-def limit(memory: int, descriptors: int = _DESCRIPTORS) -> None:
+def limit(memory: int, descriptors: int = DESCRIPTORS) -> None:
     """Only what needs nothing of the kernel that may be `missing`: the limits of memory, files and processes."""
     _limit(_address_space() + memory, descriptors)
 

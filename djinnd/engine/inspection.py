@@ -7,12 +7,7 @@ starts it; one process inspects one checkpoint.
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import socket
 import tempfile
-from contextlib import suppress
 from typing import cast
 
 import msgspec
@@ -21,8 +16,8 @@ import torch
 from djinn_client.errors import DjinnError
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import decoded, framed
-from djinnd.confinement import sandbox
 from djinnd.confinement.channel import Channel
+from djinnd.confinement.child import begin
 from djinnd.device import Device
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.device import Rates
@@ -34,7 +29,6 @@ from djinnd.model.image import image_of
 from djinnd.model.loader import Loader
 from djinnd.weights.checkpoint import Checkpoint
 
-_NICE = 10  # engines and the server come first
 _MAX_FRAME = 1 << 20
 _DESCRIPTORS = 512  # a checkpoint has up to 240 files, and each is passed as a descriptor
 
@@ -85,33 +79,16 @@ def _inspected(message: Inspect, files: ModelFiles) -> Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="Connected stream socket to the server.")
-    parser.add_argument("--parent", type=int, required=True, help="This process ends when that one does.")
-    parser.add_argument("--user", type=int, required=True, help="The principal; where it can, it becomes that user.")
-    parser.add_argument("--memory", type=int, required=True, help="Bytes that the inspection may take.")
-    given = parser.parse_args()
-    sandbox.tie_to(given.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
-    os.closerange(3, given.fd)
-    os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))
-    os.nice(_NICE)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where the machine's memory ends, this goes first
+    child = begin(__doc__)
     tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; nobody can write there
     torch.set_num_threads(1)
     channel: Channel[Inspect, Confined | Answer] = Channel(
-        socket.socket(fileno=given.fd),
+        child.server,
         _MAX_FRAME,
         lambda payload: decoded(_decoder, payload),
         lambda said: framed(_encode(said)),
     )
-    lacking = sandbox.missing()
-    if lacking:
-        sandbox.limit(given.memory, _DESCRIPTORS)
-    else:
-        sandbox.close(given.user, given.parent, given.memory, _DESCRIPTORS)
-    channel.send(Confined(lacking))
+    channel.send(Confined(child.close_sandbox(_DESCRIPTORS)))
     for message, fds in channel.messages():
         channel.send(inspect(message, fds))
         return
