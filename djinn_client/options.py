@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -22,7 +22,9 @@ MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate` and `stream`.
 
-    max_tokens           at most so many new tokens, 1 or more; default 256
+    max_tokens           at most so many new tokens, for which the context must have room; None: to the end of the
+                         context; 0: the prompt is computed, and that is all. Without this option, 256, or fewer at the
+                         end of the context
     temperature          0 (the default) is greedy; sampling draws from softmax(logits / temperature)
     top_k                only the k likeliest tokens; 0 (the default) is off
     top_p                only the likeliest tokens that together have this probability; 1 (the default) is off
@@ -31,6 +33,10 @@ class GenerateOptions(TypedDict, total=False):
                          (Nguyen et al. 2024)
     repetition_penalty   1 (the default) is off; tokens of prompt and output (CTRL, Keskar et al. 2019)
     presence_penalty     0 (the default) is off; taken from the logits of tokens in the output
+    frequency_penalty    0 (the default) is off; taken once for each time that the output has the token
+    logit_bias           {token id: what is added to its logit}, from -100 to 100, for at most 1,024 tokens
+    min_tokens           at least so many new tokens: before, neither an end token nor `stop_token_ids` is chosen, and
+                         `stop` is looked for in the text that follows them; 0 (the default) is off
     seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
     stop                 strings that end the output, at most 16 of at most 256 characters; the one that ended it is not
                          part of the text
@@ -47,13 +53,16 @@ class GenerateOptions(TypedDict, total=False):
                          Of one user's calls in one class, those that are likely to be late go first
     """
 
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     repetition_penalty: float
     presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Iterable[int]
@@ -109,9 +118,9 @@ def generate_request(
     elif prompt is not None:
         fields["token_ids"] = token_ids(prompt)
     request = build(Generate, session=session, sampling=sampling, stream=stream, **fields)
-    if request.max_tokens > MAX_NEW_TOKENS:
+    if isinstance(request.max_tokens, int) and request.max_tokens > MAX_NEW_TOKENS:
         raise InvalidRequest(
-            f"max_tokens is {request.max_tokens}; it must be from 1 to {MAX_NEW_TOKENS}", field="max_tokens"
+            f"max_tokens is {request.max_tokens}; it must be from 0 to {MAX_NEW_TOKENS}, or None", field="max_tokens"
         )
     return request
 

@@ -11,6 +11,7 @@ import msgspec
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Timings, Usage
+from djinn_client.requests import DEFAULT_TOKENS
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 LATE_S = 1e-3  # what is left of a deadline that is over: 0 would be none
@@ -35,13 +36,14 @@ class Parts:
         if self._last is None:
             return self._request
         request, count = self._request, len(self._tokens)
+        most = DEFAULT_TOKENS if request.max_tokens is msgspec.UNSET else request.max_tokens
         return msgspec.structs.replace(
             request,
             text=None,
             token_ids=None,
             resume=True,
             hit=None,
-            max_tokens=request.max_tokens - count,
+            max_tokens=None if most is None else most - count,
             stop=[] if count else request.stop,
             expected_tokens=max(0, request.expected_tokens - count),
             deadline_s=request.deadline_s and max(LATE_S, request.deadline_s - (time.monotonic() - self._began)),
@@ -98,9 +100,10 @@ class Parts:
 
 def expect_parts_possible(request: Generate) -> None:
     """Of a call that may stop at tokens that it has generated. Raises InvalidRequest."""
-    if request.sampling.presence_penalty:
-        raise InvalidRequest(
-            "presence_penalty counts what a call has generated, and one that stops at generated tokens for an "
-            'intervention is several: take repetition_penalty, or intervene with when="prefill"',
-            field="presence_penalty",
-        )
+    for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
+        if getattr(request.sampling, name):
+            raise InvalidRequest(
+                f"{name} counts what a call has generated, and one that stops at generated tokens for an intervention "
+                'is several: leave it out, or intervene with when="prefill"',
+                field=name,
+            )

@@ -17,6 +17,8 @@ from djinn_client.placing import Placing
 from djinn_client.sampling import Sampling
 from djinn_client.scheduling import Class
 
+DEFAULT_TOKENS = 256
+
 FileName = Annotated[str, msgspec.Meta(max_length=255)]
 Files = Annotated[dict[Name, Whole], msgspec.Meta(max_length=256)]
 
@@ -66,7 +68,9 @@ class Generate(Request, tag="generate"):
     text: str | None = None
     token_ids: TokenList | None = None
     packed_ids: PackedTokens = b""  # in the place of many token ids
-    max_tokens: Whole = 256
+    # None: to the end of the context, of which no call may want more; UNSET: DEFAULT_TOKENS, or to there. 0: the prompt
+    # is computed, and no token is chosen.
+    max_tokens: Whole | msgspec.UnsetType | None = msgspec.UNSET
     sampling: Sampling = Sampling()
     stop: Names = []
     stop_token_ids: TokenList = []
@@ -80,7 +84,15 @@ class Generate(Request, tag="generate"):
     deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
     resume: bool = False  # goes on from where the last call stopped at a breakpoint; without a prompt
     hit: HitInfo | None = None  # with resume: from there, at whose `end` the session is, and not from its last call's
-    capture: Names = []  # points whose activations are wanted: see Generated. `max_tokens` may be 0 then
+    capture: Names = []  # points whose activations are wanted: see Generated
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens` as a number; in the place of None the daemon has put one (admission.most_tokens)."""
+        if self.max_tokens is msgspec.UNSET:
+            return DEFAULT_TOKENS
+        assert self.max_tokens is not None
+        return self.max_tokens
 
 
 class Forward(Request, tag="forward"):

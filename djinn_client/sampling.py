@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 
-from djinn_client.bounds import Whole
+from djinn_client.bounds import TokenId, Whole
 from djinn_client.errors import InvalidRequest
+
+MAX_BIASED = 1024  # tokens that have a logit bias in one call
+BIAS_RANGE = 100.0
+
+LogitBias = Annotated[dict[TokenId, float], msgspec.Meta(max_length=MAX_BIASED)]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -18,7 +24,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     repetition_penalty: float = 1.0  # 1: off; prompt and output, as in CTRL (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # 0: off; output only
+    presence_penalty: float = 0.0  # 0: off; once for each token that the output has
+    frequency_penalty: float = 0.0  # 0: off; once for each time that the output has the token
+    logit_bias: LogitBias = {}  # token → what is added to its logit
+    min_tokens: Whole = 0  # before so many are generated, no end token, stop token or stop string ends the output
     seed: Whole | None = None  # None: the daemon draws one
 
     def validate(self) -> None:
@@ -29,10 +38,19 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
             ("min_p", 0.0, 1.0),
             ("repetition_penalty", 0.01, 100.0),
             ("presence_penalty", -100.0, 100.0),
+            ("frequency_penalty", -100.0, 100.0),
         ):
             value = getattr(self, name)
             if math.isnan(value) or not low <= value <= high:
                 raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}", field=name)
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias) or abs(bias) > BIAS_RANGE:
+                raise InvalidRequest(
+                    f"the logit_bias of token {token} is {bias:g}; it must be from {-BIAS_RANGE:g} to {BIAS_RANGE:g}",
+                    field="logit_bias",
+                )
+        if self.min_tokens < 0:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}; it must be 0 or more", field="min_tokens")
         if self.top_p == 0.0:
             raise InvalidRequest("top_p is 0, which leaves no token; use temperature=0 for greedy", field="top_p")
         if not 0 <= self.top_k < 1 << 31:

@@ -52,13 +52,14 @@ class Encode(msgspec.Struct, tag="encode"):
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """A reading: the text of tokens that follow `context`."""
+    """A reading: the text of tokens that follow `context`. `least`: see TextReader."""
 
     reading: int
     model: int
     context: list[int]
     stops: list[str]
     skip_special: bool
+    least: int = 0
 
 
 class Read(msgspec.Struct, tag="read"):

@@ -1,4 +1,4 @@
-"""Rows that need more than an argmax: penalties, temperature, limits on what may be drawn, and the draw itself."""
+"""Rows that need more than an argmax: biases, penalties, temperature, limits on what may be drawn, and the draw."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from djinn_client.protocol import Sampling
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.model.crossing import send
+from djinnd.model.logit_shifts import LogitShifts, is_shifted
 from djinnd.model.noise import gumbel, noise_keys, noise_streams
-from djinnd.model.token_marks import BLANK, TokenMarks, penalised
+from djinnd.model.token_marks import BLANK, Penalties, TokenMarks, penalised
 from djinnd.model.upload import upload
 
 _TINY = torch.finfo(torch.float64).tiny
 _WEIGHT_OF_PEAK = 1 << 40  # fixed point: the weights of 2^22 tokens still sum up within 63 bits
 
 
-def is_greedy(sampling: Sampling) -> bool:
+def is_greedy(request: Request) -> bool:
     """Whether the likeliest token of the raw logits is the answer."""
-    return sampling.temperature == 0 and not _is_penalised(sampling)
+    return request.sampling.temperature == 0 and not _is_penalised(request.sampling) and not is_shifted(request)
 
 
 class Draw:
@@ -38,6 +39,7 @@ class Draw:
         self._marks = marks
         self._random = any(sampling.temperature > 0 for sampling in samplings)
         self._nucleus = any(sampling.temperature > 0 and sampling.top_p < 1 for sampling in samplings)
+        self._shifts = LogitShifts(requests, vocab, marks.device)
         self._marked = [index for index, slot in enumerate(slots) if slot != BLANK]
         self._cut_below_peak = any(_is_cut_below_peak(sampling) for sampling in samplings)
 
@@ -55,15 +57,22 @@ class Draw:
         self._top_p = column([s.top_p if s.top_p < 1 else math.inf for s in samplings])
         self._temperature = column([s.temperature for s in samplings])
         self._depth = column([_depth(s) for s in samplings])
-        self._repetition = column([s.repetition_penalty for s in samplings], torch.float32)
-        self._presence = column([s.presence_penalty for s in samplings], torch.float32)
+        self._penalties = Penalties(
+            column([s.repetition_penalty for s in samplings], torch.float32),
+            column([s.presence_penalty for s in samplings], torch.float32),
+            column([s.frequency_penalty for s in samplings], torch.float32)
+            if any(s.frequency_penalty for s in samplings)
+            else None,
+        )
 
     def choose(self, logits: Tensor, counters: Tensor, sessions: Sequence[Session]) -> Tensor:
         """int64 [members]: a token for each. logits: the whole batch's, raw; sessions: the members'."""
         logits = logits.index_select(0, self.rows).float()
+        if self._shifts:
+            self._shifts.add_to(logits, sessions)
         if self._marked:
             self._marks.follow(sessions[index] for index in self._marked)
-            logits = penalised(logits, self._marks.rows(self._slots), self._repetition, self._presence)
+            logits = penalised(logits, self._marks.rows(self._slots), self._penalties)
         if not self._random:
             return logits.argmax(dim=-1)
         lengths = torch.tensor([len(session.tokens) for session in sessions])
@@ -102,7 +111,7 @@ class Draw:
 
 
 def _is_penalised(sampling: Sampling) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0
+    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _is_cut_below_peak(sampling: Sampling) -> bool:

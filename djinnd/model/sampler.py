@@ -1,8 +1,8 @@
 """The next token of every row, on the device.
 
-    raw logits ─► argmax ───────────────────────────────────────────────────────────────────► greedy rows
-         └─ the other rows ─► penalties ─► + temperature * Gumbel noise, where not cut off ─► argmax
-                                  └─► top-k ─► top-p ─► min-p: the lowest logit that is not ─┘
+    raw logits ─► argmax ─────────────────────────────────────────────────────────────────────────────► greedy rows
+         └─ the other rows ─► biases, penalties ─► + temperature * Gumbel noise, where not cut off ─► argmax
+                                            └─► top-k ─► top-p ─► min-p: the lowest logit that is not ─┘
 
 The argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel-max). With the noise scaled by the
 temperature rather than the logits divided by it, temperature 0 is greedy by the same formula. The limits come in the
@@ -10,8 +10,8 @@ order of transformers' logits warpers: each works on what the one before left, a
 and temperature. They cut between logits and never between equal ones, so that the outcome does not hang on the order of
 a sort: what ties with the last token that is kept is kept.
 
-Greedy rows without penalties cost one argmax whatever else is in the batch; all rows together wait once for the device
-(log probabilities: three short copies more).
+Greedy rows without penalties and biases cost one argmax whatever else is in the batch; all rows together wait once for
+the device (log probabilities: three short copies more).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Sampler:
     def _plan_for(self, sessions: Sequence[Session]) -> _Plan:
         requests = tuple(_request(session) for session in sessions)
         if self._plan.requests != requests:
-            drawn = [row for row, request in enumerate(requests) if not is_greedy(request.sampling)]
+            drawn = [row for row, request in enumerate(requests) if not is_greedy(request)]
             told = [row for row, request in enumerate(requests) if request.logprobs is not None]
             self._plan = _Plan(
                 requests,

@@ -1,6 +1,6 @@
-"""Which tokens a session holds, kept on the device for the requests that use penalties.
+"""Which tokens a session holds, and how often the output has them, on the device for requests that use penalties.
 
-    marks   uint8 [slots, vocab]     0: not there   SEEN: in the prompt   SEEN | GENERATED: in the output
+    marks   int32 [slots, vocab]     SEEN where the prompt has the token, and GENERATED for each time in the output
 
 Slot 0 stays blank and stands for every request without penalties. A request owns its slot from the first `follow` that
 names its session until `forget`.
@@ -23,6 +23,15 @@ GENERATED = 2
 BLANK = 0  # the slot
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """float32 [rows, 1] each. `frequency` None: no row has one."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor | None = None
+
+
 @dataclass(slots=True)
 class _Entry:
     slot: int
@@ -33,7 +42,7 @@ class TokenMarks:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.device = device
         self._vocab = vocab
-        self._marks = torch.zeros(1, vocab, dtype=torch.uint8, device=device)
+        self._marks = torch.zeros(1, vocab, dtype=torch.int32, device=device)
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
 
@@ -70,16 +79,16 @@ class TokenMarks:
                 if tokens[index] < self._vocab:  # an embedding may be larger than the head
                     (prompt if index < request.prompt_end else output).append(base + tokens[index])
             entry.covered = len(tokens)
-        self._mark(prompt, SEEN)  # first: an output mark holds both bits and must not be overwritten
-        self._mark(output, SEEN | GENERATED)
+        marks = self._marks.view(-1)
+        if prompt:  # before the output is counted, which this would overwrite
+            marks.index_fill_(0, upload(prompt, torch.int64, self.device), SEEN)
+        if output:
+            places = upload(output, torch.int64, self.device)
+            marks.index_add_(0, places, torch.full_like(places, GENERATED, dtype=marks.dtype))
 
     def rows(self, slots: Tensor) -> Tensor:
-        """uint8 [rows, vocab], a copy, for int64 slots [rows]."""
+        """int32 [rows, vocab], a copy, for int64 slots [rows]."""
         return self._marks.index_select(0, slots)
-
-    def _mark(self, places: list[int], value: int) -> None:
-        if places:
-            self._marks.view(-1).index_fill_(0, upload(places, torch.int64, self.device), value)
 
     def _grow(self) -> None:
         """Doubles the slots. Slots keep their numbers."""
@@ -88,12 +97,15 @@ class TokenMarks:
         self._marks = torch.cat([self._marks, torch.zeros_like(self._marks)])
 
 
-def penalised(logits: Tensor, marks: Tensor, repetition: Tensor, presence: Tensor) -> Tensor:
-    """Logits with both penalties; float32 [rows, vocab] and uint8 [rows, vocab], penalties float32 [rows, 1].
+def penalised(logits: Tensor, marks: Tensor, penalties: Penalties) -> Tensor:
+    """Logits with the penalties; float32 [rows, vocab] and int32 [rows, vocab].
 
     Repetition as in CTRL (Keskar et al. 2019): for tokens in prompt or output, positive logits are divided by the
-    penalty and negative ones multiplied. Then presence is subtracted for those in the output; vLLM has the same order.
-    A row with penalties 1 and 0 comes out bit for bit as it went in.
+    penalty and negative ones multiplied. Then frequency is subtracted for each time that the output has the token, and
+    presence once; vLLM has the same order. A row with penalties 1, 0 and 0 comes out bit for bit as it went in.
     """
-    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
-    return torch.where(marks > 0, repeated, logits) - presence * (marks > SEEN)
+    repeated = torch.where(logits < 0, logits * penalties.repetition, logits / penalties.repetition)
+    logits = torch.where(marks > 0, repeated, logits)
+    if penalties.frequency is not None:
+        logits = logits - penalties.frequency * (marks // GENERATED)
+    return logits - penalties.presence * (marks >= GENERATED)

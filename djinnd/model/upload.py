@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Queued on the current stream, from pinned memory where there is a bus: torch's host allocator keeps that memory
     until the copy is done."""
     pinned = device.type == "cuda"

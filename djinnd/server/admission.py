@@ -18,6 +18,7 @@ from djinn_client.protocol import (
     PublishPrefix,
     ShareModel,
 )
+from djinn_client.requests import DEFAULT_TOKENS
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
 MAX_DEADLINE_S = 86400.0
@@ -38,11 +39,10 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     request.sampling.validate()
     if request.text is not None and request.token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not as both")
-    least = 0 if request.capture else 1
-    if not least <= request.max_tokens <= MAX_NEW_TOKENS:
-        raise InvalidRequest(
-            f"max_tokens is {request.max_tokens}; it must be from {least} to {MAX_NEW_TOKENS}", field="max_tokens"
-        )
+    if isinstance(request.max_tokens, int) and not 0 <= request.max_tokens <= MAX_NEW_TOKENS:
+        wanted = f"it must be from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; {wanted}", field="max_tokens")
+    check_tokens([*request.sampling.logit_bias], model)
     _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
@@ -53,6 +53,33 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     _check_stops(request.stop)
     if lacking and (request.text is not None or request.stop):
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
+
+
+def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:
+    """How many tokens a call may generate whose prompt fits. A call that goes on from a hit has been measured when it
+    began, and gets what is left. Raises InvalidRequest."""
+    room, wanted = model.max_context - session_tokens - prompt_tokens, request.max_tokens
+    if not isinstance(wanted, int):
+        most = room if wanted is None else min(DEFAULT_TOKENS, room)
+    elif wanted <= room or request.resume:
+        most = min(wanted, room)
+    else:
+        raise InvalidRequest(
+            f"max_tokens is {wanted:,}, and there is room for {room:,}: {model.name} takes {model.max_context:,} "
+            f"tokens, the session has {session_tokens:,} and the prompt {prompt_tokens:,}; max_tokens=None generates "
+            "to the end of the context",
+            field="max_tokens",
+            session_tokens=session_tokens,
+            prompt_tokens=prompt_tokens,
+            room=room,
+        )
+    if request.sampling.min_tokens > most:
+        told = f"min_tokens is {request.sampling.min_tokens:,}; it must be at most max_tokens, which is {most:,} here"
+        raise InvalidRequest(told, field="min_tokens")
+    if not (most or prompt_tokens or request.capture or request.resume):
+        told = "max_tokens is 0, which only computes a prompt, and there is none"
+        raise InvalidRequest(told, field="max_tokens")
+    return most
 
 
 def check_prompt(

@@ -106,7 +106,7 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
 def reach_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> Reach:
     """Of a call that may run on the session. Raises InvalidRequest as `hit_of`."""
     hit, length = hit_of(request, session, model), len(session.tokens)
-    end = min(length + prompt_tokens + max(request.max_tokens - 1, 0), model.max_context)
+    end = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     if hit is not None:
         return Reach(min(session.due_from, hit.first), hit.prompt_end, length, end, hit)
     first = min(session.due_from, length if prompt_tokens else now(length))

@@ -73,5 +73,5 @@ def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: 
     the last token; the last token that it generates is computed by the next call."""
     length = len(session.tokens)
     first = min(session.due_from, length if prompt_tokens else now(length))
-    last = min(length + prompt_tokens + max(request.max_tokens - 1, 0), model.max_context)
+    last = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     return last - first

@@ -78,7 +78,7 @@ class Generation:
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self.is_full = len(self._tokens) - self._prompt_end == self._request.max_tokens or token in self._stop_tokens
+        self.is_full = len(self._tokens) - self._prompt_end == self._request.most_tokens or token in self._stop_tokens
         if self._is_late:
             return None
         if len(self._tokens) > self._next_read or self.is_full:

@@ -50,7 +50,8 @@ class LateText:
         self._then: Callable[[], None] | None = None  # when all has been read
         self._tokens = self._characters = 0  # so far
         worker.readings += 1
-        worker.tell(Begin(self._number, model, list(context), request.stop, request.skip_special_tokens))
+        rules = request.stop, request.skip_special_tokens, request.sampling.min_tokens
+        worker.tell(Begin(self._number, model, list(context), *rules))
 
     def go_on(self, generation: Generation) -> None:
         """Tokens came, or a Read was answered."""

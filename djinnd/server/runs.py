@@ -272,7 +272,7 @@ class GenerateRun(SessionRun):
             self,
             session=self._session.id,
             tokens=list(self._prompt) if is_new else [],
-            max_tokens=0 if self._reason else request.max_tokens,
+            max_tokens=0 if self._reason else request.most_tokens,
             sampling=self._sampling,
             stop_tokens=list(self._stop_tokens),
             logprobs=request.logprobs,

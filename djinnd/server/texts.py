@@ -62,7 +62,7 @@ class ModelText:
         """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
         if self.vocabulary is None:
             return None
-        return self.vocabulary.reader(context, request.stop, request.skip_special_tokens)
+        return self.vocabulary.reader(context, request.stop, request.skip_special_tokens, request.sampling.min_tokens)
 
     @property
     def is_read_by_workers(self) -> bool:

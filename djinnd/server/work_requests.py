@@ -36,13 +36,15 @@ class WorkRequests:
         with self._admitted(call, session) as place:
             info, text = (await self._models.once_ready(session)).described
             admission.check_generate(request, info, text.lacking)
-            room = info.max_context - len(session.tokens) - min(request.max_tokens, 1)
+            least = 0 if request.max_tokens == 0 else 1
+            room = info.max_context - len(session.tokens) - least
             prompt, stop_tokens = await self._texts.prepare(
                 text, session.user, request, starts=not session.tokens, room=max(0, room)
             )
             stop_tokens |= frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else text.eos)
-            least, is_text = min(request.max_tokens, 1), request.text is not None
+            is_text = request.text is not None
             admission.check_prompt(prompt, len(session.tokens), info, room=least, is_text=is_text)
+            request.max_tokens = admission.most_tokens(request, len(prompt), len(session.tokens), info)
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
             capturing = capturing_of(request, len(prompt), session, info)

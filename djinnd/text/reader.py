@@ -13,11 +13,14 @@ CHARACTERS_PER_TOKEN = 256  # and all tokens of a request so many more, on avera
 
 
 class TextReader:
-    """Reads tokens as they come. `stopped_after` is set when a stop string is complete: it counts the tokens up to and
-    with the one that completed it, and no more is read then."""
+    """Reads tokens as they come. Stop strings are looked for in the text behind the first `least` tokens.
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+    `stopped_after` is set when a stop string is complete: it counts the tokens up to and with the one that completed
+    it, and no more is read then."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str], least: int = 0) -> None:
         self.stopped_after: int | None = None
+        self._least = least
         self._stream = stream
         self._matcher = StopMatcher(stops)
         self._has_stops = bool(stops)
@@ -38,7 +41,7 @@ class TextReader:
             self.tokens += 1
             text = self._stream.feed_all([token])
             self._count(text)
-            told += self._matcher.feed(text)
+            told += text if self.tokens <= self._least else self._matcher.feed(text)
             if self._matcher.matched is not None:
                 self.stopped_after = self.tokens
         return told
@@ -49,6 +52,8 @@ class TextReader:
             return ""
         text = self._stream.finish()
         self._count(text)
+        if self.tokens <= self._least:
+            return text
         text = self._matcher.finish(text)
         if self._matcher.matched is not None:
             self.stopped_after = self.tokens

@@ -56,11 +56,13 @@ class Vocabulary:
         assert self._encoder is not None
         return self._encoder.encode(text, rules)
 
-    def reader(self, context: Sequence[int], stops: Sequence[str], skip_special: bool = True) -> TextReader | None:
-        """Of tokens that follow `context`."""
+    def reader(
+        self, context: Sequence[int], stops: Sequence[str], skip_special: bool = True, least: int = 0
+    ) -> TextReader | None:
+        """Of tokens that follow `context`. `least`: see TextReader."""
         if self._detokenizer is None:
             return None
-        return TextReader(self._detokenizer.stream(context, skip_special), stops)
+        return TextReader(self._detokenizer.stream(context, skip_special), stops, least)
 
     def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
         """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where

@@ -88,7 +88,8 @@ class Serving:
     def _begin(self, message: Begin) -> None:
         """What fails is told with the first Read, which then finds no reading."""
         with suppress(BaseException):
-            reader = self._vocabulary(message.model).reader(message.context, message.stops, message.skip_special)
+            vocabulary = self._vocabulary(message.model)
+            reader = vocabulary.reader(message.context, message.stops, message.skip_special, message.least)
             assert reader is not None, "the server asks for the text of models that have some"
             self._readings[message.reading] = reader
 

@@ -31,8 +31,13 @@ PROMPT = "def fibonacci("
         {"repetition_penalty": 0.0},
         {"presence_penalty": math.inf},
         {"seed": -1},
-        {"max_tokens": 0},
         {"max_tokens": -1},
+        {"max_tokens": 1 << 20},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {5: 101.0}},
+        {"logit_bias": {1 << 30: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"min_tokens": 65, "max_tokens": 64},
         {"logprobs": -1},
         {"logprobs": 1 << 40},
         {"stop": [""]},
@@ -79,7 +84,7 @@ async def test_a_prompt_longer_than_the_model(session: OpenSession, model: djinn
 
 async def test_the_context_ends_an_output(session: OpenSession, model: djinn.ModelInfo) -> None:
     async with session() as s:
-        r = await s.generate([1] * (model.max_context - 3), max_tokens=100, ignore_eos=True)
+        r = await s.generate([1] * (model.max_context - 3), max_tokens=None, ignore_eos=True)
         assert r.finish_reason == "length"
         assert 3 <= len(r.token_ids) <= 4  # the last one needs no room for KV
         with pytest.raises(PromptTooLong):

@@ -29,9 +29,11 @@ async def collected(stream: object) -> tuple[str, list[int]]:
         {"temperature": 0.8, "seed": 7},
         {"temperature": 1.2, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
         {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.8, "logit_bias": {5: 2.0}, "min_tokens": 9},
         {"stop": ["\n"]},
+        {"stop": ["\n", " "], "min_tokens": 12},
     ],
-    ids=["greedy", "sampled", "limited", "penalties", "stop"],
+    ids=["greedy", "sampled", "limited", "penalties", "frequency", "stop", "late stop"],
 )
 async def test_a_stream_is_what_generate_returns(session: OpenSession, options: dict[str, object]) -> None:
     async with session() as a, session() as b:
@@ -52,6 +54,41 @@ async def test_a_session_holds_prompt_and_output_and_counts_them(session: OpenSe
         assert (r.finish_reason, r.usage.generated_tokens, r.usage.session_tokens) == ("length", 8, len(tokens))
         assert r.usage.prompt_tokens == len(tokens) - 8
         assert 0 <= r.timings.queued <= r.timings.first_token <= r.timings.total
+
+
+async def test_a_bias_bans_and_forces_tokens(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        plain = await a.generate(PROMPT, max_tokens=8)
+        banned = await b.generate(PROMPT, max_tokens=8, logit_bias=dict.fromkeys(plain.token_ids, -100.0))
+        assert not {*plain.token_ids} & {*banned.token_ids}
+        assert (await a.generate(max_tokens=4, logit_bias={9: 100.0}, ignore_eos=True)).token_ids == [9] * 4
+        assert (await b.generate(max_tokens=4, logit_bias={9: 100.0}, frequency_penalty=100.0)).token_ids[:2] != [9, 9]
+
+
+async def test_nothing_ends_an_output_before_min_tokens(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        plain = await a.generate(PROMPT, max_tokens=16, ignore_eos=True)
+        stops = {"stop_token_ids": plain.token_ids[:1], "stop": [plain.text[:1]]}
+        assert (await b.generate(PROMPT, max_tokens=16, **stops)).usage.generated_tokens == 1
+        await b.truncate(0)
+        late = await b.generate(PROMPT, max_tokens=16, min_tokens=6, **stops)
+        assert late.usage.generated_tokens >= 6
+        assert plain.token_ids[0] not in late.token_ids[:6]
+
+
+async def test_max_tokens_has_its_room_or_is_refused_with_the_figures(
+    session: OpenSession, model: djinn.ModelInfo
+) -> None:
+    async with session() as s:
+        prompt = [5] * (model.max_context - 6)
+        with pytest.raises(djinn.InvalidRequest, match="max_tokens is 7, and there is room for 6"):
+            await s.generate(prompt, max_tokens=7)
+        assert await s.token_ids == []
+        computed = await s.generate(prompt, max_tokens=0)
+        assert (computed.token_ids, computed.finish_reason) == ([], "length")
+        assert computed.usage.session_tokens == len(prompt)
+        rest = await s.generate(max_tokens=None, ignore_eos=True)
+        assert (len(rest.token_ids), rest.finish_reason) == (6, "length")
 
 
 async def test_text_and_its_tokens_are_the_same_prompt(session: OpenSession) -> None:

@@ -139,10 +139,25 @@ def test_who_says_nothing_is_hung_up_on(target: Daemon, address: str) -> None:
         ({"token_ids": [1], "stop_token_ids": [(1 << 31) - 1]}, "token_out_of_range"),
         ({"text": "x", "sampling": Sampling(temperature=math.nan)}, "invalid_request"),
         ({"text": "x", "sampling": Sampling(top_p=math.inf)}, "invalid_request"),
-        ({"text": "x", "max_tokens": 0}, "invalid_request"),
+        ({"text": "x", "max_tokens": -1}, "invalid_request"),
+        ({"text": "x", "max_tokens": 1 << 20}, "invalid_request"),
+        ({"text": "x", "sampling": Sampling(logit_bias={5: math.nan})}, "invalid_request"),
+        ({"text": "x", "sampling": Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))}, "invalid_request"),
         ({}, "invalid_request"),
     ],
-    ids=["long prompt", "long text", "token", "stop token", "NaN", "infinity", "no tokens", "no prompt"],
+    ids=[
+        "long prompt",
+        "long text",
+        "token",
+        "stop token",
+        "NaN",
+        "infinity",
+        "no tokens",
+        "too many tokens",
+        "bias",
+        "biases",
+        "no prompt",
+    ],
 )
 def test_a_generation_that_cannot_be(address: str, fields: dict[str, Any], code: str) -> None:
     with djinn.Session(MODEL, address=address) as s, Wire(address) as wire:

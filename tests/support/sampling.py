@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 
 from djinn_client.protocol import Sampling
@@ -16,11 +16,23 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def wanting(
-    sampling: Sampling, prompt: Sequence[int] = (0,), output: Sequence[int] = (), logprobs: int | None = None
+    sampling: Sampling,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+    logprobs: int | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> Session:
     """A session whose request has generated `output` so far."""
     number = next(_ids)
-    request = Request(number, first=0, prompt_end=len(prompt), max_tokens=64, sampling=sampling, logprobs=logprobs)
+    request = Request(
+        number,
+        first=0,
+        prompt_end=len(prompt),
+        max_tokens=64,
+        sampling=sampling,
+        stop_tokens=frozenset(stop_tokens),
+        logprobs=logprobs,
+    )
     return Session(str(number), "model", tenant=0, klass="batch", tokens=[*prompt, *output], request=request)
 
 
@@ -60,10 +72,16 @@ def _penalised(logits: Sequence[float], session: Session) -> list[float]:
     request = session.request
     assert request is not None
     values, penalty = list(logits), request.sampling.repetition_penalty
+    for token, bias in request.sampling.logit_bias.items():
+        values[token] += bias
+    if len(session.tokens) < request.prompt_end + request.sampling.min_tokens:
+        for token in request.stop_tokens:
+            values[token] = -math.inf
     for token in set(session.tokens):
         values[token] = values[token] * penalty if values[token] < 0 else values[token] / penalty
-    for token in set(session.tokens[request.prompt_end :]):
-        values[token] -= request.sampling.presence_penalty
+    output = session.tokens[request.prompt_end :]
+    for token in set(output):
+        values[token] -= request.sampling.presence_penalty + request.sampling.frequency_penalty * output.count(token)
     return values
 
 

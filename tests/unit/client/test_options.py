@@ -114,7 +114,7 @@ def test_a_word_that_does_not_exist_is_told_with_those_that_do(
 
 def test_more_tokens_than_a_call_may_generate() -> None:
     assert request(max_tokens=(1 << 31) - 1).max_tokens == (1 << 31) - 1
-    with pytest.raises(InvalidRequest, match="max_tokens is 2147483648; it must be from 1 to 2147483647"):
+    with pytest.raises(InvalidRequest, match="max_tokens is 2147483648; it must be from 0 to 2147483647, or None"):
         request(max_tokens=1 << 31)
 
 

@@ -23,7 +23,7 @@ from djinn_client.protocol import Sampling
 from djinnd.core.session import Session
 from djinnd.model import sampler as sampler_module
 from djinnd.model.sampler import Sampled, Sampler
-from tests.support.sampling import wanting
+from tests.support.sampling import reference, wanting
 
 CPU = torch.device("cpu")
 GREEDY = Sampling()
@@ -111,14 +111,18 @@ CASES = [
     Sampling(temperature=1.2, repetition_penalty=1.5),
     Sampling(temperature=1.2, presence_penalty=1.0),
     Sampling(temperature=1.2, repetition_penalty=1.3, presence_penalty=-0.7, top_k=20, top_p=0.9, min_p=0.02),
+    Sampling(temperature=1.0, frequency_penalty=0.7, logit_bias={5: 2.0, 6: -1.5}, top_k=30),
 ]
 PROMPT, OUTPUT = [0, 1, 2, 3, 1], [3, 4, 5, 4]
 
 
 def expected(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities by transformers' processors: float64 [1, vocab]."""
+    for token, bias in sampling.logit_bias.items():
+        logits[0, token] += bias
     scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([PROMPT + OUTPUT]), logits)
-    scores[0, list(set(OUTPUT))] -= sampling.presence_penalty
+    for token, times in Counter(OUTPUT).items():
+        scores[0, token] -= sampling.presence_penalty + sampling.frequency_penalty * times
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -222,11 +226,13 @@ MIXED = [
     Sampling(repetition_penalty=1.4),
     Sampling(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, min_p=0.05, seed=4),
     Sampling(temperature=1.0, presence_penalty=0.5, top_k=50, top_p=0.9, seed=5),
+    Sampling(frequency_penalty=0.6, logit_bias={7: 1.5, 9: -100.0}),
+    Sampling(temperature=1.0, logit_bias={3: 4.0}, min_tokens=len(OUTPUT) + 2, seed=6),
 ]
 
 
 def mixed() -> list[Session]:
-    return [wanting(sampling, PROMPT, OUTPUT, logprobs=row % 3) for row, sampling in enumerate(MIXED)]
+    return [wanting(some, PROMPT, OUTPUT, logprobs=row % 3, stop_tokens=[1, 3]) for row, some in enumerate(MIXED)]
 
 
 def test_a_batch_in_several_groups_is_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +265,8 @@ def test_parameters_are_uploaded_once_for_a_composition():
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
     first, *rest = uploads
-    assert rest == [2, 2, 2]  # positions, and the new tokens of the sessions with penalties
+    # Positions, and the new tokens of the sessions with penalties; and once, that one has come to its min_tokens.
+    assert rest == [2, 4, 2]
     assert first > 10
 
 
@@ -290,10 +297,44 @@ def test_penalties_follow_sessions_that_join_and_leave():
             session.tokens.append(tokens[row])
 
 
+def test_each_row_of_a_mixed_batch_is_as_the_reference_has_it():
+    sampler, sessions = new_sampler(40), mixed()
+    for step in range(6):
+        logits = random_logits(len(MIXED), 40, seed=step)
+        tokens = sampler.sample(logits, sessions).tokens
+        for session, row, token in zip(sessions, logits.tolist(), tokens, strict=True):
+            assert token == reference(row, session)
+            session.tokens.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_stop_token_is_chosen_before_min_tokens(temperature: float):
+    logits = torch.zeros(2, 8)
+    logits[:, [2, 5]] = 50.0
+    sampler = new_sampler(8)
+    sampling = Sampling(temperature=temperature, min_tokens=3, seed=1)
+    sessions = [wanting(sampling, [2, 5], stop_tokens=[2, 5, 99]), wanting(Sampling(), stop_tokens=[2])]
+    chosen = []
+    for _ in range(4):
+        tokens = sampler.sample(logits, sessions).tokens
+        assert tokens[1] == 2  # a row beside it is none of its business
+        chosen.append(tokens[0])
+        sessions[0].tokens.append(tokens[0])
+    assert not {2, 5} & {*chosen[:3]} and chosen[3] in (2, 5)
+
+
+def test_a_request_that_an_earlier_engine_had_begun_counts_what_it_had_generated():
+    logits = torch.tensor([[0.0, 0.0, 9.0, 0.0]])
+    sampling = Sampling(min_tokens=3, frequency_penalty=10.0)
+    assert sample(logits, [wanting(sampling, [0], [2, 1], stop_tokens=[2])]).tokens != [2]
+    assert sample(logits, [wanting(sampling, [0], [1, 1, 1], stop_tokens=[2])]).tokens == [2]
+    assert sample(logits, [wanting(Sampling(frequency_penalty=10.0), [2, 2], [2])]).tokens != [2]
+
+
 def test_forgotten_requests_leave_nothing():
     sampler, sessions = new_sampler(128), mixed()
     sampler.sample(random_logits(len(MIXED), 128), sessions)
-    assert len(sampler._marks) == 3
+    assert len(sampler._marks) == 4
     for session in sessions:
         assert session.request is not None
         sampler.forget(session.request)

@@ -5,7 +5,7 @@ import torch
 
 from djinn_client.protocol import Sampling
 from djinnd.core.session import Session
-from djinnd.model.token_marks import BLANK, GENERATED, SEEN, TokenMarks, penalised
+from djinnd.model.token_marks import BLANK, GENERATED, SEEN, Penalties, TokenMarks, penalised
 from tests.support.sampling import wanting
 
 VOCAB = 10
@@ -29,17 +29,19 @@ def new_marks() -> TokenMarks:
     return TokenMarks(VOCAB, torch.device("cpu"))
 
 
-def test_prompt_and_output_are_told_apart():
-    assert followed(new_marks(), wanting(Sampling(), [1, 2, 2], [2, 3])) == {1: SEEN, 2: BOTH, 3: BOTH}
+def test_prompt_and_output_are_told_apart_and_the_output_is_counted():
+    marks = followed(new_marks(), wanting(Sampling(), [1, 2, 2], [2, 3, 3, 3]))
+    assert marks == {1: SEEN, 2: BOTH, 3: 3 * GENERATED}
 
 
 def test_only_what_has_come_is_marked():
     marks, session = new_marks(), wanting(Sampling(), [1])
     assert followed(marks, session) == {1: SEEN}
     session.tokens += [4, 1]
-    assert followed(marks, session) == {1: BOTH, 4: BOTH}
+    assert followed(marks, session) == {1: BOTH, 4: GENERATED}
     session.tokens[0] = 9  # were it read again, it would be marked
-    assert followed(marks, session) == {1: BOTH, 4: BOTH}
+    session.tokens.append(4)
+    assert followed(marks, session) == {1: BOTH, 4: 2 * GENERATED}
 
 
 def test_tokens_past_the_head_are_left_out():
@@ -82,13 +84,16 @@ def test_truncation_under_a_request_is_our_fault_unless_forgotten():
 
 def test_penalties():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, -torch.inf]])
-    marks = torch.tensor([[SEEN, SEEN, BOTH, BOTH, 0, SEEN]], dtype=torch.uint8)
-    result = penalised(logits, marks, torch.tensor([[4.0]]), torch.tensor([[0.5]]))
+    marks = torch.tensor([[SEEN, SEEN, BOTH, 3 * GENERATED, 0, SEEN]], dtype=torch.int32)
+    repetition, presence, frequency = torch.tensor([[4.0]]), torch.tensor([[0.5]]), torch.tensor([[0.25]])
+    result = penalised(logits, marks, Penalties(repetition, presence))
     assert result.tolist() == [[0.5, -8.0, 0.0, -8.5, 2.0, -torch.inf]]
+    result = penalised(logits, marks, Penalties(repetition, presence, frequency))
+    assert result.tolist() == [[0.5, -8.0, -0.25, -9.25, 2.0, -torch.inf]]
 
 
 def test_penalties_that_are_off_change_no_bit():
     logits = torch.tensor([[0.1, -0.0, 0.0, -3.3, 1e-40, -torch.inf]])
-    marks = torch.full(logits.shape, BOTH, dtype=torch.uint8)
-    result = penalised(logits, marks, torch.ones(1, 1), torch.zeros(1, 1))
+    marks = torch.full(logits.shape, BOTH, dtype=torch.int32)
+    result = penalised(logits, marks, Penalties(torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)))
     assert torch.equal(result.view(torch.int32), logits.view(torch.int32))

@@ -33,7 +33,6 @@ def test_what_may_be_asked(fields):
     ("fields", "words"),
     [
         ({"text": "x", "token_ids": [1]}, "not as both"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -5}, "max_tokens is -5"),
         ({"max_tokens": 1 << 40}, "max_tokens"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
@@ -50,11 +49,50 @@ def test_what_may_be_asked(fields):
         ({"stop_token_ids": [100]}, "token 100"),
         ({"sampling": Sampling(temperature=float("nan"))}, "temperature is nan"),
         ({"sampling": Sampling(top_p=0.0)}, "top_p is 0"),
+        ({"sampling": Sampling(frequency_penalty=101.0)}, "frequency_penalty is 101"),
+        ({"sampling": Sampling(logit_bias={3: 100.5})}, "the logit_bias of token 3 is 100.5; it must be from -100 to"),
+        ({"sampling": Sampling(logit_bias={3: float("nan")})}, "the logit_bias of token 3 is nan"),
+        ({"sampling": Sampling(logit_bias={100: 1.0})}, "token 100"),
+        ({"sampling": Sampling(min_tokens=-1)}, "min_tokens is -1"),
     ],
 )
 def test_what_may_not_be_asked(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         admission.check_generate(generate(**fields), MODEL, lacking="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 0}, 0),
+        ({"max_tokens": 30}, 30),
+        ({"max_tokens": None}, 30),
+        ({}, 30),
+        ({"max_tokens": 40, "resume": True}, 30),
+        ({"sampling": Sampling(min_tokens=30)}, 30),
+    ],
+)
+def test_how_many_tokens_a_call_may_generate(fields, most):
+    assert admission.most_tokens(generate(**fields), 5, 15, MODEL) == most
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 31}, "max_tokens is 31, and there is room for 30: m takes 50 tokens, the session has 15"),
+        ({"max_tokens": 4, "sampling": Sampling(min_tokens=5)}, "min_tokens is 5; it must be at most max_tokens"),
+        ({"sampling": Sampling(min_tokens=31)}, "min_tokens is 31; it must be at most max_tokens, which is 30 here"),
+    ],
+)
+def test_tokens_that_there_is_no_room_for(fields, words):
+    with pytest.raises(InvalidRequest, match=words):
+        admission.most_tokens(generate(**fields), 5, 15, MODEL)
+
+
+def test_no_tokens_without_a_prompt_are_nothing_to_do():
+    with pytest.raises(InvalidRequest, match="only computes a prompt, and there is none"):
+        admission.most_tokens(generate(max_tokens=0), 0, 15, MODEL)
+    assert admission.most_tokens(generate(max_tokens=0, capture=["logits"]), 0, 15, MODEL) == 0
 
 
 @pytest.mark.parametrize("fields", [{"text": "x"}, {"token_ids": [1], "stop": ["y"]}])

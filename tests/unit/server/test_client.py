@@ -229,7 +229,7 @@ def test_a_client_that_is_killed_in_mid_stream_leaves_a_session_for_the_grace_ti
     daemon = serve(Script(context=1 << 20), limits={"session_grace": "100ms"})
     code = (
         "import sys, djinn_client as djinn; s = djinn.Session('djinn-tiny', address=sys.argv[1])\n"
-        "for piece in s.stream([5], max_tokens=1 << 20): print(s.id, flush=True)"
+        "for piece in s.stream([5], max_tokens=1 << 19): print(s.id, flush=True)"
     )
     with daemon.client() as client:
         command = [sys.executable, "-c", code, daemon.address]

@@ -121,8 +121,14 @@ def test_stop_tokens_and_the_model_s_own(calm, session):
 
 
 def test_the_context_ends_an_output(calm, session):
-    reply = session.generate([5] * 250, max_tokens=1000)
-    assert (reply.finish_reason, len(reply.token_ids)) == ("length", 6)
+    with pytest.raises(errors.InvalidRequest, match="max_tokens is 7, and there is room for 6") as refused:
+        session.generate([5] * 250, max_tokens=7)
+    figures = {"field": "max_tokens", "session_tokens": 0, "prompt_tokens": 250, "room": 6}
+    assert refused.value.data == figures and session.token_ids == []
+    for fields in ({"max_tokens": 6}, {"max_tokens": None}, {}):
+        session.truncate(0)
+        reply = session.generate([5] * 250, **fields)
+        assert (reply.finish_reason, len(reply.token_ids)) == ("length", 6)
     with pytest.raises(errors.PromptTooLong) as caught:
         session.generate([5], max_tokens=1)
     assert caught.value.data == {"session_tokens": 256, "prompt_tokens": 1, "max_context": 256}
@@ -162,7 +168,10 @@ def test_truncate(calm, session):
         ({"token_ids": []}, "invalid_request"),
         ({}, "invalid_request"),
         ({"token_ids": [5], "text": "x"}, "invalid_request"),
-        ({"token_ids": [5], "max_tokens": 0}, "invalid_request"),
+        ({"token_ids": [5], "max_tokens": -1}, "invalid_request"),
+        ({"max_tokens": 0}, "invalid_request"),
+        ({"token_ids": [5], "sampling": Sampling(min_tokens=257)}, "invalid_request"),
+        ({"token_ids": [5], "sampling": Sampling(logit_bias={2048: 1.0})}, "token_out_of_range"),
         ({"token_ids": [5], "sampling": Sampling(temperature=float("nan"))}, "invalid_request"),
         ({"token_ids": [5], "logprobs": 99}, "invalid_request"),
         ({"token_ids": [5], "stop": [""]}, "invalid_request"),
