@@ -12,6 +12,8 @@ from djinnd.text.replies.marked_calls import LlamaCalls, MistralCalls, ObjectCal
 from djinnd.text.replies.python_calls import PythonCalls, ToolCode
 from djinnd.text.replies.spans import SpanFormat
 from djinnd.text.replies.tagged_calls import GlmCalls, QwenCoderCalls
+from djinnd.text.replies.template_format import TemplateFormat
+from djinnd.text.replies.template_spec import read_spec
 
 THINK = Span("<think>", "</think>")
 AUTO = "auto"
@@ -73,6 +75,17 @@ def reply_format(
     """template: the chat template's text. special: the vocabulary's special tokens. configured: one of NAMES, in the
     place of what the template suggests, or AUTO."""
     assert configured == AUTO or configured in NAMES
+    family = _by_family(template, special, configured)
+    own = tokenizer_config.get("response_template")
+    if own is None or configured != AUTO:
+        return family
+    try:
+        return TemplateFormat(read_spec(own), family)
+    except ValueError:  # what a newer transformers reads: the family's format still fits
+        return family
+
+
+def _by_family(template: str, special: Collection[str], configured: str) -> ReplyFormat:
     if configured == "harmony" or (configured == AUTO and CHANNEL in template and MESSAGE in template):
         return HarmonyFormat(silent=_silent(special, (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")))
     name, calls = next(
@@ -85,8 +98,7 @@ def reply_format(
     )
     reasoning = _reasoning(name, template)
     used = _used(reasoning, calls)
-    mistral = name.startswith("mistral")
-    return SpanFormat(name, reasoning, calls, _silent(special, used), nine_character_ids=mistral)
+    return SpanFormat(name, reasoning, calls, _silent(special, used), nine_character_ids=name.startswith("mistral"))
 
 
 def _reasoning(name: str, template: str) -> Span | None:

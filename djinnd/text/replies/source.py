@@ -25,7 +25,7 @@ Tell = Callable[[str], None]
 
 MAX_HELD = 64 << 10  # characters of one tool call that are kept back: its name, or arguments that have to be converted
 MAX_SPACE = 64  # characters of white space that may belong to a marker
-_CHUNK = 4 << 10  # characters that are told at once at the most, so that text on its way through never looks held
+CHUNK = 4 << 10  # characters that are told at once at the most, so that text on its way through never looks held
 
 
 class Malformed(Exception):
@@ -37,7 +37,7 @@ class Source:
         self._text = ""
         self._at = 0
         self._mark = 0
-        self._ended = False
+        self.ended = False
 
     def add(self, text: str) -> None:
         self._text = self._text[self._mark :] + text
@@ -45,7 +45,7 @@ class Source:
         self._mark = 0
 
     def end(self) -> None:
-        self._ended = True
+        self.ended = True
 
     def told(self) -> None:
         """Everything that was read is told, or belongs to the format."""
@@ -54,13 +54,17 @@ class Source:
     def held(self) -> str:
         return self._text[self._mark : self._at]
 
+    def rest(self) -> str:
+        """Text that has arrived and is not read."""
+        return self._text[self._at :]
+
     def back(self) -> None:
         """Text that is held will be read once more."""
         self._at = self._mark
 
     def more(self) -> Reading[bool]:
         """False if no more text will come."""
-        if self._ended:
+        if self.ended:
             return False
         yield
         return True
@@ -76,18 +80,18 @@ class Source:
         """The next characters, fewer only at the end."""
         while self._at + count > len(self._text) and (yield from self.more()):
             pass
-        return self._advance(count)
+        return self.advance(count)
 
-    def match(self, pattern: re.Pattern[str], most: int = _CHUNK) -> str:
+    def match(self, pattern: re.Pattern[str], most: int = CHUNK) -> str:
         """The next characters that match, as many as have arrived, and `most` of them. A pattern that matches a text
         matches each start of it, too."""
         found = pattern.match(self._text, self._at)
-        return self._advance(min(found.end() - self._at, most)) if found else ""
+        return self.advance(min(found.end() - self._at, most)) if found else ""
 
     def space(self, most: int = sys.maxsize) -> Reading[None]:
         """Passes over white space, `most` characters of it."""
         while most and (yield from self.peek()).isspace():
-            most -= len(self.match(_SPACE, min(most, _CHUNK)))
+            most -= len(self.match(_SPACE, min(most, CHUNK)))
 
     def drop_space(self) -> Reading[None]:
         """Passes over white space that belongs to a marker, and to nobody else."""
@@ -101,7 +105,7 @@ class Source:
             if not (yield from self.more()):
                 break
         found = max((text for text in texts if self._text.startswith(text, self._at)), key=len, default="")
-        self._advance(len(found))
+        self.advance(len(found))
         return found
 
     def expect(self, *texts: str) -> Reading[str]:
@@ -114,29 +118,30 @@ class Source:
         """Tells the text before the next marker, and passes over the marker; "" if none came before the end. `trim`:
         white space before a marker belongs to it. Raises Malformed if there is no marker after `most` characters."""
         while True:
-            start, end = markers.find(self._text, self._at, self._ended)
+            start, end = markers.find(self._text, self._at, self.ended)
             found = self._text[start:end]
             stop = start
             if trim and not self._finished(start):
-                stop = max(self._at, start - _space_before(self._text, start))
+                stop = max(self._at, start - space_before(self._text, start))
             rest = stop - self._at
             while rest:
-                part = self._advance(min(rest, _CHUNK, most))
+                part = self.advance(min(rest, CHUNK, most))
                 rest -= len(part)
                 most -= len(part)
                 tell(part)
                 if not most:
                     raise Malformed
             if found:
-                self._advance(end - self._at)
+                self.advance(end - self._at)
                 return found
             if not (yield from self.more()):
                 return ""
 
     def _finished(self, start: int) -> bool:
-        return self._ended and start == len(self._text)
+        return self.ended and start == len(self._text)
 
-    def _advance(self, count: int) -> str:
+    def advance(self, count: int) -> str:
+        """Reads so many characters that have arrived. Raises Malformed where too many are held."""
         begin = self._at
         self._at = min(begin + count, len(self._text), self._mark + MAX_HELD)
         if self._at == self._mark + MAX_HELD:
@@ -178,7 +183,7 @@ def markers(*texts: str) -> Markers:
 _SPACE = re.compile(r"\s*")
 
 
-def _space_before(text: str, end: int) -> int:
+def space_before(text: str, end: int) -> int:
     """White space that ends there, MAX_SPACE characters at the most."""
     before = text[max(0, end - MAX_SPACE) : end]
     return len(before) - len(before.rstrip())

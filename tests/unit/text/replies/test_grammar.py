@@ -1,0 +1,93 @@
+"""Forced calls: the grammar allows what the family writes, and the reader reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from djinn_client.errors import InvalidRequest
+from djinnd.text.replies import NAMES, reply_format
+from tests.support.replies import BY_NAME, D_BEGIN, D_CALL, D_CALL_END, D_END, D_SEP, NOW, PARIS, TWO_DAYS, read, says
+
+llguidance = pytest.importorskip("llguidance", reason="the daemon's dependency for structured output")
+
+HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+FORCED = {
+    "hermes": HERMES_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "llama3": '{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}',
+    "mistral-v3": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+    '{"name": "now", "arguments": {}}]',
+    "deepseek-v3": f'{D_BEGIN}{D_CALL}function{D_SEP}get_weather\n```json\n{{"city": "Paris"}}\n```{D_CALL_END}\n'
+    f"{D_CALL}function{D_SEP}now\n```json\n{{}}\n```{D_CALL_END}{D_END}",
+    "deepseek-v3.1": f'{D_BEGIN}{D_CALL}get_weather{D_SEP}{{"city": "Paris"}}{D_CALL_END}'
+    f"{D_CALL}now{D_SEP}{{}}{D_CALL_END}{D_END}",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "functiongemma": "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:2}<end_function_call>"
+    "<start_function_call>call:now{}<end_function_call>",
+    "gemma3": '```tool_code\nget_weather(city="Paris", days=2)\nnow()\n```',
+    "pythonic": '[get_weather(city="Paris", days=2), now()]',
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=2), now()]<|tool_call_end|>',
+}
+HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
+
+
+def allows(grammar: str, text: str) -> bool:
+    """True if a reply that follows the grammar can be this one, and whole."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_each_format_that_has_calls_is_here():
+    assert {*FORCED, "plain", "harmony"} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_calls_follow_the_grammar_and_are_read(name: str):
+    form = reply_format("", {}, [], name)
+    assert allows(form.call_grammar(BY_NAME, True, "", {}), FORCED[name])
+    city, now = says(read(form, [FORCED[name]]))
+    assert city == (PARIS if "days" not in FORCED[name] else TWO_DAYS._replace(arguments=city[1]))
+    assert now == NOW
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_text_and_second_calls_do_not(name: str):
+    form = reply_format("", {}, [], name)
+    assert not allows(form.call_grammar(BY_NAME, False, "", {}), FORCED[name])
+    assert not allows(form.call_grammar(BY_NAME, True, "", {}), "Hello")
+    assert not allows(form.call_grammar({"other": {}}, True, "", {}), FORCED[name])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"), [("<think>\n", "Hm\n</think>\n\n"), ("", "<think>\nHm\n</think>"), ("", "")]
+)
+def test_reasoning_comes_first(prompt: str, before: str):
+    grammar = reply_format("</think>", {}, [], "hermes").call_grammar(BY_NAME, False, prompt, {})
+    assert allows(grammar, before + HERMES_CALL)
+
+
+def test_harmony_calls_once_after_its_analysis():
+    grammar = reply_format("", {}, [], "harmony").call_grammar(BY_NAME, True, "<|start|>assistant", {})
+    assert allows(grammar, HARMONY_CALL)
+    assert allows(grammar, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" + HARMONY_CALL)
+
+
+def test_special_tokens_are_named_by_their_ids():
+    form = reply_format("</think>", {}, [], "hermes")
+    grammar = form.call_grammar(BY_NAME, False, "<think>", {"</think>": 7, "<tool_call>": 8})
+    assert "<[7]>" in grammar and "<[8]>" in grammar and '"</think>"' not in grammar
+
+
+def test_a_format_without_calls_cannot_be_forced():
+    with pytest.raises(InvalidRequest, match=r"tool_choice.*'plain'.*reply_format"):
+        reply_format("", {}, []).call_grammar(BY_NAME, False, "", {})
