@@ -89,11 +89,12 @@ class AsyncSession:
         self,
         model: str,
         *,
-        priority: Class = "interactive",
+        priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._steps = SessionSteps(address)
+        self._steps = SessionSteps(address, token)
         self._opening = partial(self._steps.open, model, priority, on_progress)
 
     @classmethod
@@ -342,7 +343,7 @@ async def from_kv_async(
     tokens: Iterable[int],
     kv: Any,
     *,
-    priority: Class = "interactive",
+    priority: Class | None = None,
     address: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> AsyncSession:

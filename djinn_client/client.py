@@ -42,7 +42,9 @@ class Session:
             print(s.generate("def fibonacci(", max_tokens=32).text)
 
     `model` is loaded first if it is not there; `on_progress` is told how far that has come. `address` is the path of
-    the daemon's socket; None: $DJINND_ADDRESS, then the system's, then the user's. The `with` block closes the session.
+    the daemon's socket; None: $DJINND_ADDRESS, then the system's, then the user's. `priority` None: the highest class
+    that the caller may have. `token`: for who has one of the daemon's; None: $DJINND_TOKEN. The `with` block closes the
+    session.
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
     session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
@@ -53,12 +55,13 @@ class Session:
         self,
         model: str,
         *,
-        priority: Class = "interactive",
+        priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Raises ConnectionLost, ModelNotFound, ModelRejected, OutOfMemory, InvalidRequest."""
-        self._steps = SessionSteps(address)
+        self._steps = SessionSteps(address, token)
         run(self._steps.open(model, priority, on_progress))
 
     @classmethod
@@ -372,7 +375,7 @@ def from_kv(
     tokens: Iterable[int],
     kv: Any,
     *,
-    priority: Class = "interactive",
+    priority: Class | None = None,
     address: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Session:

@@ -20,6 +20,7 @@ from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Requ
 from djinn_client.steps import Steps, Wait
 from djinn_client.version import __version__
 
+TOKEN_VARIABLE = "DJINND_TOKEN"
 CHUNK = 64 << 10  # bytes asked of the socket at once
 FDS_SPACE = socket.CMSG_LEN(MAX_FDS * struct.calcsize("i"))
 
@@ -226,11 +227,13 @@ def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
-def connect(address: str | None = None) -> Steps[Connection]:
-    """Connects and introduces itself. `address` is a socket's path; None: see `candidates`.
+def connect(address: str | None = None, token: str | None = None) -> Steps[Connection]:
+    """Connects and introduces itself. `address` is a socket's path; None: see `candidates`. `token` None:
+    $DJINND_TOKEN; "": none.
 
-    Raises ConnectionLost with the remedy where nobody answers; VersionMismatch.
+    Raises ConnectionLost with the remedy where nobody answers; VersionMismatch; NotAuthenticated.
     """
+    given = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     failures: list[tuple[str, OSError]] = []
     for path in candidates(address):
         try:
@@ -239,7 +242,7 @@ def connect(address: str | None = None) -> Steps[Connection]:
             failures.append((path, error))
             continue
         try:
-            hello = Hello(id=0, client=f"djinn_client {__version__}")
+            hello = Hello(id=0, client=f"djinn_client {__version__}", token=given)
             connection.welcome = (yield from connection.call(hello, Welcome)).message
         except BaseException:
             connection.close()

@@ -10,6 +10,7 @@ from djinn_client.connection import Connection, OnProgress, connect
 from djinn_client.options import PlacingOptions, build, placing_fields
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
+    AddToken,
     BudgetReply,
     Class,
     CloseSession,
@@ -21,6 +22,7 @@ from djinn_client.protocol import (
     ListModels,
     ListPrefixes,
     ListSessions,
+    ListTokens,
     LoadModel,
     ModelInfo,
     ModelReply,
@@ -40,12 +42,16 @@ from djinn_client.protocol import (
     Request,
     Restart,
     ResumeSession,
+    RevokeToken,
     SessionInfo,
     Sessions,
     SetBudget,
     SetPriority,
     StatusReply,
     Tier,
+    TokenAdded,
+    TokenInfo,
+    TokensListed,
     TraceReply,
     UnloadModel,
     Welcome,
@@ -70,8 +76,10 @@ class Client:
     Every call raises ConnectionLost where no daemon answers, and the daemon's own error otherwise.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, *, token: str | None = None) -> None:
+        """`token`: see `Session`."""
         self._address = address
+        self._token = token
         self._connection: Connection | None = None
 
     def ping(self) -> None:
@@ -191,6 +199,27 @@ class Client:
         Raises NotFound."""
         return self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn).in_force
 
+    def add_token(
+        self, name: str, *, user: str = "", highest_class: Class | None = None, expires_s: float = 0.0
+    ) -> TokenAdded:
+        """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
+        if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
+        of any class that the principal may have), and it ends after `expires_s` seconds (0: never). docs/tokens.md.
+
+        Raises InvalidRequest for a name that is taken or is none, QuotaExceeded, Retry where it cannot be written."""
+        return self._call(
+            build(AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s), TokenAdded
+        )
+
+    def tokens(self) -> list[TokenInfo]:
+        """All tokens, for administrators."""
+        return self._call(build(ListTokens), TokensListed).tokens
+
+    def revoke_token(self, name: str) -> None:
+        """Nobody can connect with the token from now on, and connections with it are closed. For administrators. Raises
+        NotFound."""
+        self._call(build(RevokeToken, name=name), Done)
+
     def restart(self, *, warm: bool = False) -> None:
         """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models' weights in
         shared memory. Returns when it has begun to. Sessions do not survive it."""
@@ -217,7 +246,7 @@ class Client:
 
     def _connected(self) -> Steps[Connection]:
         if self._connection is None or self._connection.closed:
-            self._connection = yield from connect(self._address)
+            self._connection = yield from connect(self._address, self._token)
         return self._connection
 
 

@@ -16,6 +16,7 @@ DjinnError
 │   ├── FunctionNotFound    the intervention process has it no more: intervene again
 │   └── ModelNotFound
 │       └── FilesWanted     the daemon opens no such folder for this user: hand over its open files; the client does
+├── NotAuthenticated        the token is unknown, expired or revoked: the answer is the same
 ├── NotPermitted            the caller may not do this
 │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
 ├── FunctionFailed          a function of the client's, in the intervention process: the message has its account
@@ -106,6 +107,10 @@ class FilesWanted(ModelNotFound):
 
 class FunctionNotFound(NotFound):
     code = "function_not_found"
+
+
+class NotAuthenticated(DjinnError):
+    code = "not_authenticated"
 
 
 class NotPermitted(DjinnError):

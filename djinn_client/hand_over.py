@@ -72,7 +72,7 @@ def import_of_kv(
     model: str,
     tokens: Iterable[int],
     kv: Any,
-    priority: Class,
+    priority: Class | None,
     address: str | None,
     on_progress: OnProgress | None,
 ) -> Import:

@@ -32,6 +32,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     hit: HitInfo | None = None  # the breakpoint at which its last call has stopped
     foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
     latency: Latency = Latency()  # of its calls so far
+    user_name: str = ""
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
@@ -89,3 +90,16 @@ class PrefixInfo(msgspec.Struct, kw_only=True):
     tokens: int  # that are public: full pages
     user: int  # who has marked it
     created: float  # seconds since 1970
+    user_name: str = ""
+
+
+class TokenInfo(msgspec.Struct, kw_only=True):
+    """Times are seconds since 1970."""
+
+    name: str
+    user: int  # its principal: see principals.py
+    user_name: str
+    highest_class: Class | None
+    created: float
+    expires: float | None  # None: never
+    used: float | None  # when a connection last began with it, to a minute; None: never

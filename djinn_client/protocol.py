@@ -136,6 +136,9 @@ ClientMessage = (
     | requests.PublishPrefix
     | requests.ListPrefixes
     | requests.WithdrawPrefix
+    | requests.AddToken
+    | requests.ListTokens
+    | requests.RevokeToken
     | requests.GetStatus
     | requests.GetTrace
     | requests.ListSessions
@@ -170,6 +173,8 @@ ServerMessage = (
     | replies.PrefixPublished
     | replies.Prefixes
     | replies.PrefixWithdrawn
+    | replies.TokenAdded
+    | replies.TokensListed
     | replies.TokenIds
     | replies.SessionExported
     | replies.Sessions

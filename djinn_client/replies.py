@@ -9,7 +9,7 @@ import msgspec
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
-from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier
+from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
 from djinn_client.kv_layout import KvLayout
 from djinn_client.placing import ModelPlan
 from djinn_client.scheduling import Latency, QuotaUse, Why
@@ -23,8 +23,9 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
 
 class Welcome(Reply, tag="welcome"):
     version: str  # the daemon's, as `djinnctl version` prints it
-    user: int  # the uid that the daemon knows the caller by
+    user: int  # the caller's principal: a uid, or the number of a token's name
     admin: bool
+    name: str = ""  # the principal's
 
 
 class Done(Reply, tag="done"):
@@ -154,6 +155,17 @@ class PrefixWithdrawn(Reply, tag="prefix_withdrawn"):
     """`in_force`: the model is loaded, and goes on sharing the prefix until it is loaded the next time."""
 
     in_force: bool
+
+
+class TokenAdded(Reply, tag="token_added"):
+    """`token` is told this once: the daemon keeps its SHA-256 only."""
+
+    token: str
+    info: TokenInfo
+
+
+class TokensListed(Reply, tag="tokens_listed"):
+    tokens: list[TokenInfo]
 
 
 class TokenIds(Reply, tag="token_ids"):

@@ -32,8 +32,11 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
 
 
 class Hello(Request, tag="hello"):
+    """Answered by Welcome. With a token the connection is the token's principal's, on every transport, and without one
+    the Unix user's. Where the token is unknown, expired or revoked: NotAuthenticated, and the end of the connection."""
+
     client: Name = ""
-    token: Name = ""  # remote listeners only
+    token: Name = ""
 
 
 class Ping(Request, tag="ping"):
@@ -42,7 +45,7 @@ class Ping(Request, tag="ping"):
 
 class OpenSession(Request, tag="open"):
     model: Name
-    priority: Class = "interactive"
+    priority: Class | None = None  # None: the highest that the caller may have
 
 
 class AttachSession(Request, tag="attach"):
@@ -215,7 +218,7 @@ class ImportSession(Request, tag="import"):
     model: Name
     token_ids: TokenList = []
     packed_ids: PackedTokens = b""
-    priority: Class = "interactive"
+    priority: Class | None = None  # None: the highest that the caller may have
     fingerprint: Name = ""  # of the model that they are of; "": any
     kv: KvLayout | None = None
     kv_tokens: Whole = 0
@@ -276,6 +279,25 @@ class WithdrawPrefix(Request, tag="withdraw_prefix"):
     """Answered by PrefixWithdrawn. For administrators."""
 
     prefix: Name
+
+
+class AddToken(Request, tag="add_token"):
+    """Answered by TokenAdded. For administrators, as are the next two."""
+
+    name: Name
+    user: Name = ""  # name or number of the Unix user that it stands for; "": for its own name
+    highest_class: Class | None = None  # that connections with it may use; None: as its principal
+    expires_s: float = 0.0  # from now; 0: never
+
+
+class ListTokens(Request, tag="list_tokens"):
+    """Answered by TokensListed."""
+
+
+class RevokeToken(Request, tag="revoke_token"):
+    """Nobody can connect with it from now on, and connections with it are closed. Answered by Done."""
+
+    name: Name
 
 
 class GetStatus(Request, tag="status"):

@@ -69,3 +69,4 @@ class QuotaUse(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float  # prompt and output, of late
     tokens_per_s_limit: float | None
     resources: list[ResourceUse] = []
+    user_name: str = ""

@@ -74,8 +74,9 @@ class SessionSteps:
     from another thread or task or inside the loop over an open stream, raises SessionBusy.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, token: str | None = None) -> None:
         self._address = address
+        self._token = token
         self._connection: Connection | None = None
         self._info: SessionInfo | None = None
         self._points: PointMap | None = None  # of its model, where it has been asked for
@@ -94,7 +95,7 @@ class SessionSteps:
             raise InvalidRequest("the session is not open yet: use `async with`, or await open()")
         return self._info
 
-    def open(self, model: str, priority: str, on_progress: OnProgress | None) -> Steps[None]:
+    def open(self, model: str, priority: Class | None, on_progress: OnProgress | None) -> Steps[None]:
         yield from self._enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
 
     def attach(self, session: str) -> Steps[None]:
@@ -109,7 +110,7 @@ class SessionSteps:
         with self._turn:
             self._expect_no_stream()
             self._expect_held()
-            fork = SessionSteps(self._address)
+            fork = SessionSteps(self._address, self._token)
             yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
             fork.interventions = self.interventions and self.interventions.copy()
             return fork
@@ -217,7 +218,7 @@ class SessionSteps:
                 with suppress(ConnectionLost):
                     yield from self._connection.call(request, Done)
                     return
-            self._connection = yield from connect(self._address)
+            self._connection = yield from connect(self._address, self._token)
             yield from self._connection.call(request, Done)
 
     def detach(self) -> None:
@@ -275,7 +276,7 @@ class SessionSteps:
     def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
         """A call over a connection of its own, because it is about a call that may be running on the session's."""
         self._expect_held()
-        connection = yield from connect(self._address)
+        connection = yield from connect(self._address, self._token)
         try:
             return (yield from connection.call(request, expected))
         finally:
@@ -290,7 +291,7 @@ class SessionSteps:
 
     def _begin(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
         """Connects and begins. Who stops waiting hangs up: the model may take minutes to load."""
-        connection = yield from connect(self._address)
+        connection = yield from connect(self._address, self._token)
         try:
             if isinstance(request, OpenSession | ImportSession):
                 answer = yield from folders.call(connection, request, SessionOpened, on_progress, fds)

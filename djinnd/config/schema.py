@@ -20,6 +20,7 @@ from djinnd.config.units import (
     LimitSize,
     Packing,
     PathText,
+    Principal,
     Resident,
     Seconds,
     Size,
@@ -65,6 +66,7 @@ class Limits(Struct, frozen=True):
     sessions_per_user: Count = 1024
     detached_per_user: Count = 256  # that nobody is attached to; the longest unused of more than that are closed
     connections_per_user: Count = 1024
+    tokens: Count = 1024  # that administrators have added, in all
     shared_models_per_user: Count = 8
     downloads: Count = 8  # from the hub, in all
     downloads_per_user: Count = 2
@@ -173,10 +175,10 @@ class Model(Struct, frozen=True):
 
 
 class Quota(Struct, frozen=True):
-    """What each user that it matches may have; of several that match, the first. Without users and groups it matches
-    everybody."""
+    """What each principal that it matches may have; of several rules that match, the first. Without users and groups it
+    matches everybody. `users`: uids, and names that tokens stand for."""
 
-    users: tuple[User, ...] = ()
+    users: tuple[Principal, ...] = ()
     groups: tuple[Group, ...] = ()
     weight: Weight = 1.0  # of the share of device time
     highest_class: Class = "interactive"

@@ -20,7 +20,7 @@ from djinnd.config.units import unit_of
 
 SYSTEM_FILE = Path("/etc/djinnd/djinnd.yaml")
 PREFIX = "DJINND_"
-_OTHERS = {"DJINND_ADDRESS", "DJINND_CONFIG"}  # variables that are no keys
+_OTHERS = {"DJINND_ADDRESS", "DJINND_CONFIG", "DJINND_TOKEN"}  # variables that are no keys
 
 Key = tuple[str, ...]
 

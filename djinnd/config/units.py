@@ -14,6 +14,8 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from msgspec import Meta
 
+from djinn_client.principals import is_principal_name
+
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(\S*)\s*")
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ms": 0.001, "s": 1, "min": 60, "h": 3600}
@@ -95,6 +97,16 @@ def read_user(value: Any) -> int:
         raise ValueError(f"there is no user {value!r} on this machine") from None
 
 
+def read_principal(value: Any) -> int | str:
+    """A uid for a number, and for a name that this machine knows; any other name is a token's."""
+    try:
+        return read_user(value)
+    except ValueError as error:
+        if isinstance(value, str) and is_principal_name(value):
+            return value
+        raise ValueError(f"{error}, and {value!r} is no name that a token may have") from None
+
+
 def read_group(value: Any) -> int:
     """A gid, written as the number or as a name that this machine knows."""
     if type(value) is int and 0 <= value <= MAX_ID:
@@ -169,6 +181,7 @@ LimitCount = Annotated[int | None, Meta(extra={"unit": _limit(read_count)})]
 LimitRate = Annotated[float | None, Meta(extra={"unit": _limit(read_rate)})]
 Seconds = Annotated[float, Meta(extra={"unit": Unit(read_seconds, write_seconds)})]
 User = Annotated[int, Meta(extra={"unit": Unit(read_user)})]
+Principal = Annotated[int | str, Meta(extra={"unit": Unit(read_principal)})]
 Group = Annotated[int, Meta(extra={"unit": Unit(read_group)})]
 Device = Annotated[str, Meta(extra={"unit": Unit(read_device)})]
 Resident = Annotated[

@@ -1,6 +1,7 @@
 """Closing the door behind what was imported: from then on this process can compute, and talk over its one socket.
 
-    whose it is    the tenant's user, without capabilities, where the daemon is root's; else the daemon's
+    whose it is    the tenant's user, without capabilities, where the daemon is root's (nobody's for a principal that
+                   is no Unix user); else the daemon's
     names          none but those of what it may read, where the machine permits that: own_root.py
     files          read what Python and the system's libraries are made of: landlock.py
     calls          seccomp.py
@@ -24,11 +25,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from djinn_client.principals import is_unix_user
 from djinnd.confinement import landlock, own_root, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522
 DESCRIPTORS = 64
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/urandom")
 
 
@@ -47,13 +50,15 @@ def tie_to(parent: int) -> None:
 
 
 def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -> None:
-    """`user`: the tenant's; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises OSError."""
+    """`user`: the tenant's principal; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises
+    OSError."""
     paths = _readable()
+    uid = user if is_unix_user(user) else int(_OVERFLOW_UID.read_text())  # of nobody
     room = _address_space() + memory
     nowhere = os.open(os.devnull, os.O_RDWR)
     own_root.enter(paths)
     if os.geteuid() == 0:
-        _become(user)
+        _become(uid)
     _drop_capabilities()
     tie_to(parent)
     if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:

@@ -15,9 +15,19 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ProtocolError, Retry
+from djinn_client.errors import (
+    Cancelled,
+    DjinnError,
+    InvalidRequest,
+    NotAuthenticated,
+    ProtocolError,
+    QuotaExceeded,
+    Retry,
+)
 from djinn_client.protocol import (
+    CLASSES,
     Cancel,
+    Class,
     ClientMessage,
     CloseSession,
     Failure,
@@ -42,11 +52,14 @@ from djinnd.server.connection import Connection
 from djinnd.server.handed_over import expect_memfd
 from djinnd.server.ledger import REQUESTS
 from djinnd.server.peers import Peer
+from djinnd.server.principals.tokens import Bearer
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import SMALL, Traffic
 from djinnd.server.windows import Windows
 
 log = logging.getLogger("djinnd.server")
+
+_LAST_WORD = 0.5  # seconds that a client whose token is valid no longer has to read why
 
 # By these, and by Cancel, users see and free what they hold.
 _ALWAYS_ADMITTED = frozenset({Ping, GetStatus, GetQuotas, CloseSession})
@@ -133,6 +146,11 @@ class Desk(Protocol):
 
     def is_admin(self, user: int) -> bool: ...
 
+    def authenticate(self, client: Client, token: str) -> Bearer:
+        """Raises NotAuthenticated, QuotaExceeded."""
+
+    def name_of(self, user: int) -> str: ...
+
     def tenant_of(self, user: int) -> Tenant: ...
 
     def traffic_of(self, user: int) -> Traffic: ...
@@ -154,12 +172,10 @@ class Desk(Protocol):
 class Client:
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self.peer = Peer.of(sock)
-        self.user = self.peer.user
-        self.tenant = desk.tenant_of(self.user)
-        self.traffic = desk.traffic_of(self.user)
-        self.windows = desk.windows_of(self.user)
-        self.calls: dict[int, Call] = {}
+        self.bearer: Bearer | None = None  # where it has shown a token
         self._desk = desk
+        self._count_for(self.peer.user)
+        self.calls: dict[int, Call] = {}
         self._introduced = False
         self._leaving = False  # nothing more of it is heard
         self._held_fds = 0  # with what the journal holds back
@@ -172,6 +188,25 @@ class Client:
     @property
     def is_admin(self) -> bool:
         return self._desk.is_admin(self.user)
+
+    def class_for(self, asked: Class | None) -> Class:
+        """Of a session that is to be opened. None: the highest that principal and token may have. Raises QuotaExceeded
+        where the token may not have it; whether the principal may, its tenant says."""
+        if asked is None:
+            highest = self.tenant.quota.highest_class
+            of_token = highest if self.bearer is None else self.bearer.highest_class or highest
+            return max(highest, of_token, key=CLASSES.index)
+        self.expect_class(asked)
+        return asked
+
+    def expect_class(self, priority: Class) -> None:
+        """The connection's token may use sessions of this class. Raises QuotaExceeded."""
+        if self.bearer is None or (highest := self.bearer.highest_class) is None:
+            return
+        if CLASSES.index(priority) < CLASSES.index(highest):
+            may = " or ".join(CLASSES[CLASSES.index(highest) :])
+            told = f"the token {self.bearer.token} is for {may}, and {priority} is above that"
+            raise QuotaExceeded(told, quota="highest_class", rule="", limit=highest, used=priority)
 
     @property
     def unfinished(self) -> int:
@@ -200,6 +235,15 @@ class Client:
             call.fate = fate or call.fate
             call.cancel()
 
+    def dismiss(self, error: NotAuthenticated) -> None:
+        """Its token is valid no longer. It is told so if it reads, and has half a second for that."""
+        if self._leaving:
+            return
+        self._fail(0, error)
+        self.cancel_calls(error)
+        self._leave()
+        asyncio.get_running_loop().call_later(_LAST_WORD, self._connection.close)
+
     def close(self, at_once: bool) -> None:
         """Unless `at_once`, when what it has been told has left."""
         if at_once:
@@ -211,19 +255,20 @@ class Client:
 
     def frame(self, payload: bytes, fds: list[int]) -> bool:
         """A request is postponed while the client does not read the replies to earlier ones."""
+        traffic = self.traffic  # that the descriptors were charged to: Hello may change it
         if self._leaving:
-            self.traffic.drop(fds)
+            traffic.drop(fds)
             return True
         try:
             message = decode_request(payload)
         except ProtocolError as error:
-            self.traffic.drop(fds)
+            traffic.drop(fds)
             self._not_understood(payload, error)
             return True
         if self._connection.congested and isinstance(message, Request):
             return False
         if not self._take(message, fds):
-            self.traffic.drop(fds)
+            traffic.drop(fds)
         return True
 
     def _take(self, message: ClientMessage, fds: list[int]) -> bool:
@@ -271,11 +316,35 @@ class Client:
         if self._introduced:
             self._fail(hello.id, ProtocolError("this connection has said Hello already"))
             return
+        if hello.token:
+            try:
+                self._show(hello.token)
+            except DjinnError as error:
+                self._fail(hello.id, error)
+                self._leave()
+                return
         self._introduced = True
         self._connection.frame_limit = self._desk.limits.request_bytes
         self._handshake.cancel()
-        log.debug("client_connected fd=%d pid=%d user=%d client=%s", self.fd, *self.peer, hello.client[:80])
-        self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin))
+        name = self._desk.name_of(self.user)
+        said = hello.client[:80]
+        log.debug(
+            "client_connected fd=%d pid=%d user=%d name=%s client=%s", self.fd, self.peer.pid, self.user, name, said
+        )
+        self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin, name=name))
+
+    def _show(self, token: str) -> None:
+        """Raises NotAuthenticated, QuotaExceeded."""
+        self.bearer = self._desk.authenticate(self, token)
+        if self.bearer.user != self.user:
+            self._count_for(self.bearer.user)
+            self._connection.change_traffic(self.traffic)
+
+    def _count_for(self, user: int) -> None:
+        self.user = user
+        self.tenant = self._desk.tenant_of(user)
+        self.traffic = self._desk.traffic_of(user)
+        self.windows = self._desk.windows_of(user)
 
     def _too_late(self) -> None:
         self._hang_up(ProtocolError(f"no Hello came within {self._desk.limits.handshake:g} s"))

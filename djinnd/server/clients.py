@@ -6,16 +6,18 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
-from djinn_client.errors import NotPermitted
+from djinn_client.errors import NotPermitted, QuotaExceeded
 from djinn_client.protocol import Failure, Request, Signal, encode
 from djinnd.config import Limits
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.closer import Closer
 from djinnd.server.peers import UNKNOWN, Peer, nobody_in_particular
+from djinnd.server.principals.tokens import Bearer, Tokens
 from djinnd.server.quotas import Tenant
 from djinnd.server.traffic import Traffic
 from djinnd.server.windows import Windows
@@ -35,6 +37,7 @@ class Clients:
         on_gone: Callable[[Client], None],
         after: Callable[..., None],
         tenant_of: Callable[[int], Tenant],
+        tokens: Tokens,
     ) -> None:
         """`limits` may be replaced. `after`: see Journal."""
         self.limits = limits
@@ -46,12 +49,14 @@ class Clients:
         self.idle = asyncio.Event()  # nothing is unfinished
         self.idle.set()
         self.set_admins(admins)
+        self._tokens = tokens
         self._nobody = nobody_in_particular()
         self._closer = Closer()
         self._traffic: dict[int, Traffic] = {}  # by user; kept, as what was sent may outlive the connections
         self._windows: dict[int, Windows] = {}  # likewise
         self._on_gone = on_gone
         self._clients: set[Client] = set()
+        self._connections: Counter[int] = Counter()  # by user
         self._fewer = asyncio.Event()  # set whenever a client goes
 
     def __iter__(self) -> Iterator[Client]:
@@ -73,11 +78,26 @@ class Clients:
         user = Peer.of(sock).user
         if user == self._nobody:
             self._refuse(sock, user)
-        elif sum(client.user == user for client in self._clients) >= self.limits.connections_per_user:
+        elif self._connections[user] >= self.limits.connections_per_user:
             log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
             self.traffic_of(user).hang_up(sock)
         else:
+            self._connections[user] += 1
             self._clients.add(Client(sock, self))
+
+    def authenticate(self, client: Client, token: str) -> Bearer:
+        """The connection counts for the token's principal from now on. Raises NotAuthenticated, QuotaExceeded."""
+        bearer = self._tokens.authenticate(token)
+        limit, used = self.limits.connections_per_user, self._connections[bearer.user]
+        if bearer.user != client.user and used >= limit:
+            told = f"you have {used:,} connections, and limits.connections_per_user is {limit:,}: close some"
+            raise QuotaExceeded(told, quota="connections", rule="", limit=limit, used=used)
+        self._connections[client.user] -= 1
+        self._connections[bearer.user] += 1
+        return bearer
+
+    def name_of(self, user: int) -> str:
+        return self._tokens.name_of(user)
 
     def _refuse(self, sock: socket.socket, user: int) -> None:
         log.warning("unmapped_user user=%d", user)
@@ -114,6 +134,7 @@ class Clients:
 
     def gone(self, client: Client) -> None:
         self._clients.discard(client)
+        self._connections[client.user] -= 1
         self._on_gone(client)
         self._fewer.set()
 

@@ -301,6 +301,14 @@ class Connection:
             self._traffic.give_back(self.take_charge())
         return self.is_open
 
+    def change_traffic(self, traffic: Traffic) -> None:
+        """From now on the connection counts for another principal. Before Hello it has only small frames, so nothing
+        but descriptors is charged."""
+        assert self._traffic is not None and not (self._charged_in or self._charged_out or self._waits_for_room)
+        self._traffic.taken(len(self._received_fds))
+        self._traffic = traffic
+        self._count_received(len(self._received_fds))
+
     def take_charge(self) -> int:
         """The bytes that are charged for the frame that is being handed out. The owner gives them back."""
         charged, self._charged_in = self._charged_in, 0
@@ -367,7 +375,10 @@ class Connection:
 
     def _received(self, fds: Sequence[int]) -> None:
         self._received_fds.extend(fds)
-        if self._traffic is not None and not self._traffic.came(len(fds)):
+        self._count_received(len(fds))
+
+    def _count_received(self, count: int) -> None:
+        if self._traffic is not None and not self._traffic.came(count):
             self._loop.call_soon(self._too_many_fds)
 
     def _close_own(self, fds: Sequence[int]) -> None:

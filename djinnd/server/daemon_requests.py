@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
+
 from djinn_client import protocol
 from djinn_client.errors import NotPermitted
-from djinn_client.protocol import BudgetReply, Done, PrefixPublished, PrefixWithdrawn, TraceReply
+from djinn_client.protocol import BudgetReply, Done, PrefixInfo, PrefixPublished, PrefixWithdrawn, TraceReply
 from djinnd.messages import PublicPrefix, Trace
 from djinnd.server import admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
-from djinnd.server.prefixes import PrefixTable
+from djinnd.server.prefixes import Prefix, PrefixTable
 from djinnd.server.sessions import SessionTable
 from djinnd.server.status import Status
 from djinnd.server.stopping import Restart
@@ -44,19 +46,19 @@ class DaemonRequests:
 
     async def get_status(self, call: Call, request: protocol.GetStatus) -> Answer:
         if request.check:
-            _expect_admin(call, "have the daemon check itself")
+            expect_admin(call, "have the daemon check itself")
         reply = await self._status.reply(call.id, request.check, call.client)
         reply.notes = self._notes() if call.client.is_admin else []
         return Answer(reply)
 
     async def get_quotas(self, call: Call, request: protocol.GetQuotas) -> Answer:
         if request.all:
-            _expect_admin(call, "see the quotas of all users")
+            expect_admin(call, "see the quotas of all users")
         users = {call.client.user, *(session.user for session in self._sessions if request.all)}
         return Answer(protocol.Quotas(id=call.id, quotas=await self._status.quota_uses(sorted(users))))
 
     async def set_budget(self, call: Call, request: protocol.SetBudget) -> Answer:
-        _expect_admin(call, "change the budget of device memory")
+        expect_admin(call, "change the budget of device memory")
         admission.check_budget(request.memory_bytes)
         changed = await self._supervisor.set_budget(request.memory_bytes)
         return Answer(
@@ -70,7 +72,7 @@ class DaemonRequests:
         )
 
     async def trace(self, call: Call, request: protocol.GetTrace) -> Answer:
-        _expect_admin(call, "trace the device: it shows what all users do")
+        expect_admin(call, "trace the device: it shows what all users do")
         admission.check_trace(request)
         engine = await self._supervisor.engine()
         traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
@@ -78,7 +80,7 @@ class DaemonRequests:
 
     async def restart(self, call: Call, request: protocol.Restart) -> Answer:
         """Answered before the daemon drains, and told before the connection is closed."""
-        _expect_admin(call, "restart the daemon")
+        expect_admin(call, "restart the daemon")
         await self._begin_restart("warm" if request.warm else "cold")
         return Answer(Done(id=call.id))
 
@@ -87,7 +89,7 @@ class DaemonRequests:
     async def publish_prefix(self, call: Call, request: protocol.PublishPrefix) -> Answer:
         """Between publishing it and telling the engine nothing is awaited: an engine that has loaded the model by then
         is told here, and one that loads it later by the loader."""
-        _expect_admin(call, "make a prefix public: other users' sessions share its pages")
+        expect_admin(call, "make a prefix public: other users' sessions share its pages")
         session = self._sessions.lookup(request.session, call.client)
         model = await self._models.once_ready(session)
         session.expect_idle()
@@ -96,20 +98,23 @@ class DaemonRequests:
         prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
         if model.engine is not None:  # else the next one is told when it has loaded the model
             model.engine.send(PublicPrefix(model.name, prefix.tokens))
-        return Answer(PrefixPublished(id=call.id, prefix=prefix.info))
+        return Answer(PrefixPublished(id=call.id, prefix=self._info(prefix)))
 
     async def list_prefixes(self, call: Call, request: protocol.ListPrefixes) -> Answer:
-        _expect_admin(call, "list the public prefixes")
-        return Answer(protocol.Prefixes(id=call.id, prefixes=[prefix.info for prefix in self._prefixes]))
+        expect_admin(call, "list the public prefixes")
+        return Answer(protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes))))
+
+    def _info(self, prefix: Prefix) -> PrefixInfo:
+        return replace(prefix.info, user_name=self._status.name_of(prefix.user))
 
     async def withdraw_prefix(self, call: Call, request: protocol.WithdrawPrefix) -> Answer:
-        _expect_admin(call, "withdraw a public prefix")
+        expect_admin(call, "withdraw a public prefix")
         prefix = self._prefixes.withdraw(request.prefix)
         in_force = any(model.name == prefix.model and model.engine is not None for model in self._models)
         return Answer(PrefixWithdrawn(id=call.id, in_force=in_force))
 
 
-def _expect_admin(call: Call, what: str) -> None:
+def expect_admin(call: Call, what: str) -> None:
     """Raises NotPermitted."""
     if not call.client.is_admin:
         raise NotPermitted(f"only an administrator may {what}")

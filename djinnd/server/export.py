@@ -58,7 +58,8 @@ class Exporting:
             raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
         model = await self._models.named(request.model, call.client)
         expect_open(model)
-        tenant = self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
+        priority = call.client.class_for(request.priority)
+        tenant = self._sessions.expect_room(call.client.user, priority)  # before a model is loaded in vain
         if request.kv is None:
             self._sessions.expect_journal(tenant, TOKEN_BYTES * len(request.token_ids))
         uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
@@ -73,7 +74,7 @@ class Exporting:
         if window is not None and request.kv is not None:
             ours = open_window(window, request.kv.nbytes(request.kv_tokens), "the KV", for_good=False)
         try:
-            session = self._sessions.open(call.client, model.name, request.priority, model.share is not None, salt)
+            session = self._sessions.open(call.client, model.name, priority, model.share is not None, salt)
         except BaseException:
             if ours >= 0:
                 os.close(ours)

@@ -106,7 +106,7 @@ class Functions:
         if self._allowed[user]:
             return session
         raise NotPermitted(
-            f"the daemon runs functions only of users that its configuration allows it, and user {user} is not in "
+            f"the daemon runs functions only of Unix users that its configuration names, and user {user} is not in "
             "functions.users, nor in a group of functions.groups: have its administrator add you there, and reload; or "
             "take intervene(point, function, local=True), which runs it in this process",
             setting="functions.users",

@@ -27,6 +27,8 @@ from djinnd.server.journal import Journal
 from djinnd.server.model_requests import ModelRequests
 from djinnd.server.models import Models
 from djinnd.server.prefixes import PrefixTable
+from djinnd.server.principals.requests import TokenRequests
+from djinnd.server.principals.tokens import Tokens
 from djinnd.server.queueing import Queue
 from djinnd.server.session_requests import SessionRequests
 from djinnd.server.sessions import SessionRecord, SessionTable
@@ -107,6 +109,7 @@ class Handlers:
         supervisor: Supervisor,
         functions: Functions,
         journal: Journal,
+        tokens: Tokens,
         restart: Callable[[Restart], Awaitable[None]],
     ) -> None:
         self._sessions = sessions
@@ -118,9 +121,12 @@ class Handlers:
         carrying = Carrying(models)
         of_work = WorkRequests(sessions, models, texts, queue, carrying)
         of_models = ModelRequests(sessions, models, sharing, status)
-        of_daemon = DaemonRequests(sessions, models, prefixes, supervisor, status, restart, lambda: journal.notes)
+        of_daemon = DaemonRequests(
+            sessions, models, prefixes, supervisor, status, restart, lambda: [*journal.notes, *tokens.notes]
+        )
         editing = Editing(sessions, models)
         breaking = Breaking(sessions, models, functions)
+        of_tokens = TokenRequests(tokens)
         exporting = Exporting(sessions, models, status, carrying)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
@@ -161,6 +167,9 @@ class Handlers:
             protocol.SetBudget: of_daemon.set_budget,
             protocol.GetTrace: of_daemon.trace,
             protocol.Restart: of_daemon.restart,
+            protocol.AddToken: of_tokens.add,
+            protocol.ListTokens: of_tokens.list_tokens,
+            protocol.RevokeToken: of_tokens.revoke,
             protocol.PublishPrefix: of_daemon.publish_prefix,
             protocol.ListPrefixes: of_daemon.list_prefixes,
             protocol.WithdrawPrefix: of_daemon.withdraw_prefix,

@@ -20,6 +20,7 @@ from djinnd.server import journal_breakpoints, journal_edits
 from djinnd.server.journal_examination import Examined, changes_in, examine
 from djinnd.server.journal_rows import CHANGE, CHECKSUMS, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row, Table, register
 from djinnd.server.socket_path import StartError
+from djinnd.server.whole_file import sync_folder
 
 log = logging.getLogger("djinnd.server")
 
@@ -193,7 +194,7 @@ def _set_aside(path: Path, new: Path) -> Path:
         os.rename(f"{path}-wal", f"{aside}-wal")  # it belongs to that file, and would be taken for the new one's
     os.link(path, aside)
     os.replace(new, path)
-    _sync(path.parent)
+    sync_folder(path.parent)
     for older in damaged_files(path.parent)[:-KEPT_DAMAGED]:
         log.warning("journal_damaged_file_removed path=%s", older)
         _remove(older)
@@ -203,11 +204,3 @@ def _set_aside(path: Path, new: Path) -> Path:
 def _remove(path: Path) -> None:
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         name.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import msgspec
 
 from djinnd.server.model import Model
 from djinnd.server.opened import Mark
+from djinnd.server.whole_file import replace_file
 
 log = logging.getLogger("djinnd.server")
 
@@ -69,15 +69,6 @@ class ModelRecords:
             self._changed = False
             content = msgspec.json.encode(self._records())
             try:
-                await asyncio.to_thread(self._replace, content)
+                await asyncio.to_thread(replace_file, self._path, content)
             except OSError as error:
                 log.warning("model_records_not_written path=%s error=%s", self._path, error)
-
-    def _replace(self, content: bytes) -> None:
-        beside = self._path.with_suffix(".new")
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(fd)
-        os.replace(beside, self._path)

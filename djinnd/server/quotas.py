@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import pwd
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
 from djinn_client.host_memory import available
+from djinn_client.principals import number_of
 from djinn_client.scheduling import CLASSES, Class, QuotaUse, ResourceUse
 from djinnd.config import Limits, Quota
 from djinnd.messages import TenantLimits, TenantUse
@@ -42,6 +42,7 @@ class Tenant:
 
     def __init__(self, user: int, rule: Rule, at: float, limits: Callable[[], Limits]) -> None:
         self.user = user
+        self.tokens = 0  # computed for the tenant since the daemon began
         self.ledger = Ledger(self._limit_of)
         self._limits = limits
         self._use = Rate(_WINDOW, at)
@@ -112,6 +113,7 @@ class Tenant:
 
     def charge(self, tokens: int, at: float) -> None:
         """Tokens that were computed for the tenant: of a prompt, or of an output."""
+        self.tokens += tokens
         self._use.count(tokens, at)
         if self._bucket is not None:
             self._bucket.take(tokens, at)
@@ -199,7 +201,7 @@ class Quotas:
         """The first that matches."""
         groups: Collection[int] | None = None  # asked for when a rule wants them: who has them may be far away
         for name, quota in self._rules.items():
-            if user in quota.users or not (quota.users or quota.groups):
+            if user in map(_principal, quota.users) or not (quota.users or quota.groups):
                 return Rule(name, quota)
             if quota.groups:
                 groups = self._groups_of(user) if groups is None else groups
@@ -208,10 +210,6 @@ class Quotas:
         return Rule("", Quota())
 
 
-def groups_of(user: int) -> Collection[int]:
-    """All of them; none for a user that this machine does not know."""
-    try:
-        entry = pwd.getpwuid(user)
-    except KeyError:
-        return ()
-    return os.getgrouplist(entry.pw_name, entry.pw_gid)
+def _principal(user: int | str) -> int:
+    """Of an entry in a rule's `users`."""
+    return user if isinstance(user, int) else number_of(user)

@@ -40,9 +40,11 @@ from djinnd.server.models import Models
 from djinnd.server.notify import Notifier
 from djinnd.server.nursery import NURSERY_FDS, Nursery
 from djinnd.server.prefixes import PrefixTable
+from djinnd.server.principals.names import groups_of, unix_name
+from djinnd.server.principals.tokens import Tokens
 from djinnd.server.python import python_module
 from djinnd.server.queueing import Queue
-from djinnd.server.quotas import Quotas, groups_of
+from djinnd.server.quotas import Quotas
 from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -130,6 +132,7 @@ class Server:
             self._inspector,
         )
         self._functions = Functions(config.functions, self._sessions, self._models, groups_of)
+        self._tokens = Tokens(config.state_dir, config.limits, lambda: self._clients)
         self._clients = Clients(
             config.limits,
             config.admins,
@@ -138,6 +141,7 @@ class Server:
             self._gone,
             self._journal.after,
             lambda user: self._quotas.tenant(user, time.monotonic()),
+            self._tokens,
         )
         self._status = Status(
             self._sessions,
@@ -149,6 +153,7 @@ class Server:
             self._sharing,
             self._texts,
             self.address,
+            self._tokens.name_of,
         )
         self._handlers = Handlers(
             self._sessions,
@@ -161,6 +166,7 @@ class Server:
             self._supervisor,
             self._functions,
             self._journal,
+            self._tokens,
             self._restart,
         )
         self._listener = Listener(self._socket, self._clients.accept)
@@ -185,6 +191,8 @@ class Server:
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
         kept = self._journal.open()  # first of all: the state directory is this daemon's then
+        self._tokens.start()
+        self._name_unknown_users()
         self._metrics.start()
         self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now)
         self._prefixes.restore(kept.prefixes)
@@ -229,17 +237,26 @@ class Server:
         )
         for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
             part.limits = held.limits
-        self._inspector.limits = held.limits
+        self._inspector.limits = self._tokens.limits = held.limits
         self._models.follow(held.limits)
         self._texts.follow(held.limits)
         self._queue.places = held.limits.queue
         self._supervisor.set_scheduling(held.scheduling)
         self._functions.follow(held.functions)
         self._clients.set_admins(held.admins)
+        unix_name.cache_clear()
         self._quotas.reload(held.quotas, time.monotonic())
         self._models.set_tenants([tenant.limits for tenant in self._quotas])
         log.info("djinnd_reloaded changed=%s at_restart=%s", _differing(self._config, held), _differing(held, config))
         self._config = held
+        self._name_unknown_users()
+
+    def _name_unknown_users(self) -> None:
+        """A quota's user that is neither a Unix user nor a token's name may be a slip of the pen, or come later."""
+        for rule, quota in self._config.quotas.items():
+            for user in quota.users:
+                if isinstance(user, str) and not self._tokens.has_name(user):
+                    log.warning("quota_user_unknown rule=%s user=%s", rule, user)
 
     async def _shutdown(self) -> None:
         self._status.is_draining = True
@@ -262,6 +279,7 @@ class Server:
         await self._clients.close(at_once=self._stopping.now.is_set())
         await self._models.close(keep_blocks=self._stopping.restart == "warm")
         await self._sharing.close()
+        await self._tokens.close()
         await self._journal.close()
         self._sessions.leave()
         log.info("djinnd_stopped")
@@ -315,6 +333,7 @@ class Server:
         notifier = self._notifier
         while True:
             is_sound = self._status.is_draining or not self._supervisor.is_over
+            self._tokens.beat()
             notifier.tell(STATUS=self._status.line(), **({"WATCHDOG": 1} if is_sound else {}))
             await asyncio.sleep(min(_BEAT, notifier.watchdog_s / 3 or _BEAT))
 

@@ -31,10 +31,11 @@ class SessionRequests:
     async def open(self, call: Call, request: protocol.OpenSession) -> Answer:
         model = await self._models.named(request.model, call.client)
         expect_open(model)
-        self._sessions.expect_room(call.client.user, request.priority)  # before a model is loaded in vain
+        priority = call.client.class_for(request.priority)
+        self._sessions.expect_room(call.client.user, priority)  # before a model is loaded in vain
         engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
-        session = self._sessions.open(call.client, model.name, request.priority, shared=model.share is not None)
+        session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
         open_in(engine, session)
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
@@ -47,7 +48,9 @@ class SessionRequests:
         parent = self._sessions.lookup(request.session, call.client)
         parent.expect_model()
         engine = self._models.find_open(parent.model, call.client).engine
-        session = self._sessions.fork(parent, call.client, request.priority)
+        priority = request.priority or parent.priority
+        call.client.expect_class(priority)
+        session = self._sessions.fork(parent, call.client, priority)
         if engine is not None:
             engine.send(Fork(session.id, parent.id, session.priority))
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
@@ -95,6 +98,7 @@ class SessionRequests:
 
     async def set_priority(self, call: Call, request: protocol.SetPriority) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
+        call.client.expect_class(request.priority)
         self._sessions.set_class(session, request.priority)
         self._models.tell(session, SetClass(session.id, session.priority))
         return Answer(Done(id=call.id))

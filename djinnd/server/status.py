@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -53,6 +53,7 @@ class Status:
         sharing: Sharing,
         texts: Texts,
         address: str,
+        name_of: Callable[[int], str],
     ) -> None:
         self.is_draining = False
         self._sessions = sessions
@@ -64,6 +65,7 @@ class Status:
         self._arena = arena
         self._sharing = sharing
         self._address = address
+        self.name_of = name_of
         self._started = time.monotonic()
 
     async def reply(self, request: int, check: bool, client: Client) -> StatusReply:
@@ -133,6 +135,7 @@ class Status:
             model=session.model,
             priority=session.priority,
             user=session.user,
+            user_name=self.name_of(session.user),
             state=_state(session, use),
             tokens=len(session.tokens),
             kv_tokens=use.kv_tokens if use else 0,
@@ -153,10 +156,11 @@ class Status:
         report, now = await self.report(), time.monotonic()
         held = {use.tenant: use for use in report.tenants} if report else {}
         sessions, most = self._sessions, self._sessions.limits.sessions_per_user
-        return [
+        uses = [
             self._quotas.tenant(user, now).use(sessions.count(user), most, held.get(user), [self._texts.use(user)], now)
             for user in users
         ]
+        return [msgspec.structs.replace(use, user_name=self.name_of(use.user)) for use in uses]
 
     # --- models and devices -----------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class Status:
         sessions = len(self._sessions.of_model(model.name))
         notes = [*info.notes, *(model.text.notes if model.text is not None else [])]
         if model.share is not None:
-            notes.insert(0, f"shared by user {model.share.user}")
+            notes.insert(0, f"shared by user {self.name_of(model.share.user)}")
         return msgspec.structs.replace(
             info,
             name=model.name,

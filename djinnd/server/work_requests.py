@@ -76,6 +76,7 @@ class WorkRequests:
     @contextmanager
     def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:
         """Before any work is done for it. Raises SessionBusy, QuotaExceeded, Busy."""
+        call.client.expect_class(session.priority)
         with session.in_use(call):
             session.tenant.expect_tokens(call.received)
             with self._queue.place(session.user, call.received) as place:

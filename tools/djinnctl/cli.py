@@ -10,7 +10,7 @@ import click
 
 from djinn_client import ConnectionLost, DjinnError
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
-from djinnctl.commands import daemon, memory, models, prefixes, sessions
+from djinnctl.commands import daemon, memory, models, prefixes, sessions, tokens
 
 
 class Commands(click.Group):
@@ -49,5 +49,6 @@ for command in (
     *(memory.budget, memory.free),
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),
     prefixes.prefix,
+    tokens.token,
 ):
     main.add_command(command)

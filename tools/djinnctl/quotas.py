@@ -14,7 +14,7 @@ from djinnctl.units import size
 def table(uses: Sequence[QuotaUse]) -> RenderableType:
     shown = new_table("USER", "RULE", "UP TO CLASS", "WEIGHT>", "OF", "USED>", "LIMIT>")
     for use in uses:
-        who = [user_name(use.user), use.rule or "-", use.highest_class, f"{use.weight:g}"]
+        who = [use.user_name or user_name(use.user), use.rule or "-", use.highest_class, f"{use.weight:g}"]
         for line in _lines(use):
             shown.add_row(*who, *line)
             who = [""] * len(who)

@@ -184,7 +184,7 @@ def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
     for info in infos:
         table.add_row(
             info.id,
-            user_name(info.user),
+            info.user_name or user_name(info.user),
             info.model,
             info.priority,
             state(info.state),
@@ -293,7 +293,7 @@ def prefixes(infos: Sequence[PrefixInfo]) -> RenderableType:
     table.columns[0].min_width = max(len(info.id) for info in infos)
     for info in infos:
         marked = datetime.fromtimestamp(info.created).strftime("%Y-%m-%d %H:%M")
-        table.add_row(info.id, info.model, str(info.tokens), user_name(info.user), marked)
+        table.add_row(info.id, info.model, str(info.tokens), info.user_name or user_name(info.user), marked)
     return table
 
 

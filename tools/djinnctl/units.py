@@ -8,7 +8,7 @@ from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MOST = 2**63 - 1  # what the wire carries
-TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def size(nbytes: int) -> str:

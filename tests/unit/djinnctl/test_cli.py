@@ -882,7 +882,14 @@ def test_public_prefixes(address: str) -> None:
 
     assert prefix("publish", "s-1").stdout == "p-1: 2048 tokens of llama are public\n"
     shown = json.loads(prefix("publish", "s-1", "--tokens", "512", "--json").stdout)
-    assert shown == {"id": "p-1", "model": "llama", "tokens": 512, "user": 0, "created": 1_750_000_000.0}
+    assert shown == {
+        "id": "p-1",
+        "model": "llama",
+        "tokens": 512,
+        "user": 0,
+        "created": 1_750_000_000.0,
+        "user_name": "",
+    }
     assert prefix("publish", "s-1", "--tokens", "0").exit_code == 2
     result = prefix("publish", "s-9")
     assert (result.exit_code, result.stderr) == (1, "djinnctl: no such session\n")

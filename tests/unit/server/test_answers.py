@@ -14,6 +14,7 @@ from djinn_client.protocol import Failure, FrameDecoder, GetTokens, Hello, Ping,
 from djinnd.config import Limits, Quota
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.clients import Clients
+from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas import Rule, Tenant
 from tests.support.descriptors import open_descriptors
 
@@ -37,6 +38,7 @@ def clients() -> Clients:
         on_gone=lambda client: None,
         after=lambda then, *args: then(*args),
         tenant_of=tenant_of,
+        tokens=Tokens("/nowhere", Limits(), list),
     )
 
 

@@ -11,7 +11,8 @@ from djinn_client.errors import QuotaExceeded
 from djinn_client.scheduling import ResourceUse
 from djinnd.config import Quota
 from djinnd.messages import TenantLimits, TenantUse
-from djinnd.server.quotas import Quotas, groups_of
+from djinnd.server.principals.names import groups_of
+from djinnd.server.quotas import Quotas
 
 GROUPS = {1: [10], 2: [10, 20], 3: []}
 

@@ -1,0 +1,1 @@
+"""Who is asking: tokens, the principals that they stand for, and the names of principals. docs/tokens.md."""

@@ -1,0 +1,133 @@
+"""The tokens that there are, and the names that had one. No I/O and no clock.
+
+A token is 256 random bits, and the book has its SHA-256: whoever reads the book cannot connect with what is in it. The
+lookup is by that hash. How long it takes tells about the hash of a guess, which a caller knows, and about nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from hashlib import sha256
+
+import msgspec
+
+from djinn_client.errors import InvalidRequest, NotFound, QuotaExceeded
+from djinn_client.principals import MAX_PRINCIPAL_NAME, is_principal_name, number_of
+from djinn_client.scheduling import Class
+
+PREFIX = "djn_"
+_BYTES = 32
+MAX_RETIRED = 4096  # names without a token that are remembered, the latest
+
+
+class Token(msgspec.Struct, frozen=True):
+    """Times are seconds since 1970. `highest_class`: that connections with it may use; None: as its principal."""
+
+    name: str
+    digest: bytes
+    user: int | None  # the Unix user that it stands for; None: its own name
+    highest_class: Class | None
+    created: float
+    expires: float | None
+    used: float | None = None
+
+    @property
+    def principal(self) -> int:
+        return number_of(self.name) if self.user is None else self.user
+
+    def is_expired(self, now: float) -> bool:
+        return self.expires is not None and self.expires <= now
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What is kept. `retired`: names without a token, the latest last. Their sessions may be there still."""
+
+    tokens: list[Token] = []
+    retired: list[str] = []
+
+
+class TokenBook:
+    def __init__(self, content: Content) -> None:
+        self._tokens = {token.name: token for token in content.tokens}
+        self._by_digest = {token.digest: token.name for token in content.tokens}
+        self._retired = dict.fromkeys(content.retired)
+        self._names = {number_of(name): name for name in (*self._retired, *self._tokens)}
+
+    def __iter__(self) -> Iterator[Token]:
+        return iter(list(self._tokens.values()))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def content(self, *more: Token) -> Content:
+        """What there is to keep, and with these tokens."""
+        return Content([*self, *more], [name for name in self._retired if name not in {token.name for token in more}])
+
+    def name_of(self, principal: int) -> str | None:
+        """Of a principal that is no Unix user."""
+        return self._names.get(principal)
+
+    def get(self, name: str) -> Token | None:
+        return self._tokens.get(name)
+
+    def find(self, secret: str, now: float) -> Token | None:
+        """None: there is no such token, or it has expired."""
+        name = self._by_digest.get(_digest(secret))
+        token = None if name is None else self._tokens[name]
+        return None if token is None or token.is_expired(now) else token
+
+    def expect_new(self, name: str, most: int) -> None:
+        """A token of this name can be added, where there may be so many. Raises InvalidRequest, QuotaExceeded."""
+        if not is_principal_name(name):
+            told = f"{name[:MAX_PRINCIPAL_NAME]!r} is no name: write a letter, and then letters, digits and ._@-"
+            raise InvalidRequest(f"{told}, {MAX_PRINCIPAL_NAME} characters at most", field="name")
+        if name in self._tokens:
+            raise InvalidRequest(f"there is a token {name}: revoke it first, or choose another name", field="name")
+        if (other := self._names.get(number_of(name), name)) != name:
+            raise InvalidRequest(f"{name} has the same number as {other}: choose another name", field="name")
+        if len(self) >= most:
+            raise QuotaExceeded(
+                f"there are {len(self):,} tokens, and limits.tokens is {most:,}: revoke some",
+                quota="tokens",
+                rule="",
+                limit=most,
+                used=len(self),
+            )
+
+    def add(self, token: Token) -> None:
+        """The name must be new."""
+        assert token.name not in self._tokens
+        self._tokens[token.name] = token
+        self._by_digest[token.digest] = token.name
+        self._retired.pop(token.name, None)
+        self._names[number_of(token.name)] = token.name
+
+    def used(self, token: Token, now: float) -> None:
+        """A connection has begun with the token."""
+        self._tokens[token.name] = msgspec.structs.replace(self._tokens[token.name], used=now)
+
+    def revoke(self, name: str) -> Token:
+        """Raises NotFound."""
+        token = self._tokens.pop(name, None)
+        if token is None:
+            told = f"there is no token {name[:MAX_PRINCIPAL_NAME]!r}: `djinnctl token list` has their names"
+            raise NotFound(told, token=name[:MAX_PRINCIPAL_NAME])
+        del self._by_digest[token.digest]
+        self._retired[name] = None
+        while len(self._retired) > MAX_RETIRED:
+            oldest = next(iter(self._retired))
+            del self._retired[oldest], self._names[number_of(oldest)]
+        return token
+
+
+def new_token(
+    name: str, user: int | None, highest: Class | None, now: float, expires: float | None
+) -> tuple[Token, str]:
+    """And its secret, which is kept nowhere."""
+    secret = PREFIX + secrets.token_urlsafe(_BYTES)
+    return Token(name, _digest(secret), user, highest, now, expires), secret
+
+
+def _digest(secret: str) -> bytes:
+    return sha256(secret.encode()).digest()

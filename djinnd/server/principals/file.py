@@ -1,0 +1,84 @@
+"""The file with the tokens, `tokens` in the state directory: one line with a checksum, then JSON.
+
+Only the daemon's user may read it. It is replaced as a whole, so a crash leaves the old content or the new. A bit that
+the disk has changed could make a token stand for another user: so a file whose checksum is wrong is set aside, and no
+token of it is valid. Names keep their numbers all the same: see djinn_client/principals.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from djinnd.server.principals.book import Content
+from djinnd.server.socket_path import StartError
+from djinnd.server.whole_file import replace_file, sync_folder
+
+log = logging.getLogger("djinnd.server")
+
+NAME = "tokens"
+MAX_BYTES = 16 << 20
+_MAGIC = b"djinnd-tokens-1 "
+
+
+class TokenFile:
+    def __init__(self, state_dir: str) -> None:
+        self.path = Path(state_dir, NAME)
+
+    def read(self) -> Content:
+        """At start. A damaged file is set aside, and then there are no tokens. Raises StartError where the file cannot
+        be read: starting without would close the door to all who have a token."""
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return Content()
+        except OSError as error:
+            raise StartError(f"the tokens in {self.path} cannot be read: {error}") from error
+        try:
+            return _content(data)
+        except ValueError as error:
+            self._set_aside(error)
+            return Content()
+
+    def write(self, content: Content) -> None:
+        """Returns when it is on the disk. Raises OSError."""
+        payload = msgspec.json.encode(content)
+        replace_file(self.path, _MAGIC + sha256(payload).hexdigest().encode() + b"\n" + payload)
+
+    @property
+    def damaged_files(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{NAME}.damaged-*"))
+
+    @property
+    def notes(self) -> list[str]:
+        """What an administrator should know."""
+        return [
+            f"the file with the tokens was damaged; it is kept as {path}: add the tokens again, and remove that file"
+            for path in self.damaged_files
+        ]
+
+    def _set_aside(self, error: ValueError) -> None:
+        """Raises StartError."""
+        aside = self.path.with_name(f"{NAME}.damaged-{time.time_ns()}")
+        try:
+            os.rename(self.path, aside)
+            sync_folder(self.path.parent)
+        except OSError as failed:
+            raise StartError(f"{self.path} is damaged ({error}), and cannot be set aside: {failed}") from failed
+        log.error("tokens_damaged path=%s error=%s kept=%s", self.path, error, aside)
+
+
+def _content(data: bytes) -> Content:
+    """Raises ValueError with what is wrong."""
+    head, _, payload = data.partition(b"\n")
+    if not head.startswith(_MAGIC):
+        raise ValueError("it does not begin as a file of tokens does")
+    if head.removeprefix(_MAGIC) != sha256(payload).hexdigest().encode():
+        raise ValueError("its checksum is wrong")
+    return msgspec.json.decode(payload, type=Content)

@@ -1,0 +1,55 @@
+"""Unix users by number and by name, as this machine knows them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Collection
+from functools import lru_cache
+
+from djinn_client.errors import InvalidRequest
+from djinn_client.principals import FIRST_NAMED, is_unix_user
+
+_OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is nobody's
+
+
+@lru_cache(4096)
+def unix_name(uid: int) -> str:
+    """The number where this machine does not know the user. It may ask a directory on the network, so it is asked once
+    for each user; `unix_name.cache_clear` has it asked again."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def uid_of(user: str) -> int:
+    """Of a name or a number. May take as long as a directory on the network does. Raises InvalidRequest."""
+    if user.isascii() and user.isdigit():
+        if int(user[:11]) >= _OVERFLOWING:
+            raise InvalidRequest(f"{user[:64]} is no number of a Unix user", field="user")
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except (KeyError, ValueError):
+        raise InvalidRequest(f"there is no Unix user {user[:64]!r} on the daemon's machine", field="user") from None
+
+
+def is_unix_name(name: str) -> bool:
+    """Likewise."""
+    try:
+        pwd.getpwnam(name)
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+def groups_of(user: int) -> Collection[int]:
+    """All groups of a principal; none for a name, and for a user that this machine does not know."""
+    if not is_unix_user(user):
+        return ()
+    try:
+        entry = pwd.getpwuid(user)
+    except KeyError:
+        return ()
+    return os.getgrouplist(entry.pw_name, entry.pw_gid)

@@ -1,0 +1,201 @@
+"""The tokens as the event loop has them: asked at each Hello, changed by administrators, written to disk.
+
+A change is on the disk before its sender is told. `beat` is called about once a second: it has connections with expired
+tokens closed, and writes when tokens were last used, once a minute at the most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from djinn_client.errors import InvalidRequest, NotAuthenticated, Retry
+from djinn_client.infos import TokenInfo
+from djinn_client.principals import is_unix_user
+from djinn_client.requests import AddToken
+from djinn_client.scheduling import Class
+from djinnd.config import Limits
+from djinnd.config.units import MAX_SECONDS
+from djinnd.server.peers import nobody_in_particular
+from djinnd.server.principals.book import Content, Token, TokenBook, new_token
+from djinnd.server.principals.file import TokenFile
+from djinnd.server.principals.names import is_unix_name, uid_of, unix_name
+
+log = logging.getLogger("djinnd.server")
+
+WRITE_USES_EVERY = 60.0  # seconds
+TELL_REFUSALS_EVERY = 10.0  # seconds: a flood of guesses must not fill the log
+
+REFUSED = "this token is not valid: have an administrator give you one (`djinnctl token add`)"
+REVOKED = "the token of this connection is valid no longer: have an administrator give you another one"
+
+
+class Bearer(NamedTuple):
+    """A connection that has shown a token: its principal, and the highest class that it may use (None: any)."""
+
+    token: str  # its name
+    user: int
+    highest_class: Class | None
+
+
+class Connected(Protocol):
+    bearer: Bearer | None
+
+    def dismiss(self, error: NotAuthenticated) -> None:
+        """The connection ends, and what runs for it."""
+
+
+class Tokens:
+    """`connections`: all that there are at the time. `limits` may be replaced."""
+
+    def __init__(self, state_dir: str, limits: Limits, connections: Callable[[], Iterable[Connected]]) -> None:
+        self.limits = limits
+        self._file = TokenFile(state_dir)
+        self._connections = connections
+        self._book = TokenBook(Content())
+        self._nobody = nobody_in_particular()
+        self._writing = asyncio.Lock()
+        self._wants_writing = False  # the book has what the file lacks
+        self._saving: asyncio.Task[None] | None = None
+        self._written_at = time.monotonic()
+        self._refused = 0  # since the log was told
+        self._told_at = -TELL_REFUSALS_EVERY
+
+    def start(self) -> None:
+        """Raises StartError."""
+        self._book = TokenBook(self._file.read())
+
+    async def close(self) -> None:
+        """Returns when all is written, or has been tried."""
+        await self._write_if_wanted()
+
+    @property
+    def notes(self) -> list[str]:
+        """What an administrator should know."""
+        return self._file.notes
+
+    def name_of(self, principal: int) -> str:
+        """The number where nobody knows a name."""
+        if is_unix_user(principal):
+            return unix_name(principal)
+        return self._book.name_of(principal) or str(principal)
+
+    def has_name(self, name: str) -> bool:
+        return self._book.get(name) is not None
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def authenticate(self, secret: str) -> Bearer:
+        """Raises NotAuthenticated."""
+        now = time.time()
+        token = self._book.find(secret, now)
+        if token is None:
+            self._count_refusal()
+            raise NotAuthenticated(REFUSED)
+        self._book.used(token, now)
+        self._wants_writing = True
+        return Bearer(token.name, token.principal, token.highest_class)
+
+    def beat(self) -> None:
+        now = time.time()
+        for connection in self._connections():
+            if (bearer := connection.bearer) is not None:
+                token = self._book.get(bearer.token)
+                if token is None or token.is_expired(now):
+                    connection.dismiss(NotAuthenticated(REVOKED))
+        if self._wants_writing and time.monotonic() - self._written_at >= WRITE_USES_EVERY:
+            self._written_at = time.monotonic()
+            self._saving = asyncio.create_task(self._write_if_wanted())
+
+    def _count_refusal(self) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now - self._told_at >= TELL_REFUSALS_EVERY:
+            log.warning("tokens_refused count=%d", self._refused)
+            self._refused, self._told_at = 0, now
+
+    # --- what administrators do -------------------------------------------------------------------------------------
+
+    async def add(self, request: AddToken) -> tuple[str, TokenInfo]:
+        """The token, which is kept nowhere. Raises InvalidRequest, QuotaExceeded, Retry."""
+        seconds, now = request.expires_s, time.time()
+        if not 0 <= seconds <= MAX_SECONDS:  # NaN is neither
+            raise InvalidRequest(f"expires_s is {seconds:g}; it must be 0 (never) or at most {MAX_SECONDS:g}")
+        user = await self._user_of(request)
+        async with self._writing:
+            self._book.expect_new(request.name, self.limits.tokens)
+            expires = now + seconds if seconds else None
+            token, secret = new_token(request.name, user, request.highest_class, now, expires)
+            try:
+                await self._write(token)
+            except OSError as error:
+                raise Retry(f"the token cannot be written to {self._file.path}: {error}") from error
+            self._book.add(token)
+        log.info("token_added token=%s user=%d class=%s", token.name, token.principal, token.highest_class or "any")
+        return secret, self._info(token)
+
+    async def _user_of(self, request: AddToken) -> int | None:
+        """The Unix user that the token is to stand for. Raises InvalidRequest."""
+        if not request.user:
+            if await asyncio.to_thread(is_unix_name, request.name):
+                told = f"{request.name} is a Unix user: choose another name, or give the token that user"
+                raise InvalidRequest(told, field="name")
+            return None
+        user = await asyncio.to_thread(uid_of, request.user)
+        if user == self._nobody:
+            raise InvalidRequest(f"user {user} stands for all that the daemon's user namespace does not map")
+        return user
+
+    def infos(self) -> list[TokenInfo]:
+        return [self._info(token) for token in self._book]
+
+    async def revoke(self, name: str) -> None:
+        """It holds at once, and is on the disk when this returns. Raises NotFound, Retry."""
+        self._book.revoke(name)
+        self._wants_writing = True
+        log.info("token_revoked token=%s", name)
+        for connection in self._connections():
+            if connection.bearer is not None and connection.bearer.token == name:
+                connection.dismiss(NotAuthenticated(REVOKED))
+        async with self._writing:
+            try:
+                await self._write()
+            except OSError as error:
+                raise Retry(
+                    f"{name} is revoked, and comes back with the next start of the daemon unless {self._file.path} can "
+                    f"be written, which is tried every {WRITE_USES_EVERY:g} s: {error}"
+                ) from error
+
+    def _info(self, token: Token) -> TokenInfo:
+        principal = token.principal
+        return TokenInfo(
+            name=token.name,
+            user=principal,
+            user_name=self.name_of(principal),
+            highest_class=token.highest_class,
+            created=token.created,
+            expires=token.expires,
+            used=token.used,
+        )
+
+    # --- the file ---------------------------------------------------------------------------------------------------
+
+    async def _write_if_wanted(self) -> None:
+        async with self._writing:
+            try:
+                if self._wants_writing:
+                    await self._write()
+            except OSError as error:
+                log.warning("tokens_not_written path=%s error=%s", self._file.path, error)
+
+    async def _write(self, *more: Token) -> None:
+        """The book, and these tokens. With the lock. Raises OSError."""
+        self._wants_writing = False
+        try:
+            await asyncio.to_thread(self._file.write, self._book.content(*more))
+        except OSError:
+            self._wants_writing = True
+            raise
