@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from djinn_client import breaking, interventions, whitebox
+from djinn_client.aio_steps import run
 from djinn_client.breaking import Breakpoint
 from djinn_client.breakpoints import BreakpointInfo, When
 from djinn_client.cache import Cache
@@ -26,7 +27,6 @@ from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
 from djinn_client.session import SessionSteps
-from djinn_client.steps import PAUSE_S, Steps, Wait
 from djinn_client.stream import StreamSteps
 from djinn_client.whitebox import Capture, Edit
 
@@ -41,37 +41,6 @@ T = TypeVar("T")
 AsyncEdit: TypeAlias = "Edit[Coroutine[Any, Any, None]]"
 AsyncBreakpoint: TypeAlias = "Breakpoint[Coroutine[Any, Any, None]]"
 AsyncIntervention: TypeAlias = "Intervention[Coroutine[Any, Any, None]]"
-
-
-async def run(steps: Steps[T]) -> T:
-    """Runs the steps to their end in this task and returns what they return."""
-    try:
-        while True:
-            await _wait(next(steps))
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    finally:
-        steps.close()
-
-
-async def _wait(wait: Wait) -> None:
-    if wait.what == "pause":
-        await asyncio.sleep(PAUSE_S)
-        return
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    reading = wait.what == "read"
-    (loop.add_reader if reading else loop.add_writer)(wait.fd, _wake, ready)
-    try:
-        await ready
-    finally:
-        (loop.remove_reader if reading else loop.remove_writer)(wait.fd)
-
-
-def _wake(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 class AsyncSession:

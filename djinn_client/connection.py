@@ -55,6 +55,19 @@ class Connection:
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    def is_hung_up(self) -> bool:
+        """True if it is closed, or the daemon has closed its side. Ask between two requests: whatever has come then is
+        the daemon's last word."""
+        if self.closed:
+            return True
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+            return self._exchange.settled
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         self._socket.close()
         self._exchange.close()

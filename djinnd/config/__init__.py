@@ -1,6 +1,6 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags. Parsed once; frozen after that."""
 
-from djinnd.config.schema import Config, Functions, Limits, Log, Model, Quota, Scheduling
+from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Scheduling
 from djinnd.config.show import show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
@@ -9,6 +9,7 @@ __all__ = [
     "ConfigError",
     "Effective",
     "Functions",
+    "Http",
     "Key",
     "Limits",
     "Log",

@@ -213,6 +213,34 @@ class Functions(Struct, frozen=True):
             raise ValueError(f"memory must be more than 0, and at most {MAX_FUNCTION_BYTES >> 40}TiB")
 
 
+class Http(Struct, frozen=True):
+    """The gateway, a process of its own that speaks HTTP. See docs/http.md."""
+
+    listen: PathText = ""  # HOST:PORT; "": no TCP
+    socket: PathText = ""  # the path of a Unix socket; "": none
+    certificate: PathText = ""  # a PEM file with the chain; read again at SIGHUP
+    key: PathText = ""  # likewise
+    loopback_without_token: bool = False  # such requests act as the gateway's own Unix user
+    cors: tuple[PathText, ...] = ()  # origins whose pages may call; "*": all
+    body_bytes: Size = 8 << 20  # of one request
+    connections: Count = 4096
+    requests: Count = 2048  # that are being answered, in all
+    requests_per_token: Count = 256
+    header_seconds: Seconds = 10  # from a request's first byte to the end of its headers, and for a TLS handshake
+    body_seconds: Seconds = 60  # from there to the end of its body
+    write_seconds: Seconds = 60  # that a client may take nothing of what waits for it
+    ping_seconds: Seconds = 10  # between signs of life in a stream that waits
+    drain_seconds: Seconds = 30  # that requests have to finish when the gateway is stopped
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds"):  # at 0 nothing could begin
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0")
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key go together: TLS needs both")
+
+
 class Scheduling(Struct, frozen=True):
     """See docs/scheduling.md."""
 
@@ -236,5 +264,6 @@ class Config(Struct, frozen=True):
     scheduling: Scheduling = Scheduling()
     quotas: dict[str, Quota] = {}  # by name of the rule; read again at SIGHUP
     functions: Functions = Functions()
+    http: Http = Http()
     metrics: PathText = ""  # path of a socket that answers with Prometheus text; "": none
     admins: tuple[User, ...] = ()  # beside root and the daemon's own user

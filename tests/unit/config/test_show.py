@@ -56,7 +56,7 @@ def test_the_example_file_shows_every_key_with_its_default(tmp_path):
     example.write_text(keys)
     empty.write_text("")
     written, plain = load(example, ENVIRON, {}).config, load(empty, ENVIRON, {}).config
-    for name in ("device", "memory", "log", "limits", "scheduling", "functions", "metrics", "admins"):
+    for name in ("device", "memory", "log", "limits", "scheduling", "functions", "http", "metrics", "admins"):
         assert getattr(written, name) == getattr(plain, name)
     shown = yaml.safe_load(show(load(empty, ENVIRON, {})))
     assert set(yaml.safe_load(keys)) == set(shown) - {"hub"}, "the service's file sets that one"

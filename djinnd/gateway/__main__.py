@@ -1,0 +1,73 @@
+"""`python -m djinnd.gateway`: the HTTP gateway as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+from pathlib import Path
+
+import click
+import msgspec
+import uvloop
+
+from djinnd.config import Config, ConfigError, Effective, Key, load
+from djinnd.gateway.listening import StartError
+from djinnd.gateway.server import Server
+from djinnd.standard_streams import open_standard_streams
+from djinnd.telemetry import configure_logging
+
+_PR_SET_PDEATHSIG = 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", type=click.Path(path_type=Path), envvar="DJINND_CONFIG", help="Instead of the system's file.")
+@click.option("--socket", metavar="PATH", help="Where the daemon is.")
+@click.option("--listen", metavar="ADDRESS", help="HOST:PORT, or the path of a Unix socket, instead of the file's.")
+@click.option("--parent", type=int, default=0, help="The daemon that has started this, and with which it ends.")
+def main(config: Path | None, socket: str | None, listen: str | None, parent: int) -> None:
+    """Serves HTTP: section `http` of the daemon's configuration."""
+    open_standard_streams()
+    if parent:
+        _end_with(parent)
+    try:
+        effective = load(config, os.environ.copy(), {("socket",): socket})
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    settings = with_address(effective, listen) if listen else effective.config
+    configure_logging(settings.log.level, settings.log.format)
+    logging.getLogger("uvicorn").setLevel("CRITICAL")  # the log has our own lines of what matters
+    try:
+        server = Server(settings)
+    except StartError as error:
+        raise click.ClickException(str(error)) from error
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve())
+
+
+def with_address(effective: Effective, address: str) -> Config:
+    """Of a gateway that somebody has started by hand: it listens there and nowhere else, and does without tokens on its
+    own machine unless the configuration says otherwise."""
+    key: Key = ("http", "loopback_without_token")
+    http = effective.config.http
+    is_path = "/" in address
+    changed = msgspec.structs.replace(
+        http,
+        listen="" if is_path else address,
+        socket=address if is_path else "",
+        loopback_without_token=http.loopback_without_token if key in effective.origins else True,
+    )
+    return msgspec.structs.replace(effective.config, http=changed)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel ends this process when the daemon is gone. Raises SystemExit where it is gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit("the daemon is gone already")
+
+
+if __name__ == "__main__":
+    main(prog_name="djinnd-gateway")

@@ -1,0 +1,29 @@
+"""What machines ask about the gateway: is it well, which version is it."""
+
+from __future__ import annotations
+
+from djinn_client.protocol import GetStatus, StatusReply
+from djinn_client.version import __version__
+from djinnd.gateway.api import OPENAI, Route
+from djinnd.gateway.errors import HttpError
+from djinnd.gateway.http_request import HttpRequest
+from djinnd.gateway.replies import Whole, json
+
+
+async def health(request: HttpRequest) -> Whole:
+    """200 while an engine is there, else 503: for load balancers. Raises HttpError."""
+    async with request.link() as link:
+        status = await link.call(GetStatus(id=0), StatusReply)
+    if status.state != "ready" or not any(device.state == "ready" for device in status.devices):
+        raise HttpError(503, f"no engine is ready: the daemon is {status.state}", code="not_ready", retry_s=1)
+    return json({"status": "ok"})
+
+
+async def version(request: HttpRequest) -> Whole:
+    return json({"version": __version__})
+
+
+ROUTES = [
+    Route(OPENAI, "GET", "/health", health, public=True),
+    Route(OPENAI, "GET", "/version", version, public=True),
+]

@@ -1,0 +1,108 @@
+"""The gateway's life: it listens, follows signals, lets requests finish, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from djinnd.config import Config
+from djinnd.gateway.app import application
+from djinnd.gateway.connections import bounded
+from djinnd.gateway.daemon import Daemon
+from djinnd.gateway.doors import Doors
+from djinnd.gateway.listening import BACKLOG, StartError, listeners, load_certificate, tls
+
+log = logging.getLogger("djinnd.gateway")
+
+KEEP_ALIVE_S = 60  # that a connection may rest between two requests
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with sockets and signals of our own."""
+
+    def __init__(self, config: Config) -> None:
+        self._http = config.http
+        self._sockets = listeners(config.http)
+        self._tls = tls(config.http)
+        self._connection = bounded(config.http)
+        self._daemon = Daemon(config.socket)
+        super().__init__(
+            uvicorn.Config(
+                application(Doors(config.http, self._daemon)),
+                http=self._connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(config.http.drain_seconds)),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.servers = [await self._listen(sock) for sock in self._sockets]
+        self.started = True
+        for sock in self._sockets:
+            log.info("gateway_ready address=%s tls=%s", _name(sock), self._tls_of(sock) is not None)
+
+    async def _listen(self, sock: socket.socket) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        protocol = partial(self._connection, self.config, self.server_state, {}, loop)
+        if sock.family == socket.AF_UNIX:
+            return await loop.create_unix_server(protocol, sock=sock, backlog=BACKLOG)
+        context = self._tls_of(sock)
+        handshake = self._http.header_seconds if context else None
+        return await loop.create_server(
+            protocol, sock=sock, backlog=BACKLOG, ssl=context, ssl_handshake_timeout=handshake
+        )
+
+    def _tls_of(self, sock: socket.socket) -> ssl.SSLContext | None:
+        return None if sock.family == socket.AF_UNIX else self._tls
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("gateway_draining requests=%d", len(self.server_state.tasks))
+        await super().shutdown(self._sockets)
+        self._daemon.close()
+        if self._http.socket:
+            Path(self._http.socket).unlink(missing_ok=True)
+        log.info("gateway_stopped")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        with suppress(asyncio.CancelledError):
+            yield
+
+    def _stop(self) -> None:
+        """The second time without waiting for requests."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def _reload(self) -> None:
+        if self._tls is None:
+            return
+        try:
+            load_certificate(self._tls, self._http)
+            log.info("gateway_reloaded certificate=%s", self._http.certificate)
+        except StartError as error:
+            log.error("gateway_reload_refused problem=%s", error)
+
+
+def _name(sock: socket.socket) -> str:
+    address = sock.getsockname()
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"

@@ -1,0 +1,156 @@
+"""The HTTP gateway in front of a real daemon: OpenAI's completions and models, refusals, a client that goes away."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from djinn_client import Session
+from tests.support.daemon import Daemon, wait_for
+from tests.support.gateway import Gateway
+
+MODEL = "djinn-tiny"
+GREEDY = {"model": MODEL, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with Gateway(tmp_path_factory.mktemp("gateway"), daemon.address) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def native(daemon: Daemon) -> str:
+    with Session(MODEL, address=daemon.address) as session:
+        return session.generate("def f(", max_tokens=8).text
+
+
+def test_models_are_listed_and_found(gateway):
+    (model,) = gateway.get("/v1/models").json["data"]
+    assert model["id"] == MODEL and model["object"] == "model"
+    assert gateway.get(f"/v1/models/{MODEL}").json == model
+
+
+def test_a_model_that_is_not_there(gateway):
+    for answer in (
+        gateway.get("/v1/models/nobody"),
+        gateway.post("/v1/completions", {"model": "nobody", "prompt": "a"}),
+    ):
+        assert answer.status == 404
+        assert answer.json["error"]["code"] == "model_not_found"
+
+
+def test_a_completion_is_what_the_native_client_gets(gateway, native):
+    answer = gateway.post("/v1/completions", GREEDY | {"prompt": "def f(", "max_tokens": 8})
+    (choice,) = answer.json["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["index"]) == (native, "length", 0)
+    assert answer.json["usage"]["completion_tokens"] == 8
+    assert answer.json["usage"]["total_tokens"] == answer.json["usage"]["prompt_tokens"] + 8
+
+
+def test_a_stream_has_the_same_text_and_ends_with_usage(gateway, native):
+    body = GREEDY | {"prompt": "def f(", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+    answer = gateway.post("/v1/completions", body)
+    *chunks, last = answer.events
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == native
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-2:]] == [None, "length"]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+
+
+def test_prompts_times_n_come_back_in_order(gateway, native):
+    body = GREEDY | {"prompt": ["def f(", "class A"], "max_tokens": 8, "n": 2}
+    choices = gateway.post("/v1/completions", body).json["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[0]["text"] == choices[1]["text"] == native
+    assert choices[2]["text"] == choices[3]["text"] != native
+    streamed: dict[int, str] = {}
+    for chunk in gateway.post("/v1/completions", body | {"stream": True}).events:
+        choice = chunk["choices"][0]
+        streamed[choice["index"]] = streamed.get(choice["index"], "") + choice["text"]
+    assert streamed == {choice["index"]: choice["text"] for choice in choices}
+
+
+def test_fields_without_effect_are_named(gateway):
+    answer = gateway.post("/v1/completions", GREEDY | {"prompt": "a", "max_tokens": 1, "zebra": 1, "apple": None})
+    assert (answer.status, answer.headers["x-djinn-ignored"]) == (200, "apple, zebra")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"suffix": "x"}, 400, "suffix"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [1, "a"]}, 400, "prompt"),
+        ({"prompt": [1 << 40]}, 400, None),
+        ({"n": 0}, 400, "n"),
+        ({"n": 1000}, 400, None),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_told(gateway, change, status, param):
+    for streams in (False, True):
+        answer = gateway.post("/v1/completions", GREEDY | {"prompt": "a", "stream": streams} | change)
+        error = answer.json["error"]
+        assert (answer.status, error["type"], error["param"]) == (status, "invalid_request_error", param), error
+
+
+def test_bodies_and_paths_that_are_none(gateway):
+    assert gateway.post("/v1/completions", b"{").status == 400
+    assert gateway.post("/v1/completions", b"\xff\xfe").status == 400
+    assert gateway.post("/v1/completions", b"[" * 100_000).status == 400
+    assert gateway.get("/nowhere").json["error"]["type"] == "not_found_error"
+    refused = gateway.get("/v1/completions")
+    assert (refused.status, refused.headers["allow"]) == (405, "POST")
+
+
+def test_health_and_version(gateway):
+    assert gateway.get("/health").json == {"status": "ok"}
+    assert gateway.ask("HEAD", "/health").content == b""
+    assert gateway.get("/version").json["version"]
+
+
+def test_a_request_id_is_kept_or_made(gateway):
+    assert gateway.get("/version", {"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert gateway.get("/version", {"x-request-id": "no spaces"}).headers["x-request-id"] != "no spaces"
+
+
+def test_a_client_that_goes_away_stops_its_work(gateway, daemon):
+    body = json.dumps(GREEDY | {"prompt": "def f(", "max_tokens": 3000, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection(gateway.address) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        assert b"200 OK" in sock.recv(100)
+        with daemon.client() as client:
+            assert client.status().requests_running == 1
+    with daemon.client() as client:
+        wait_for(lambda: client.status().requests_running == 0 and not client.sessions())
+    wait_for(lambda: "status=499" in gateway.log)
+
+
+def test_without_a_token_only_where_the_configuration_says_so(daemon, tmp_path: Path):
+    with Gateway(tmp_path, daemon.address, {"loopback_without_token": False}) as strict:
+        assert strict.get("/health").status == 200
+        for headers in ({}, {"authorization": "Bearer nonsense"}):
+            refused = strict.get("/v1/models", headers)
+            assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "rebound.example"}, 401),
+        ({"x-forwarded-for": "10.0.0.1"}, 401),
+        ({"origin": "https://page.example"}, 403),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"authorization": "Bearer DUMMY_KEY"}, 200),
+    ],
+)
+def test_pages_and_proxies_need_a_token(gateway, headers, status):
+    assert gateway.get("/v1/models", headers).status == status

@@ -1,0 +1,101 @@
+"""A real gateway for tests, as a process in front of a daemon."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from tests.support.daemon import PATIENCE, ROOT, clean_environ, wait_for
+
+
+class Gateway:
+    """`http` is its section of the configuration; without `listen` it takes a free port of 127.0.0.1. The context
+    starts it; leaving it stops it and asserts that it ended well and has logged no error."""
+
+    def __init__(self, folder: Path, daemon: str, http: Mapping[str, Any] | None = None) -> None:
+        self.log_path = folder / "gateway.log"
+        section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http or {})
+        self._file = folder / "gateway.yaml"
+        self._file.write_text(yaml.safe_dump({"socket": daemon, "state_dir": str(folder), "http": section}))
+        self.process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "djinnd.gateway", f"--config={self._file}"],
+                env=clean_environ(),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        wait_for(lambda: "gateway_ready" in self.log or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.terminate()
+        status = self.process.wait(PATIENCE)
+        if error is not None:
+            sys.stderr.write(self.log)
+            return
+        assert status == 0, self.log
+        assert " ERROR " not in self.log and "Traceback" not in self.log, self.log
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        found = re.search(r"gateway_ready address=([\d.]+):(\d+)", self.log)
+        assert found is not None
+        return found[1], int(found[2])
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.address)
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
+        return self.ask("GET", path, None, headers)
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        return self.ask("POST", path, body, headers)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """`body`: bytes, or what becomes JSON."""
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = HTTPConnection(*self.address, timeout=PATIENCE)
+        try:
+            connection.request(method, path, content, dict(headers or {}))
+            return Answer(connection.getresponse())
+        finally:
+            connection.close()
+
+
+class Answer:
+    def __init__(self, response: HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.content = response.read()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream of server-sent events, as OpenAI ends it."""
+        lines = [line for line in self.content.decode().splitlines() if line and not line.startswith(":")]
+        assert all(line.startswith("data: ") for line in lines), lines
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
