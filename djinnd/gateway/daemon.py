@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from djinn_client.aio_steps import run
 from djinn_client.connection import Connection, connect
-from djinn_client.errors import ConnectionLost, DjinnError
+from djinn_client.errors import ConnectionLost, DjinnError, NotAuthenticated
 from djinn_client.exchange import close_all
 from djinn_client.protocol import (
     CloseSession,
@@ -146,7 +146,7 @@ class Pool:
 
     async def _connect(self) -> Connection:
         connection = await run(connect(self._address, token=self._token))
-        self.name = getattr(connection.welcome, "name", "") or str(connection.welcome.user)
+        self.name = connection.welcome.name or str(connection.welcome.user)
         return connection
 
 
@@ -168,9 +168,8 @@ class Daemon:
         except ConnectionLost as error:
             told = f"the daemon cannot be reached: {error.message}"
             raise HttpError(503, told, code="no_daemon", retry_s=1) from error
-        except DjinnError as error:
-            if error.code == "not_authenticated":
-                self._refuse(token)
+        except NotAuthenticated:
+            self._refuse(token)
             raise
         self._pools[token] = pool
         self._pools.move_to_end(token)

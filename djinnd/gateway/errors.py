@@ -47,6 +47,7 @@ class ClientGone(Exception):
 
 # The first class that an error is an instance of decides. `None` keeps the error's own code.
 _STATUSES: list[tuple[type[errors.DjinnError], int, str | None]] = [
+    (errors.NotAuthenticated, 401, "invalid_api_key"),
     (errors.PromptTooLong, 400, "context_length_exceeded"),
     (errors.InvalidRequest, 400, None),
     (errors.ModelNotFound, 404, "model_not_found"),
@@ -82,8 +83,6 @@ def problem_of(error: BaseException) -> Problem:
         return error.problem
     if not isinstance(error, errors.DjinnError):
         return Problem(500, "the gateway failed: its log has the details", "internal_error")
-    if error.code == "not_authenticated":
-        return Problem(401, error.message, "invalid_api_key")
     status, code = next(((s, c) for kind, s, c in _STATUSES if isinstance(error, kind)), (500, None))
     return Problem(status, _told(error), code or error.code, _field(error.data), _retry_s(status, error.data))
 
