@@ -20,6 +20,7 @@ from djinn_client.hand_over import import_of_file, import_of_kv, save
 from djinn_client.hits import Hit
 from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
+from djinn_client.loading_line import loading_line
 from djinn_client.options import GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
@@ -41,10 +42,10 @@ class Session:
         with djinn.Session("djinn-tiny") as s:
             print(s.generate("def fibonacci(", max_tokens=32).text)
 
-    `model` is loaded first if it is not there; `on_progress` is told how far that has come. `address` is the path of
-    the daemon's socket; None: $DJINND_ADDRESS, then the system's, then the user's. `priority` None: the highest class
-    that the caller may have. `token`: for who has one of the daemon's; None: $DJINND_TOKEN. The `with` block closes the
-    session.
+    `model` is loaded first if it is not there; `on_progress` is told how far that has come, and without it a terminal
+    shows a line of it when it takes longer than a second. `address` is the path of the daemon's socket; None:
+    $DJINND_ADDRESS, then the system's, then the user's. `priority` None: the highest class that the caller may have.
+    `token`: for who has one of the daemon's; None: $DJINND_TOKEN. The `with` block closes the session.
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
     session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
@@ -62,7 +63,8 @@ class Session:
     ) -> None:
         """Raises ConnectionLost, ModelNotFound, ModelRejected, OutOfMemory, InvalidRequest."""
         self._steps = SessionSteps(address, token)
-        run(self._steps.open(model, priority, on_progress))
+        with loading_line(on_progress) as told:
+            run(self._steps.open(model, priority, told))
 
     @classmethod
     def _over(cls, steps: SessionSteps) -> Self:

@@ -1,0 +1,93 @@
+"""A line on the terminal that shows how far a model's loading has come, for callers that ask for no progress of their
+own. It appears when loading takes longer than PATIENCE_S, and goes when the model is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from djinn_client.connection import OnProgress
+    from djinn_client.replies import Progress
+
+PATIENCE_S = 1.0
+BAR = 24  # columns
+_CLEAR = "\r\x1b[K"
+
+
+class LoadingLine:
+    """Called with each Progress. The terminal's last line is its own from the first drawing until `close`."""
+
+    def __init__(self, terminal: TextIO, patience_s: float = PATIENCE_S) -> None:
+        self._terminal = terminal
+        self._told: Progress | None = None
+        self._drawn = self._closed = False
+        self._lock = threading.Lock()  # the timer draws in a thread of its own
+        self._timer = threading.Timer(patience_s, self._draw)
+        self._timer.daemon = True
+
+    def __call__(self, told: Progress) -> None:
+        first, self._told = self._told is None, told
+        if first:
+            self._timer.start()
+        elif self._drawn:
+            self._draw()
+
+    def _draw(self) -> None:
+        with self._lock:
+            if self._closed or self._told is None:
+                return
+            self._drawn = True
+            self._terminal.write(_CLEAR + line_of(self._told, _columns(self._terminal)))
+            self._terminal.flush()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._drawn:
+                self._terminal.write(_CLEAR)
+                self._terminal.flush()
+
+
+@contextmanager
+def loading_line(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
+    """What is to be told of a load: the caller's own `on_progress`; without one, a LoadingLine where stderr is a
+    terminal, and nothing elsewhere."""
+    if on_progress is not None or not _is_terminal(sys.stderr):
+        yield on_progress
+        return
+    line = LoadingLine(sys.stderr)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+def line_of(told: Progress, columns: int) -> str:
+    """One line of at most so many columns: `llama: reading ━━━━━━──────  6.2 of 25.0 GiB`."""
+    head = f"{told.model}: {told.stage}"
+    if told.total:
+        done = min(told.done, told.total)
+        full = BAR * done // told.total
+        head += f" {'━' * full}{'─' * (BAR - full)} {done / 2**30:.1f} of {told.total / 2**30:.1f} GiB"
+    return head[: columns - 1]
+
+
+def _columns(terminal: TextIO) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """pythonw and some test runners have no stderr, or a closed one."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:
+        return False
