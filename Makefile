@@ -65,7 +65,7 @@ clean:
 
 $(VENV)/demo.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch and transformers into $(VENV): some minutes"
-	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e . '$(TORCH)'
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[demo]' '$(TORCH)'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)

@@ -45,7 +45,7 @@ def main() -> None:
 
 for command in (
     *(daemon.status, daemon.top, daemon.quota, daemon.trace, daemon.restart, daemon.version, daemon.doctor),
-    *(models.models, models.load, models.plan, models.unload),
+    *(models.models, models.pull, models.load, models.plan, models.unload),
     *(memory.budget, memory.free),
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),
     prefixes.prefix,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
-
 from djinn_client import QuotaUse
-from djinnctl.render import new_table, user_name
+from djinnctl.layout import Renderable, new_table
+from djinnctl.render import user_name
 from djinnctl.units import size
 
 
-def table(uses: Sequence[QuotaUse]) -> RenderableType:
+def table(uses: Sequence[QuotaUse]) -> Renderable:
     shown = new_table("USER", "RULE", "UP TO CLASS", "WEIGHT>", "OF", "USED>", "LIMIT>")
     for use in uses:
         who = [use.user_name or user_name(use.user), use.rule or "-", use.highest_class, f"{use.weight:g}"]

@@ -9,9 +9,6 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from djinn_client import (
     BudgetReply,
@@ -25,6 +22,7 @@ from djinn_client import (
 )
 from djinn_client.protocol import CLASSES, Reply
 from djinn_client.scheduling import Latency, Spread
+from djinnctl.layout import Group, Renderable, Span, line, new_table
 from djinnctl.units import count, duration, exact_size, interval, rate, size
 
 STYLES = {
@@ -61,11 +59,11 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def status(reply: StatusReply) -> RenderableType:
+def status(reply: StatusReply) -> Renderable:
     return Group(*_status(reply))
 
 
-def _status(reply: StatusReply) -> Iterator[RenderableType]:
+def _status(reply: StatusReply) -> Iterator[Renderable]:
     yield from summary(reply)
     yield ""
     yield devices(reply.devices)
@@ -80,17 +78,17 @@ def _status(reply: StatusReply) -> Iterator[RenderableType]:
         yield latency(reply.latency)
     if reply.notes:
         yield ""
-        yield from (Text(note, "yellow") for note in reply.notes)
+        yield from (Span(note, "yellow") for note in reply.notes)
     if reply.integrity:
         yield ""
-        yield Text("inconsistent:", "bold red")
-        yield from (Text(f"  {finding}") for finding in reply.integrity)
+        yield Span("inconsistent:", "bold red")
+        yield from (Span(f"  {finding}") for finding in reply.integrity)
 
 
-def summary(reply: StatusReply) -> Iterator[RenderableType]:
+def summary(reply: StatusReply) -> Iterator[Renderable]:
     running = ", ".join(f"{reply.sessions[name]} {name}" for name in CLASSES if reply.sessions.get(name)) or "none"
-    yield Text.assemble(
-        (f"djinnd {reply.version}", "bold"),
+    yield line(
+        Span(f"djinnd {reply.version}", "bold"),
         "  ",
         state(reply.state),
         f"  pid {reply.pid}  up {duration(reply.uptime_s)}  {reply.address}",
@@ -99,7 +97,7 @@ def summary(reply: StatusReply) -> Iterator[RenderableType]:
     yield f"connections: {reply.connections}   arena: {size(reply.arena_bytes)}"
 
 
-def devices(infos: Sequence[DeviceInfo]) -> RenderableType:
+def devices(infos: Sequence[DeviceInfo]) -> Renderable:
     table = new_table("DEVICE", "STATE", "MEMORY", "STEPS>", "TOKENS>", "RESTARTS>", "")
     for info in infos:
         table.add_row(
@@ -109,14 +107,14 @@ def devices(infos: Sequence[DeviceInfo]) -> RenderableType:
             count(info.steps),
             count(info.generated_tokens),
             str(info.restarts),
-            Text(info.description, "dim"),
+            Span(info.description, "dim"),
         )
     return table
 
 
-def models(infos: Sequence[ModelInfo]) -> RenderableType:
+def models(infos: Sequence[ModelInfo]) -> Renderable:
     if not infos:
-        return Text("no models: put a checkpoint's folder where djinnd looks, or `djinnctl load PATH`", "dim")
+        return Span("no models: put a checkpoint's folder where djinnd looks, or `djinnctl load PATH`", "dim")
     table = new_table("MODEL", "STATE", "DTYPE", "PARAMETERS>", "CONTEXT>", "WEIGHTS>", "KV>", "PAGES>", "SESSIONS>")
     for info in infos:
         table.add_row(
@@ -133,7 +131,7 @@ def models(infos: Sequence[ModelInfo]) -> RenderableType:
     return Group(table, *(line for info in infos for line in _beside(info)))
 
 
-def pools(infos: Sequence[ModelInfo]) -> RenderableType:
+def pools(infos: Sequence[ModelInfo]) -> Renderable:
     """Of the models that have any: pages that are used and that there are, in each tier."""
     table = new_table("PAGES OF", "DEVICE>", "HOST>", "DISK>", "EACH>")
     for info in infos:
@@ -148,7 +146,7 @@ def pools(infos: Sequence[ModelInfo]) -> RenderableType:
     return table
 
 
-def latency(classes: Mapping[str, Latency]) -> RenderableType:
+def latency(classes: Mapping[str, Latency]) -> Renderable:
     """What was measured of each class since the daemon began."""
     table = new_table("LATENCY", "CLASS", "COUNT>", "MEAN>", "P50>", "P90>", "P99>", "WORST>")
     for kind, name, spread in _spreads(classes):
@@ -164,23 +162,23 @@ def _spreads(classes: Mapping[str, Latency]) -> Iterator[tuple[str, str, Spread]
             yield kind.replace("_", " "), name, getattr(of_class, kind)
 
 
-def _beside(info: ModelInfo) -> Iterator[Text]:
+def _beside(info: ModelInfo) -> Iterator[Span]:
     """What does not fit into a row."""
     if info.error:
-        yield Text(f"{info.name}: {info.error}", "red")
+        yield Span(f"{info.name}: {info.error}", "red")
     if info.state == "ready":
         lines = [places(info), *info.notes]
-        yield from (Text(f"{info.name}: {line}", "dim") for line in lines if line)
+        yield from (Span(f"{info.name}: {line}", "dim") for line in lines if line)
 
 
-def sessions(infos: Sequence[SessionInfo]) -> RenderableType:
+def sessions(infos: Sequence[SessionInfo]) -> Renderable:
     if not infos:
-        return Text("no sessions", "dim")
+        return Span("no sessions", "dim")
     columns = ("SESSION", "USER", "MODEL", "CLASS", "STATE", "TOKENS>", "DEVICE>", "HOST>", "DISK>", "BYTES>", "IDLE>")
     table = new_table(*columns)
-    table.columns[0].min_width = max(len(info.id) for info in infos)  # it is what other commands want: never cut
-    for column in table.columns[1:4]:
-        column.no_wrap = False  # cut before the others are: they have no space to wrap at
+    table.columns[0] = table.columns[0]._replace(yields=0)  # it is what other commands want: never cut
+    for number in (1, 2, 3):
+        table.columns[number] = table.columns[number]._replace(yields=2)
     for info in infos:
         table.add_row(
             info.id,
@@ -220,13 +218,13 @@ def places(of: ModelInfo | ModelPlan) -> str:
     return f"{of.blocks_plain} plain, {of.blocks_packed} packed, {of.blocks_streamed} streamed{streamed}"
 
 
-def plan(plan: ModelPlan) -> RenderableType:
+def plan(plan: ModelPlan) -> Renderable:
     return Group(*_plan(plan))
 
 
-def _plan(plan: ModelPlan) -> Iterator[RenderableType]:
-    yield Text.assemble(
-        (plan.model, "bold"), f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
+def _plan(plan: ModelPlan) -> Iterator[Renderable]:
+    yield line(
+        Span(plan.model, "bold"), f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
     )
     yield f"blocks: {places(plan)}"
     yield ""
@@ -243,10 +241,10 @@ def _plan(plan: ModelPlan) -> Iterator[RenderableType]:
         rate(plan.flops_per_s, "FLOP"),
     )
     yield f"measured: bus {bus}, memory {memory}, products {products}"
-    yield from (Text(f"note: {note}", "yellow") for note in plan.notes)
+    yield from (Span(f"note: {note}", "yellow") for note in plan.notes)
 
 
-def _plan_memory(plan: ModelPlan) -> RenderableType:
+def _plan_memory(plan: ModelPlan) -> Renderable:
     parts = (
         ("resident blocks", plan.resident_bytes, f"{plan.blocks_plain} plain, {plan.blocks_packed} packed"),
         ("ring", plan.ring_bytes, f"{plan.slots} slots"),
@@ -259,19 +257,19 @@ def _plan_memory(plan: ModelPlan) -> RenderableType:
     table = new_table("MEMORY", "BYTES>", "")
     for name, nbytes, what in parts:
         if nbytes:
-            table.add_row(name, size(nbytes), Text(what, "dim"))
+            table.add_row(name, size(nbytes), Span(what, "dim"))
     table.add_row("in all", size(sum(nbytes for _, nbytes, _ in parts)), f"of {size(plan.budget_bytes)}")
-    table.add_row("host", size(plan.host_bytes), Text("shared memory", "dim"))
+    table.add_row("host", size(plan.host_bytes), Span("shared memory", "dim"))
     return table
 
 
-def budget(reply: BudgetReply) -> RenderableType:
+def budget(reply: BudgetReply) -> Renderable:
     """A change that has been made, and where blocks are now."""
     head = f"budget {size(reply.budget_bytes)}, {size(reply.used_bytes)} in use; changed in {interval(reply.seconds)}"
     return Group(head, *(line for info in reply.models for line in _beside(info)))
 
 
-def freed(reply: BudgetReply, before: int) -> RenderableType:
+def freed(reply: BudgetReply, before: int) -> Renderable:
     """`before`: the budget that was."""
     given_back = f"djinnctl budget {exact_size(before)}"
     return Group(budget(reply), f"{size(before - reply.budget_bytes)} are yours until `{given_back}`")
@@ -286,11 +284,11 @@ def published(info: PrefixInfo) -> str:
     return f"{info.id}: {info.tokens} tokens of {info.model} are public"
 
 
-def prefixes(infos: Sequence[PrefixInfo]) -> RenderableType:
+def prefixes(infos: Sequence[PrefixInfo]) -> Renderable:
     if not infos:
-        return Text("no public prefixes", "dim")
+        return Span("no public prefixes", "dim")
     table = new_table("PREFIX", "MODEL", "TOKENS>", "MARKED BY", "MARKED")
-    table.columns[0].min_width = max(len(info.id) for info in infos)
+    table.columns[0] = table.columns[0]._replace(yields=0)
     for info in infos:
         marked = datetime.fromtimestamp(info.created).strftime("%Y-%m-%d %H:%M")
         table.add_row(info.id, info.model, str(info.tokens), info.user_name or user_name(info.user), marked)
@@ -302,8 +300,8 @@ def withdrawn(prefix: str, in_force: bool) -> str:
     return f"{prefix} is withdrawn{how_long}"
 
 
-def state(name: str) -> Text:
-    return Text(name, STYLES.get(name, ""))
+def state(name: str) -> Span:
+    return Span(name, STYLES.get(name, ""))
 
 
 def user_name(uid: int) -> str:
@@ -311,12 +309,3 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def new_table(*headings: str) -> Table:
-    """A heading that ends in `>` has its numbers to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in headings:
-        number = heading.endswith(">")
-        table.add_column(heading.rstrip(">"), justify="right" if number else "left", no_wrap=True, overflow="ellipsis")
-    return table

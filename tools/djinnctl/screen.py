@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import click
-from rich.console import Console, RenderableType
 
-from djinn_client import Progress
 from djinn_client.connection import OnProgress
+from djinn_client.loading_line import loading_line
+from djinnctl.layout import ELLIPSIS, Renderable, lines_of, shown
 from djinnctl.render import plain
 
 T = TypeVar("T")
 
 UNCUT = 10_000  # columns, where nobody looks at a screen: `grep` finds what is not cut
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-def show(
-    read: Callable[[], T], render: Callable[[T], RenderableType], *, as_json: bool, every_s: float | None = None
-) -> T:
+def show(read: Callable[[], T], render: Callable[[T], Renderable], *, as_json: bool, every_s: float | None = None) -> T:
     """Shows what `read` returns, and with `every_s` reads and shows it again until Ctrl-C. Returns the last value.
 
     On a terminal each reading takes the place of the one before; elsewhere it follows that, in JSON as one line.
@@ -34,13 +35,13 @@ def show(
         return value
     if as_json:
         return _watch(value, read, _print_json, every_s)
-    console = _console()
-    if not _redraws(console):
+    if not _redraws():
         return _watch(value, read, lambda value: _print(render(value)), every_s)
-    from rich.live import Live
-
-    with Live(console=console, auto_refresh=False) as live:
-        return _watch(value, read, lambda value: live.update(render(value), refresh=True), every_s)
+    picture = _Picture()
+    try:
+        return _watch(value, read, lambda value: picture.draw(render(value)), every_s)
+    finally:
+        picture.end()
 
 
 def _watch(value: T, read: Callable[[], T], put: Callable[[T], None], every_s: float) -> T:
@@ -53,50 +54,60 @@ def _watch(value: T, read: Callable[[], T], put: Callable[[T], None], every_s: f
         return value
 
 
-def _redraws(console: Console) -> bool:
+class _Picture:
+    """Lines at the end of the terminal's output that are drawn anew in their place."""
+
+    def __init__(self) -> None:
+        self._height = 0
+        sys.stdout.write(HIDE_CURSOR)
+
+    def draw(self, renderable: Renderable) -> None:
+        width, height = shutil.get_terminal_size()
+        lines = [shown(line, colours()) for line in lines_of(renderable, width)]
+        if len(lines) >= height:  # what has left the screen at the top cannot be drawn over
+            lines = [*lines[: height - 2], ELLIPSIS]
+        back = f"\x1b[{self._height}F\x1b[J" if self._height else ""
+        sys.stdout.write(back + "".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+        self._height = len(lines)
+
+    def end(self) -> None:
+        sys.stdout.write(SHOW_CURSOR)
+        sys.stdout.flush()
+
+
+def _redraws() -> bool:
     """Whether it is a terminal that can go back to what it has shown. FORCE_COLOR makes none of a pipe."""
-    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def colours() -> bool:
+    """Whether the output has colours: see https://no-color.org and https://force-color.org."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or _redraws()
 
 
 @contextmanager
 def loading_bar(*, hidden: bool) -> Iterator[OnProgress | None]:
-    """A bar on stderr that follows the daemon's Progress; it has no end where the daemon knows no total."""
+    """On a terminal a line on stderr follows the daemon's Progress."""
     if hidden:
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bars = Bars(*columns, console=Console(stderr=True))
-    stages: dict[str, TaskID] = {}
-
-    def follow(told: Progress) -> None:
-        bars.start()
-        if told.stage not in stages:
-            stages[told.stage] = bars.add_task(f"{told.model}: {told.stage}", total=None)
-        bars.update(stages[told.stage], completed=told.done, total=told.total or None)
-
-    try:
-        yield follow
-    finally:
-        if stages:
-            bars.stop()
+    with loading_line(None) as line:
+        yield line
 
 
-def _print(renderable: RenderableType) -> None:
+def _print(renderable: Renderable) -> None:
+    """A sentence for people or scripts is not wrapped. All else is as wide as the terminal, or as COLUMNS says; else as
+    wide as it takes."""
     if isinstance(renderable, str):
-        click.echo(renderable)  # a sentence for people or scripts, which is not to be wrapped
-    else:
-        _console().print(renderable, highlight=False)
-
-
-def _console() -> Console:
-    """As wide as the terminal, or as COLUMNS says; else as wide as it takes."""
-    console = Console()
-    if not console.file.isatty() and not os.environ.get("COLUMNS"):
-        console.width = UNCUT
-    return console
+        click.echo(renderable)
+        return
+    at_a_screen = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    width = shutil.get_terminal_size().columns if at_a_screen else UNCUT
+    for line in lines_of(renderable, width):
+        click.echo(shown(line, colours()), color=True)
 
 
 def _print_json(value: object, indent: int | None = None) -> None:

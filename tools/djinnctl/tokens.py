@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from djinn_client import TokenAdded, TokenInfo
-from djinnctl.render import new_table
+from djinnctl.layout import Renderable, Span, new_table
 
 
 def added(reply: TokenAdded) -> str:
@@ -17,9 +14,9 @@ def added(reply: TokenAdded) -> str:
     return reply.token
 
 
-def table(infos: Sequence[TokenInfo]) -> RenderableType:
+def table(infos: Sequence[TokenInfo]) -> Renderable:
     if not infos:
-        return Text("no tokens", "dim")
+        return Span("no tokens", "dim")
     shown = new_table("TOKEN", "USER", "UP TO CLASS", "ADDED", "EXPIRES", "LAST USED")
     for info in sorted(infos, key=lambda info: info.name):
         times = (_time(at) for at in (info.created, info.expires, info.used))

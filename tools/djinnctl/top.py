@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import msgspec
-from rich.console import Group, RenderableType
 
 from djinn_client import Client, SessionInfo, StatusReply
 from djinnctl import render
+from djinnctl.layout import Group, Renderable
 from djinnctl.units import count
 
 BUSIEST = ("running", "held", "arriving", "queued", "idle", "stopped", "waiting", "paused", "detached")
@@ -38,7 +38,7 @@ class Reader:
         return Glance(status, sorted(sessions, key=_order), tokens_per_s)
 
 
-def show(glance: Glance) -> RenderableType:
+def show(glance: Glance) -> Renderable:
     status = glance.status
     parts = [*render.summary(status)]
     if glance.tokens_per_s is not None:

@@ -444,9 +444,7 @@ def test_load(address: str) -> None:
     assert result.stdout == (
         "djinn-tiny is ready: llama, 4.1 M parameters in 8 blocks, float32; weights 16.0 MiB, KV 1.5 GiB in 128 pages\n"
     )
-    assert "djinn-tiny: reading" in result.stderr
-    assert "16.0/16.0 MiB" in result.stderr
-    assert "djinn-tiny: checking" in result.stderr
+    assert result.stderr == "", "the line with its progress is for terminals"
 
 
 def test_load_says_where_the_blocks_are(address: str) -> None:

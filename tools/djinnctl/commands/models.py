@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -25,6 +26,24 @@ def models(settings: Settings, watch: float | None) -> None:
 
     with settings.client() as client:
         screen.show(client.models, render.models, as_json=settings.json, every_s=watch)
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("hub_id", metavar="ID")
+@click.option("--to", "folder", metavar="FOLDER", type=click.Path(path_type=Path), help="Below which folder to put it.")
+@click.option("--revision", metavar="NAME", help="A branch, a tag or a commit. Default: the newest.")
+@pass_settings
+def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | None) -> None:
+    """Fetch the model ID (org/name) from the hub; again, it fetches what is missing. Needs no daemon.
+
+    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. `load` and
+    `plan` find it there by its id.
+    """
+    from djinnctl import pulling, screen
+
+    target = pulling.pull(hub_id, folder or pulling.models_folder(), revision)
+    screen.show(lambda: {"folder": str(target)}, lambda _: f"{hub_id} is in {target}", as_json=settings.json)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -56,11 +75,11 @@ def load(
     Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
     defaults.
     """
-    from djinnctl import render, screen
+    from djinnctl import pulling, render, screen
 
     with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
         info = client.load(
-            model,
+            pulling.pulled(model),
             kv_bytes=kv or 0,
             host_kv_bytes=host_kv,
             disk_kv_bytes=disk_kv,
@@ -85,10 +104,10 @@ def load(
 @pass_settings
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
     """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
-    from djinnctl import render, screen
+    from djinnctl import pulling, render, screen
 
     with settings.client() as client:
-        planned = client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
+        planned = client.plan(pulling.pulled(model), memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
     screen.show(lambda: planned, render.plan, as_json=settings.json)
 
 
@@ -99,8 +118,8 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
 @pass_settings
 def unload(settings: Settings, model: str, force: bool) -> None:
     """Unload MODEL and free its memory."""
-    from djinnctl import screen
+    from djinnctl import pulling, screen
 
     with settings.client() as client:
-        client.unload(model, force=force)
+        client.unload(pulling.pulled(model), force=force)
     screen.show(lambda: {"unloaded": model}, lambda done: f"unloaded {model}", as_json=settings.json)

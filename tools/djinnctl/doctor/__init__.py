@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from djinnctl.doctor import arena, daemon, gpu, memory, software
 from djinnctl.doctor.result import Result, fail
+from djinnctl.layout import Group, Renderable, Span, line
 from djinnctl.render import state
 
 Check = Callable[[], Iterable[Result]]
@@ -43,14 +40,13 @@ def _sheltered(subject: str, check: Check) -> Iterator[Result]:
         yield fail(subject, f"the check broke: {type(error).__name__}: {error}", "please report it with this line")
 
 
-def render(results: list[Result]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def render(results: list[Result]) -> Renderable:
+    states = max(len(result.state) for result in results)
+    subjects = max(len(result.subject) for result in results)
+    lines: list[Renderable] = []
     for result in results:
-        finding = Text(result.finding)
+        space = " " * (states - len(result.state) + 1)
+        lines.append(line(state(result.state), f"{space}{result.subject:<{subjects}} {result.finding}"))
         if result.remedy:
-            finding.append(f"\n→ {result.remedy}", "bold")
-        table.add_row(state(result.state), result.subject, finding)
-    return table
+            lines.append(Span(" " * (states + subjects + 2) + f"→ {result.remedy}", "bold"))
+    return Group(*lines)

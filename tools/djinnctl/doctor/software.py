@@ -24,7 +24,6 @@ PACKAGES: dict[str, Version] = {  # the oldest that will do; () is any
     "cloudpickle": (),
     "PyYAML": (),
     "click": (),
-    "rich": (),
 }
 
 

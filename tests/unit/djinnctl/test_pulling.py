@@ -1,0 +1,87 @@
+"""`djinnctl pull` against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from djinnctl.pulling import models_folder, pulled
+from tests.support.stub_hub import StubHub, stub_hub
+
+WEIGHTS = os.urandom(12 << 20)  # the library writes pieces of 10 MiB
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"a pickle",
+    "modeling.py": b"code",
+}
+
+Djinnctl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def hub() -> StubHub:
+    with stub_hub("org/name", FILES) as hub:
+        yield hub
+
+
+@pytest.fixture
+def djinnctl(hub: StubHub, tmp_path: Path) -> Djinnctl:
+    """A process of its own: huggingface_hub reads where the hub is when it is imported."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_ENDPOINT": hub.address, "NO_COLOR": "1"}
+        environ |= {"PYTHONPATH": ":".join(filter(None, sys.path)), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, "-m", "djinnctl", *arguments]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+def test_a_broken_download_is_gone_on_with(djinnctl: Djinnctl, hub: StubHub, tmp_path: Path) -> None:
+    hub.cut["model.safetensors"] = 11 << 20
+    done = djinnctl("pull", "org/name")
+    if done.returncode:  # the library may try again by itself
+        done = djinnctl("pull", "org/name")
+    folder = tmp_path / ".local/share/djinnd/models/org/name"
+    assert (done.returncode, done.stdout) == (0, f"org/name is in {folder}\n"), done.stderr
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    fetched = [served.first for served in hub.served if served.path == "model.safetensors"]
+    assert len(fetched) == 2 and fetched[0] == 0 < fetched[1], "what has come is not fetched again"
+    assert {served.path for served in hub.served} == {"config.json", "model.safetensors", "chat_template.jinja"}
+    hub.served.clear()
+    assert json.loads(djinnctl("pull", "org/name", "--json").stdout) == {"folder": str(folder)}
+    assert hub.served == [], "all of it is there"
+
+
+def test_into_another_folder(djinnctl: Djinnctl, tmp_path: Path) -> None:
+    done = djinnctl("pull", "org/name", "--to", str(tmp_path / "models"))
+    assert done.stdout == f"org/name is in {tmp_path}/models/org/name\n", done.stderr
+
+
+def test_what_is_not_there(djinnctl: Djinnctl) -> None:
+    done = djinnctl("pull", "org/other")
+    assert done.returncode == 1 and "org/other could not be fetched" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert djinnctl("pull", "no-hub-id").returncode == 2
+
+
+def test_a_pulled_model_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DJINN_MODELS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert models_folder() == tmp_path
+    assert pulled("org/name") == "org/name", "it was not pulled"
+    folder = tmp_path / "models" / "org" / "name"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setenv("DJINN_MODELS", str(tmp_path / "models"))
+    assert pulled("org/name") == str(folder)
+    assert pulled("llama") == "llama"
+    assert pulled("models/org") == "models/org", "a folder that is there, from here"
