@@ -48,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
                          (the default): if the text is the session's first, as a text that goes on continues a word
     logprobs             None (the default) is off; n, from 0 to 20: natural-log probability of each chosen token and
                          the n likeliest
+    prompt_logprobs      None (the default) is off; n, from 0 to 20: the same for each token of the prompt, in the
+                         reply's `prompt_logprobs`
     expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
@@ -71,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     parse_special: bool
     prefix_space: bool | None
     logprobs: int | None
+    prompt_logprobs: int | None
     expected_tokens: int
     deadline_s: float
 

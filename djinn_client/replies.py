@@ -11,6 +11,8 @@ from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
 from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
 from djinn_client.kv_layout import KvLayout
+from djinn_client.logprobs import Logprobs as Logprobs
+from djinn_client.logprobs import PromptLogprobs as PromptLogprobs
 from djinn_client.placing import ModelPlan
 from djinn_client.scheduling import Latency, QuotaUse, Why
 
@@ -45,14 +47,6 @@ class Progress(Reply, tag="progress"):
     stage: str
     done: int = 0
     total: int = 0
-
-
-class Logprobs(msgspec.Struct, frozen=True):
-    """Natural-log probabilities after temperature 1 and no penalty, for one generated token. Always finite: a token
-    that the model rules out has the lowest float32, about -3.4e38."""
-
-    token: float
-    top: dict[int, float] = {}
 
 
 class Piece(Reply, tag="piece"):
@@ -92,6 +86,7 @@ class Generated(Reply, tag="generated"):
     logprobs: list[Logprobs] = []
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
+    prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
 
 
 class BreakpointAdded(Reply, tag="breakpoint_added"):

@@ -43,6 +43,7 @@ _MOVES = {
 class Request:
     """`max_tokens` 0 asks for no new token. `first` is the session's length before this request and `prompt_end` its
     length with the prompt; generated tokens follow. `logits`: of a forward pass, those of the prompt are wanted.
+    `prompt_logprobs`: what the logits from `seen_from` on say of the prompt's tokens is wanted.
     `capture`: activations at these points. `seen_from`: the first position of which more is wanted than KV, and has not
     been computed yet; FOREVER where there is none. `stops`: where it stops inside the model, and ends with that.
     `resume_block`: goes on from where the last one stopped, before that block; without a prompt."""
@@ -54,6 +55,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logits: bool = False
     capture: tuple[Point, ...] = ()
     seen_from: int = FOREVER
@@ -69,6 +71,11 @@ class Request:
     def move(self, event: str) -> None:
         """Raises KeyError (our fault) for a move that the table does not have."""
         self.state = _MOVES[event, self.state]
+
+    @property
+    def tells(self) -> bool:
+        """Logits of its prompt are wanted, or what they say."""
+        return self.logits or self.prompt_logprobs is not None
 
     @property
     def runnable(self) -> bool:

@@ -189,6 +189,7 @@ class Engine:
         try:
             with self._tracer.step(batch):
                 sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch))
+                scored = self._runners[batch.model].scores.take()
         except ServerGone:
             raise
         except Exception as error:
@@ -203,8 +204,10 @@ class Engine:
             if again := recomputed(batch):
                 self._channel.send(messages.Recomputed(again))
         sampling = [row for row in batch.rows if row.samples]
+        for message in scored:
+            self._channel.send(message)
         self._tell([row.request for row in sampling], sampled)
-        waits = bool(sampled.tokens) or any(row.request.logits for row in batch.rows)
+        waits = bool(sampled.tokens or scored) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
         for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
             self._requests.finish(request)

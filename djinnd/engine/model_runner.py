@@ -23,7 +23,8 @@ from djinnd.engine.logits_window import LogitsWindow
 from djinnd.engine.memory import KvPlan, ModelShape, workspace_bytes
 from djinnd.engine.passage import through
 from djinnd.engine.picks import Picks
-from djinnd.engine.rows import Rows, compose, count_told, in_order
+from djinnd.engine.prompt_scores import PromptScores
+from djinnd.engine.rows import Rows, compose, in_order, told_positions
 from djinnd.engine.step_probe import Part, Touched
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
@@ -67,6 +68,7 @@ class ModelRunner:
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
+        self.scores = PromptScores()
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
@@ -172,6 +174,7 @@ class ModelRunner:
 
     def recover(self) -> None:
         """After a step that was broken off."""
+        self.scores.clear()
         self.model.residency.restart()
 
     def copy_page(self, source: int, target: int) -> None:
@@ -226,7 +229,7 @@ class ModelRunner:
         if self.graphs is None:
             return rows, self._mixed(rows, whole)
         behind = frozenset[int]() if touched is None else touched.behind
-        apart = [index for index, row in enumerate(rows) if row.request.logits or index in behind]
+        apart = [i for i, row in enumerate(rows) if i in behind or (row.request.tells and told_positions(row))]
         if not apart:
             return rows, self._replay(rows, whole)
         if len(apart) == len(rows) or self.model.residency.streams:
@@ -270,7 +273,7 @@ class ModelRunner:
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        told = [token for row, end in zip(rows, ends, strict=True) for token in range(end - count_told(row), end)]
+        told = [at + end - row.end for row, end in zip(rows, ends, strict=True) for at in told_positions(row)]
         seen = [] if part is None else part.seen_behind(sampling)
         picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
         probe = self._probe(inputs, rows, part)
@@ -297,14 +300,21 @@ class ModelRunner:
         return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
 
     def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
-        """Writes each forward pass's logits, which are from pick `first` on, to its window."""
+        """Writes each forward pass's logits, which are from pick `first` on, to its window, and notes what they say of
+        the prompts that are to be scored."""
         for row in rows:
-            count = count_told(row)
-            position = row.end - count - row.request.first
-            for logits in picks.pieces(first, count):
-                self.windows[row.request.id].write(position, logits)
-                position += len(logits)
-            first += count
+            positions = told_positions(row)
+            if not positions:
+                continue
+            pieces = picks.pieces(first, len(positions))
+            if row.request.logits:
+                position = positions.start - row.request.first
+                for logits in pieces:
+                    self.windows[row.request.id].write(position, logits)
+                    position += len(logits)
+            else:
+                self.scores.add(row, positions, pieces)
+            first += len(positions)
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
         """Where nobody has read what the last pass gave, as of a long prompt's chunks, the host is no more than this

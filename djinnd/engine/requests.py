@@ -67,6 +67,8 @@ class Requests:
         """Tokens come and tokens go: nothing has to be made room for, on the device or elsewhere."""
         if message.logits or message.capture or message.stops or message.resume_block is not None:
             return False
+        if message.prompt_logprobs is not None:
+            return False
         try:
             session = self._scheduler.session(message.session)
         except SessionNotFound:
@@ -80,6 +82,8 @@ class Requests:
         seen_from = first if message.logits else FOREVER
         if message.capture:
             seen_from = min(first if prompt_end > first else now(first), session.due_from)
+        if message.prompt_logprobs is not None and prompt_end > first:
+            seen_from = now(first)
         request = Request(
             id=message.request,
             first=first,
@@ -88,6 +92,7 @@ class Requests:
             sampling=message.sampling,
             stop_tokens=frozenset(message.stop_tokens),
             logprobs=message.logprobs,
+            prompt_logprobs=message.prompt_logprobs,
             logits=message.logits,
             capture=tuple(message.capture),
             seen_from=seen_from,

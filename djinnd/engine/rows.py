@@ -13,6 +13,8 @@ from djinnd.model.sampler import Sampled
 
 Rows = Sequence[Row]
 
+_NONE = range(0)
+
 
 def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
     """Fills the host side of `inputs`, which may have room for more. `table` [rows, pages]: of the rows' sessions."""
@@ -55,10 +57,14 @@ def _compose_chunks(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32]
     host["lengths"][: len(rows)] = starts + counts
 
 
-def count_told(row: Row) -> int:
-    """How many of the row's tokens have their logits told: its last ones, or none."""
+def told_positions(row: Row) -> range:
+    """Of the row's positions, those at which logits are told, or what they say of the prompt's next token."""
     request = row.request
-    return max(0, row.end - max(row.start, request.seen_from)) if request.logits else 0
+    if request.logits:
+        return range(max(row.start, request.seen_from), row.end)
+    if request.prompt_logprobs is not None:
+        return range(max(row.start, request.seen_from), min(row.end, request.prompt_end - 1))
+    return _NONE
 
 
 def in_order(sampled: Sampled, sampling: Rows, wanted: Rows) -> Sampled:

@@ -66,6 +66,7 @@ FromEngine = (
     | runs.Stepped
     | runs.Finished
     | runs.LogitsReady
+    | runs.PromptScored
     | scheduling.Paused
     | scheduling.Explained
     | figures.Report

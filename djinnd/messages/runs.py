@@ -24,6 +24,7 @@ class Run(msgspec.Struct, tag="run"):
     sampling: Sampling  # with a seed
     stop_tokens: list[int] = []
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logits: bool = False
     expected_tokens: int = 0  # 0: nobody knows
     deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
@@ -113,6 +114,16 @@ class Finished(msgspec.Struct, tag="finished"):
     computed: int
     capture: Capture | None = None  # where it stopped: of the point between blocks where it did
     stopped: int | None = None  # reason "breakpoint": before which block
+
+
+class PromptScored(msgspec.Struct, tag="prompt_scored"):
+    """Before the first token of a Run with `prompt_logprobs`: of the next so many tokens of its prompt, what
+    djinn_client's PromptLogprobs has of them."""
+
+    request: int
+    tokens: int
+    values: bytes
+    ids: bytes
 
 
 class LogitsReady(msgspec.Struct, tag="logits"):

@@ -28,6 +28,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.model.crossing import Inbox
 from djinnd.model.draw import Draw, is_greedy
+from djinnd.model.logprobs import token_logprobs
 from djinnd.model.noise import vocabulary_counters
 from djinnd.model.token_marks import TokenMarks
 from djinnd.model.upload import upload
@@ -141,25 +142,9 @@ def _likeliest_finite(logits: Tensor) -> list[int]:
 
 
 def _logprobs(logits: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]:
-    """Of the raw logits; the likeliest first, of equal ones that with the lowest index."""
-    raw = logits.index_select(0, told.rows).float()
-    total = raw.logsumexp(dim=-1, keepdim=True)
-    top = _order(raw).topk(max(told.counts)).indices
-    picked = chosen.index_select(0, told.rows)[:, None]
-    own, values = (_finite(raw.gather(1, at) - total).tolist() for at in (picked, top))
-    tokens = top.tolist()
+    """Of the raw logits."""
+    picked = chosen.index_select(0, told.rows)
+    found = token_logprobs(logits.index_select(0, told.rows), picked, max(told.counts))
+    own, tokens, values = (part.tolist() for part in found)
     for row, count in enumerate(told.counts):
-        yield Logprobs(own[row][0], dict(zip(tokens[row][:count], values[row][:count], strict=True)))
-
-
-def _finite(logprobs: Tensor) -> Tensor:
-    """A token that the model rules out has a logit of -inf, which JSON cannot say."""
-    return logprobs.clamp_(min=torch.finfo(torch.float32).min)
-
-
-def _order(values: Tensor) -> Tensor:
-    """float32 [rows, n] -> int64 [rows, n], all different in a row and in the order of (value, -index): `topk` leaves
-    open which of equal values it takes, and in bf16 many are equal."""
-    bits = values.view(torch.int32)
-    ordered = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)  # a negative float's bits grow as its value falls
-    return ordered.long().mul_(1 << 32).sub_(torch.arange(values.shape[1], device=values.device))
+        yield Logprobs(own[row], dict(zip(tokens[row][:count], values[row][:count], strict=True)))

@@ -26,6 +26,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS_BYTES = 4 << 20  # of a reply: 87,000 tokens with the 5 likeliest of each
 MAX_LOGITS_BYTES = 1 << 30
 MAX_POINTS = 1024  # names of a request
 MAX_POINT_LENGTH = 256  # characters
@@ -46,6 +47,7 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
+    _check_prompt_logprobs(request)
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
         count = len(request.stop_token_ids)
         raise InvalidRequest(f"{count} stop tokens are too many: at most {MAX_STOP_TOKENS}", field="stop_token_ids")
@@ -216,6 +218,36 @@ def check_trace(request: GetTrace) -> None:
     if not 0 < request.seconds <= MAX_TRACE_SECONDS:  # NaN is neither
         limit = f"it must be more than 0 and at most {MAX_TRACE_SECONDS:g}"
         raise InvalidRequest(f"seconds is {request.seconds:g}; {limit}", field="seconds")
+
+
+def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
+    """Of a call with prompt_logprobs. `may_stop`: the session has breakpoints that the call may come to. Raises
+    InvalidRequest."""
+    if may_stop:
+        told = "a call with prompt_logprobs stops nowhere, and the session has breakpoints: remove them, or fork before"
+        raise InvalidRequest(told, field="prompt_logprobs")
+    token_bytes = 4 + 8 * likeliest
+    if prompt_tokens * token_bytes > MAX_PROMPT_LOGPROBS_BYTES:
+        raise InvalidRequest(
+            f"the log probabilities of {prompt_tokens:,} tokens with the {likeliest} likeliest are "
+            f"{prompt_tokens * token_bytes:,} bytes, the limit is {MAX_PROMPT_LOGPROBS_BYTES:,}: at most "
+            f"{MAX_PROMPT_LOGPROBS_BYTES // token_bytes:,} tokens a call; bring the prompt in parts",
+            field="prompt_logprobs",
+            bytes=prompt_tokens * token_bytes,
+            limit=MAX_PROMPT_LOGPROBS_BYTES,
+        )
+
+
+def _check_prompt_logprobs(request: Generate) -> None:
+    likeliest = request.prompt_logprobs
+    if likeliest is None:
+        return
+    if not 0 <= likeliest <= MAX_LOGPROBS:
+        told = f"prompt_logprobs is {likeliest}; it must be from 0 to {MAX_LOGPROBS}"
+        raise InvalidRequest(told, field="prompt_logprobs")
+    if request.capture:
+        told = "a call with prompt_logprobs captures nothing: capture the point `logits`, or make two calls"
+        raise InvalidRequest(told, field="prompt_logprobs")
 
 
 def _check_hints(request: Generate) -> None:

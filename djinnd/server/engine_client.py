@@ -65,6 +65,7 @@ class Run(Protocol):
 
     def started(self, at: float, woken: bool) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
+    def prompt_scored(self, message: messages.PromptScored) -> None: ...
     def tell(self) -> None:
         """What it was given leaves now, and not at the end of this turn of the loop."""
 
@@ -194,6 +195,9 @@ class EngineClient:
                 self._stepping(message)
             case messages.Stepped():
                 self._stepped(message)
+            case messages.PromptScored():
+                if (run := self._runs.get(message.request)) is not None:
+                    run.prompt_scored(message)
             case messages.Finished(capture=None):
                 self._runs.pop(message.request).finished(message)
             case messages.Finished():

@@ -31,7 +31,7 @@ from djinn_client.protocol import (
     Timings,
 )
 from djinnd.core.edits import FOREVER
-from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, Truncate
+from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, PromptScored, Truncate
 from djinnd.server.blame import Standing, Suspect
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
@@ -39,6 +39,7 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.generation import Generation
 from djinnd.server.late_text import LateText
+from djinnd.server.prompt_scores import PromptScores
 from djinnd.server.queueing import Place
 from djinnd.server.sessions import SessionRecord
 from djinnd.server.text_worker import TextWorker
@@ -152,6 +153,9 @@ class SessionRun:
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
         raise AssertionError(f"a token for a {type(self).__name__}")
 
+    def prompt_scored(self, message: PromptScored) -> None:
+        raise AssertionError(f"prompt log probabilities for a {type(self).__name__}")
+
     def finished(self, message: Finished) -> None:
         raise AssertionError(f"a {type(self).__name__} ends otherwise")
 
@@ -245,6 +249,8 @@ class GenerateRun(SessionRun):
         self._fault: BaseException | None = None
         self._halted = False
         self._late: LateText | None = None
+        likeliest = request.prompt_logprobs
+        self._scores = None if likeliest is None else PromptScores(len(prompt), self._first, likeliest)
         self._is_over = False  # in the engine
         self._held_by: set[str] = set()
         self._reason: FinishReason | None = None  # why it has ended, where the engine only has to say so
@@ -276,6 +282,7 @@ class GenerateRun(SessionRun):
             sampling=self._sampling,
             stop_tokens=list(self._stop_tokens),
             logprobs=request.logprobs,
+            prompt_logprobs=None if self._scores is None else self._scores.wanted(),
             expected_tokens=request.expected_tokens,
             deadline=self._call.received + request.deadline_s if request.deadline_s else 0.0,
             capture=[] if self._capturing is None else self._capturing.points,
@@ -288,6 +295,10 @@ class GenerateRun(SessionRun):
     @property
     def _generated(self) -> int:
         return len(self._session.tokens) - self._first - len(self._prompt)
+
+    def prompt_scored(self, message: PromptScored) -> None:
+        assert self._scores is not None
+        self._scores.add(message)
 
     def started(self, at: float, woken: bool) -> None:
         super().started(at, woken)
@@ -493,10 +504,13 @@ class GenerateRun(SessionRun):
             computed = max(1, len(self._prompt))
         reason = self._reason if self._reason and message.reason == "length" else message.reason
         try:
-            return self._generation.finish(reason, computed, time.monotonic())
+            reply = self._generation.finish(reason, computed, time.monotonic())
         except BaseException as fault:
             self._blame(fault)
             return None
+        if self._scores is not None:
+            reply.prompt_logprobs = self._scores.told()
+        return reply
 
     def _blame(self, fault: BaseException) -> None:
         """A panic in the tokenizer's Rust code, too, which is no Exception."""

@@ -47,6 +47,9 @@ class WorkRequests:
             request.max_tokens = admission.most_tokens(request, len(prompt), len(session.tokens), info)
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
             breaking = breakpoints_of(request, len(prompt), session, info)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
+                admission.check_scored(request.prompt_logprobs, len(prompt), bool(breaking.stops))
             capturing = capturing_of(request, len(prompt), session, info)
             if capturing is not None:
                 call.reserve_window(capturing.nbytes)

@@ -159,6 +159,26 @@ async def test_logits_belong_to_the_caller(session: OpenSession) -> None:
     assert not first.any()
 
 
+async def test_prompt_logprobs_are_those_of_the_logits(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        tokens = [(7 * n) % 500 + 5 for n in range(40)]
+        logits = await a.forward(tokens)
+        wanted = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        first, rest = tokens[:25], tokens[25:]
+        told = []
+        for part, most in ((first, 0), (rest, 2)):
+            reply = await b.generate(part, max_tokens=most, prompt_logprobs=3)
+            assert reply.prompt_logprobs is not None and len(reply.prompt_logprobs) == len(part)
+            told += reply.prompt_logprobs
+        assert told[0] is None
+        for place in range(1, 40):
+            entry, row = told[place], wanted[place - 1]
+            assert entry is not None and abs(entry.token - row[tokens[place]]) < 1e-4
+            likeliest = np.argsort(-row, kind="stable")[:3]
+            assert [*entry.top] == likeliest.tolist()
+            assert np.allclose([*entry.top.values()], row[likeliest], atol=1e-4)
+
+
 async def test_logprobs(session: OpenSession) -> None:
     async with session() as a, session() as b:
         r = await a.generate(PROMPT, max_tokens=5, logprobs=3, ignore_eos=True)

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -162,6 +163,7 @@ class Engine:
                 prompt = session.tokens[session.first : session.prompt_end]
                 if self.trouble(self.script.on_token.get(str(prompt[0]) if prompt else ""), session):
                     continue
+                self.send_scores(session)
             if run.logits:
                 self.answer_logits(session)
                 continue
@@ -192,6 +194,18 @@ class Engine:
             self.send(messages.Stepped(tokens))
         for name, reason in ended_runs:
             self.finish(self.sessions[name], reason)
+
+    def send_scores(self, session: Session) -> None:
+        """In two parts. The log probability of a token is that number, negative; each likely token's is 0."""
+        run = session.run
+        assert run is not None
+        if run.prompt_logprobs is None:
+            return
+        scored, top = session.tokens[max(session.first, 1) : session.prompt_end], run.prompt_logprobs
+        for part in (scored[:2], scored[2:]):
+            values = b"".join(struct.pack(f"<{1 + top}f", -token, *[0.0] * top) for token in part)
+            ids = struct.pack(f"<{top}i", *range(top)) * len(part)
+            self.send(messages.PromptScored(run.request, len(part), values, ids))
 
     def trouble(self, what: str | None, session: Session) -> bool:
         run = session.run

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from djinn_client.protocol import Class, Placing, Sampling
 from djinnd.core.batch import Batch
-from djinnd.core.edits import FOREVER
+from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -134,8 +134,9 @@ class Served:
         max_tokens: int = 0,
         sampling: Sampling | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:
-        """Without `max_tokens` a forward pass, whose logits `logits_of` gives."""
+        """Without `max_tokens` and `prompt_logprobs` a forward pass, whose logits `logits_of` gives."""
         first, end = len(session.tokens), len(session.tokens) + len(tokens)
         request = Request(
             id=next(self._numbers),
@@ -144,11 +145,14 @@ class Served:
             max_tokens=max_tokens,
             sampling=sampling or Sampling(),
             logprobs=logprobs,
-            logits=not max_tokens,
+            prompt_logprobs=prompt_logprobs,
+            logits=not max_tokens and prompt_logprobs is None,
             seen_from=FOREVER if max_tokens else first,
         )
+        if prompt_logprobs is not None:
+            request.seen_from = now(first)
         self.scheduler.submit(session.id, request, tokens)
-        if not max_tokens:
+        if request.logits:
             self.runner.open_window(request)
         return request
 

@@ -8,7 +8,7 @@ from djinnd.core.edits import FOREVER
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.rows import _compose_chunks, compose, count_told, in_order
+from djinnd.engine.rows import _compose_chunks, compose, in_order, told_positions
 from djinnd.model.inputs import StepInputs
 from djinnd.model.sampler import Sampled
 
@@ -48,10 +48,17 @@ def test_rows_that_bring_one_token_each_lie_as_chunks_of_one(starts: list[int]) 
     device.close()
 
 
-@pytest.mark.parametrize(("start", "told"), [(0, 0), (8, 2), (10, 4), (20, 4)])
-def test_logits_are_told_from_the_first_wanted_position_on(start: int, told: int) -> None:
-    assert count_told(row(1, start, 4, logits=True, seen=10)) == told
-    assert count_told(row(1, start, 4, seen=10)) == 0
+@pytest.mark.parametrize(("start", "told"), [(0, []), (8, [10, 11]), (10, [10, 11, 12, 13]), (20, [20, 21, 22, 23])])
+def test_logits_are_told_from_the_first_wanted_position_on(start: int, told: list[int]) -> None:
+    assert list(told_positions(row(1, start, 4, logits=True, seen=10))) == told
+    assert not told_positions(row(1, start, 4, seen=10))
+
+
+@pytest.mark.parametrize(("start", "told"), [(0, []), (8, [10, 11]), (46, [46, 47, 48]), (49, []), (50, [])])
+def test_a_prompt_is_scored_up_to_the_position_before_its_last_token(start: int, told: list[int]) -> None:
+    scored = row(1, start, 4, seen=10)
+    scored.request.prompt_logprobs = 0
+    assert list(told_positions(scored)) == told
 
 
 def test_what_rows_were_given_is_put_into_the_order_that_is_wanted() -> None:

@@ -95,6 +95,15 @@ def test_no_tokens_without_a_prompt_are_nothing_to_do():
     assert admission.most_tokens(generate(max_tokens=0, capture=["logits"]), 0, 15, MODEL) == 0
 
 
+def test_prompts_whose_log_probabilities_are_too_many_bytes():
+    most = admission.MAX_PROMPT_LOGPROBS_BYTES // 164
+    admission.check_scored(20, most, may_stop=False)
+    with pytest.raises(InvalidRequest, match=f"at most {most:,} tokens a call"):
+        admission.check_scored(20, most + 1, may_stop=False)
+    with pytest.raises(InvalidRequest, match="the session has breakpoints"):
+        admission.check_scored(0, 1, may_stop=True)
+
+
 @pytest.mark.parametrize("fields", [{"text": "x"}, {"token_ids": [1], "stop": ["y"]}])
 def test_text_needs_a_tokenizer(fields):
     with pytest.raises(NoTokenizer, match=r"m takes no text, as it has no tokenizer\.json"):

@@ -134,6 +134,32 @@ def test_the_context_ends_an_output(calm, session):
     assert caught.value.data == {"session_tokens": 256, "prompt_tokens": 1, "max_context": 256}
 
 
+def test_prompt_logprobs(session):
+    first = session.generate([5, 6, 7, 8], max_tokens=2, prompt_logprobs=2).prompt_logprobs
+    assert [entry and (entry.token, entry.top) for entry in first] == [
+        None,
+        *((-float(token), {0: 0.0, 1: 0.0}) for token in (6, 7, 8)),
+    ]
+    stream = session.stream([9], max_tokens=2, prompt_logprobs=0)
+    list(stream)
+    assert [entry.token for entry in stream.result.prompt_logprobs] == [-9.0]
+    assert session.generate([4, 3], max_tokens=0, prompt_logprobs=1).prompt_logprobs[-1].token == -3.0
+    assert session.generate(max_tokens=1).prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be from 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        ({"prompt_logprobs": 1, "capture": ["logits"]}, "captures nothing"),
+    ],
+)
+def test_prompt_logprobs_that_cannot_be(wire, opened, fields, words):
+    reply = wire.ask(Generate(id=7, session=opened, token_ids=[5], **fields))
+    assert isinstance(reply, Failure) and words in reply.message
+
+
 def test_logprobs(session):
     reply = session.generate([5], max_tokens=3, logprobs=2)
     assert [entry.token for entry in reply.logprobs] == [-0.5] * 3
