@@ -50,6 +50,8 @@ class GenerateOptions(TypedDict, total=False):
                          the n likeliest
     prompt_logprobs      None (the default) is off; n, from 0 to 20: the same for each token of the prompt, in the
                          reply's `prompt_logprobs`
+    token_bytes          True: the reply's `token_bytes` has the bytes of each generated token and of each token that
+                         logprobs name; a token may be a part of a character
     expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
@@ -74,6 +76,7 @@ class GenerateOptions(TypedDict, total=False):
     prefix_space: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
+    token_bytes: bool
     expected_tokens: int
     deadline_s: float
 

@@ -30,6 +30,7 @@ class Parts:
         self._text = ""
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._token_bytes: dict[int, bytes] = {}
         self._last: Generated | None = None
 
     def next(self) -> Generate:
@@ -58,6 +59,7 @@ class Parts:
         first = not self._tokens  # and then the daemon has looked for stop strings
         self._tokens += part.token_ids
         self._logprobs += part.logprobs
+        self._token_bytes |= part.token_bytes
         self._last = part
         self._append(part.text)
         if not first:
@@ -73,6 +75,7 @@ class Parts:
             text=self._text,
             token_ids=self._tokens,
             logprobs=self._logprobs,
+            token_bytes=self._token_bytes,
             finish_reason=reason,
             hit=None if self.ended else last.hit,
             captured=None if self.ended else last.captured,

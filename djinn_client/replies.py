@@ -51,11 +51,13 @@ class Progress(Reply, tag="progress"):
 
 class Piece(Reply, tag="piece"):
     """Not final: text that has come, and the tokens it came with. Text lags behind where a character is unfinished
-    or a stop string may have begun."""
+    or a stop string may have begun. `token_bytes`, where they were asked for: what the tokens here stand for, and those
+    that logprobs name, but for tokens of earlier pieces."""
 
     text: str
     token_ids: list[int] = []
     logprobs: list[Logprobs] = []
+    token_bytes: dict[int, bytes] = {}
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -86,6 +88,7 @@ class Generated(Reply, tag="generated"):
     logprobs: list[Logprobs] = []
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
+    token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
 
 

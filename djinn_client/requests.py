@@ -83,6 +83,7 @@ class Generate(Request, tag="generate"):
     prefix_space: bool | None = None  # before `text`, where the tokenizer puts one; None: if it starts the session
     logprobs: Whole | None = None  # None: off; n: the chosen token's and the n likeliest
     prompt_logprobs: Whole | None = None  # None: off; n: each prompt token's, and the n likeliest
+    token_bytes: bool = False  # what tokens stand for comes with them: see Piece
     stream: bool = False  # Pieces as they come; otherwise only the final reply
     expected_tokens: Whole = 0  # that are likely to be generated; 0: nobody knows
     deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none

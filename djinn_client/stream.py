@@ -88,13 +88,15 @@ class StreamSteps:
 
     def _finish(self, last: Generated) -> Piece | None:
         """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
-        rest = Piece(id=last.id, text=last.text, token_ids=last.token_ids, logprobs=last.logprobs)
+        fields = {name: getattr(last, name) for name in ("text", "token_ids", "logprobs", "token_bytes")}
+        rest = Piece(id=last.id, **fields)
         self._pieces.append(rest)
         self._result = msgspec.structs.replace(
             last,
             text="".join(piece.text for piece in self._pieces),
             token_ids=[token for piece in self._pieces for token in piece.token_ids],
             logprobs=[entry for piece in self._pieces for entry in piece.logprobs],
+            token_bytes={token: text for piece in self._pieces for token, text in piece.token_bytes.items()},
         )
         self.ended = True
         return rest if rest.text or rest.token_ids else None

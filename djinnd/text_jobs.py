@@ -3,6 +3,7 @@
     server ──Open, with the open files──► worker ──Opened | Failed──► server
            ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
            ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
+           ──Name───────────────────────►        ──Named | Failed──►
            ──End, Forget──►
 
 The worker's first word is Ready. It answers in the order in which it was asked. What it says later may be the work of
@@ -66,6 +67,14 @@ class Read(msgspec.Struct, tag="read"):
     reading: int
     tokens: list[int]
     last: bool  # no more follow, and the reading ends
+    named: list[int] = []  # tokens whose bytes are wanted
+
+
+class Name(msgspec.Struct, tag="name"):
+    """What do these tokens stand for? 32 bits each, little-endian; each may be there many times."""
+
+    model: int
+    tokens: bytes
 
 
 class End(msgspec.Struct, tag="end"):
@@ -105,6 +114,11 @@ class ReadText(msgspec.Struct, tag="read_text"):
 
     text: str
     stopped_after: int | None = None
+    token_bytes: dict[int, bytes] = {}
+
+
+class Named(msgspec.Struct, tag="named"):
+    token_bytes: dict[int, bytes]
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -114,8 +128,8 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-ToWorker = Open | Forget | Encode | Begin | Read | End
-Answer = Opened | Encoded | TooMany | ReadText | Failed
+ToWorker = Open | Forget | Encode | Begin | Read | End | Name
+Answer = Opened | Encoded | TooMany | ReadText | Named | Failed
 FromWorker = Ready | Answer
 
 _encode = msgspec.msgpack.Encoder().encode

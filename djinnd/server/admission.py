@@ -55,6 +55,8 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     _check_stops(request.stop)
     if lacking and (request.text is not None or request.stop):
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
+    if lacking and request.token_bytes:
+        raise NoTokenizer(f"nothing tells what tokens of {model.name} stand for, as {lacking}: leave token_bytes out")
 
 
 def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:

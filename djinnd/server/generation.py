@@ -18,11 +18,12 @@ the engine does the books of the run's end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
 from djinnd.text.reader import TextReader
+from djinnd.text.token_bytes import TokenBytes
 
 READ_AT_ONCE = 16  # tokens: some tens of microseconds
 
@@ -42,7 +43,9 @@ class Generation:
         reader: TextReader | None,
         received: float,
         is_late: bool = False,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
+        """`token_bytes`: what names tokens here, where the request wants that."""
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
         self.is_full = False  # the last token was the request's last
         self._request = request
@@ -64,6 +67,10 @@ class Generation:
         self._told = self._prompt_end  # tokens before this have been in a piece
         self._untold: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._naming = token_bytes
+        self._names_tokens = request.token_bytes
+        self._token_bytes: dict[int, bytes] = {}  # of tokens that have been named, in a piece or before one
+        self._named: set[int] = set()  # tokens that a piece has named
 
     def started(self, at: float) -> None:
         """The first row on the first engine counts."""
@@ -194,10 +201,36 @@ class Generation:
         """What no piece has brought yet, as far as its text has been read; from now on it has been."""
         count = self._read - self._told
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
-        taken = {
+        taken: dict[str, Any] = {
             "text": "".join(self._untold),
             "token_ids": self._tokens[self._told : self._read],
             "logprobs": logprobs,
         }
+        if self._names_tokens:
+            taken["token_bytes"] = self._bytes_of(_ids(taken["token_ids"], logprobs) - self._named)
         self._untold, self._told = [], self._read
         return taken
+
+    # --- what tokens stand for, where that is wanted ----------------------------------------------------------------
+
+    def unnamed(self) -> list[int]:
+        """Tokens that a text worker is to name with those that it is asked to read now."""
+        if not self._names_tokens:
+            return []
+        entries = self._logprobs[self._read - self._told : self._asked - self._told]
+        return [*(_ids(self._tokens[self._read : self._asked], entries) - self._token_bytes.keys())]
+
+    def name(self, token_bytes: dict[int, bytes]) -> None:
+        """The worker's answer."""
+        self._token_bytes |= token_bytes
+
+    def _bytes_of(self, tokens: set[int]) -> dict[int, bytes]:
+        self._named |= tokens
+        if self._naming is not None:
+            return self._naming.of(tokens)
+        return {token: self._token_bytes[token] for token in tokens}
+
+
+def _ids(tokens: Iterable[int], entries: Iterable[Logprobs]) -> set[int]:
+    """These tokens, and those that the entries name."""
+    return {*tokens, *(token for entry in entries for token in entry.top)}

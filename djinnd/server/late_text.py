@@ -81,21 +81,21 @@ class LateText:
         tokens = generation.take_unread(READ_TOKENS)
         self._is_asked, self._asked = True, len(tokens)
         self._tokens += len(tokens)
-        self._worker.ask(
-            Read(self._number, tokens, is_last), lambda answer: self._answered(generation, is_last, answer)
-        )
+        question = Read(self._number, tokens, is_last, generation.unnamed())
+        self._worker.ask(question, lambda answer: self._answered(generation, question, answer))
 
-    def _answered(self, generation: Generation, is_last: bool, answer: Reply | DjinnError) -> None:
+    def _answered(self, generation: Generation, question: Read, answer: Reply | DjinnError) -> None:
         self._is_asked = False
         if self._is_over:
             return
         try:
-            text, stopped_after = self._expect_text(answer)
+            text, stopped_after, token_bytes = self._expect_text(answer)
+            generation.name({token: token_bytes.get(token, b"") for token in question.named})
         except DjinnError as error:
             self._finished()
             self._reader.text_failed(error)
         else:
-            if is_last or stopped_after is not None:
+            if question.last or stopped_after is not None:
                 self._finished()
             self._reader.text_came(text, stopped_after)
         if self._is_over and self._then is not None:
@@ -103,7 +103,7 @@ class LateText:
         else:
             self.go_on(generation)
 
-    def _expect_text(self, answer: Reply | DjinnError) -> tuple[str, int | None]:
+    def _expect_text(self, answer: Reply | DjinnError) -> tuple[str, int | None, dict[int, bytes]]:
         """Raises what the worker has failed with, and TextFailed for more text than any honest one sends."""
         if isinstance(answer, DjinnError):
             raise answer
@@ -112,7 +112,7 @@ class LateText:
             raise TextFailed("the text worker has counted tokens that it was not asked for")
         self._characters += len(answer.text)
         expect_bounded(self._characters, self._tokens)
-        return answer.text, answer.stopped_after
+        return answer.text, answer.stopped_after, answer.token_bytes
 
     def _finished(self) -> None:
         self._note_behind(False)

@@ -262,7 +262,8 @@ class GenerateRun(SessionRun):
         try:  # while the engine has its work
             reader = text.reader(session.tokens, request)
             fields = (request, session.tokens, len(prompt), stop_tokens, reader, call.received)
-            self._generation = Generation(*fields, is_late=worker is not None)
+            naming = text.token_bytes if request.token_bytes else None
+            self._generation = Generation(*fields, is_late=worker is not None, token_bytes=naming)
             if worker is not None:
                 context = session.tokens[-CONTEXT_TOKENS * 4 :]  # of which some have no text
                 self._late = LateText(worker, text.number, context, request, self)

@@ -25,6 +25,8 @@ from djinnd.text_jobs import (
     End,
     Failed,
     Forget,
+    Name,
+    Named,
     Open,
     Opened,
     Read,
@@ -39,14 +41,15 @@ WALL = 6  # times its CPU seconds, that a job may take by the clock: the machine
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters
 
-Question = Open | Encode | Read
-Reply = Opened | Encoded | TooMany | ReadText
+Question = Open | Encode | Read | Name
+Reply = Opened | Encoded | TooMany | ReadText | Named
 Then = Callable[[Reply | DjinnError], None]
 
 _ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
     Open: (Opened,),
     Encode: (Encoded, TooMany),
     Read: (ReadText,),
+    Name: (Named,),
 }
 
 

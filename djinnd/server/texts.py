@@ -31,8 +31,9 @@ from djinnd.server.stopping import leave_signals_to_the_loop
 from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
 from djinnd.text.encoder import TextRules
 from djinnd.text.reader import TextReader
+from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import FILES, Vocabulary, lacking
-from djinnd.text_jobs import Encode, Encoded, Open, Opened, TooMany
+from djinnd.text_jobs import Encode, Encoded, Name, Named, Open, Opened, TooMany
 
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
@@ -63,6 +64,11 @@ class ModelText:
         if self.vocabulary is None:
             return None
         return self.vocabulary.reader(context, request.stop, request.skip_special_tokens, request.sampling.min_tokens)
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """What names tokens in the server; None where a text worker does."""
+        return None if self.vocabulary is None or self.lacking else self.vocabulary.token_bytes
 
     @property
     def is_read_by_workers(self) -> bool:
@@ -134,6 +140,19 @@ class Texts:
             raise _too_long(text.name, f"has {answer.tokens:,} tokens", room)
         assert isinstance(answer, Encoded)
         return given if request.text is None else answer.tokens, frozenset(answer.stop_tokens)
+
+    async def name(self, text: ModelText, user: int, tokens: bytes) -> dict[int, bytes]:
+        """What tokens stand for: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
+        QuotaExceeded."""
+        if (naming := text.token_bytes) is not None:
+            async with self._turn(user, "thread"):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, lambda: naming.of({*memoryview(tokens).cast("i")}))
+        async with self._turn(user, "worker"):
+            self.expect_time(user)
+            answer = await self._ask(self.worker_with(text, user), Name(text.number, tokens))
+        assert isinstance(answer, Named)
+        return answer.token_bytes
 
     def follow(self, limits: Limits) -> None:
         """These hold for workers that start from now on, and for the time that is used."""

@@ -6,11 +6,13 @@ the session as it is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from djinn_client.protocol import Forward, Generate
-from djinnd.messages import Resume
+from djinn_client.bounds import pack
+from djinn_client.errors import DjinnError
+from djinn_client.protocol import Forward, Generate, Generated
+from djinnd.messages import Resume, Truncate
 from djinnd.server import admission
 from djinnd.server.call_breakpoints import breakpoints_of
 from djinnd.server.capturing import capturing_of
@@ -20,7 +22,7 @@ from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
-from djinnd.server.texts import Texts
+from djinnd.server.texts import ModelText, Texts
 
 
 class WorkRequests:
@@ -62,7 +64,24 @@ class WorkRequests:
             run = GenerateRun(
                 call, session, engine, place, request, prompt, stop_tokens, text, worker, capturing, breaking
             )
-            return await self._carrying.answer(call, run)
+            answer = await self._carrying.answer(call, run)
+            if request.token_bytes and request.prompt_logprobs is not None and isinstance(answer.message, Generated):
+                await self._name_prompt(answer.message, text, session, prompt)
+            return answer
+
+    async def _name_prompt(
+        self, reply: Generated, text: ModelText, session: SessionRecord, prompt: Sequence[int]
+    ) -> None:
+        """Says what the prompt's tokens stand for, and those that its log probabilities name. Raises TextFailed,
+        QuotaExceeded, and then the session is as it was before the call."""
+        ids = b"" if reply.prompt_logprobs is None else reply.prompt_logprobs.ids
+        try:
+            reply.token_bytes = await self._texts.name(text, session.user, pack([*prompt]) + ids) | reply.token_bytes
+        except DjinnError:
+            length = reply.usage.session_tokens - reply.usage.generated_tokens - len(prompt)
+            session.cut(length)
+            self._models.tell(session, Truncate(session.id, length))
+            raise
 
     async def forward(self, call: Call, request: Forward) -> Answer:
         session = self._sessions.lookup(request.session, call.client)

@@ -16,6 +16,7 @@ from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
 from djinnd.text.reach import characters_per_token
 from djinnd.text.reader import TextReader
+from djinnd.text.token_bytes import TokenBytes
 
 TOKENIZER = "tokenizer.json"
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER)  # that a vocabulary is read from
@@ -50,6 +51,12 @@ class Vocabulary:
         """Characters of a text that one token stands for at the most; None where nothing bounds them."""
         assert self._tokenizer is not None
         return characters_per_token(self._tokenizer)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Where there is text."""
+        assert self._tokenizer is not None
+        return TokenBytes(self._tokenizer)
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
         """Where there is text."""

@@ -26,6 +26,8 @@ from djinnd.text_jobs import (
     End,
     Failed,
     Forget,
+    Name,
+    Named,
     Open,
     Opened,
     Read,
@@ -41,7 +43,7 @@ _MOST_TOKENS = MAX_ANSWER // 5 - 16  # of one answer: a token is five bytes at t
 class Serving:
     def __init__(self) -> None:
         self._vocabularies: dict[int, Vocabulary] = {}
-        self._readings: dict[int, TextReader] = {}
+        self._readings: dict[int, tuple[TextReader, Vocabulary]] = {}
 
     def serve(self, channel: Channel[ToWorker, Any]) -> None:
         """Until the server hangs up."""
@@ -70,7 +72,7 @@ class Serving:
         except BaseException as error:  # a panic in Rust code is no Exception
             return Failed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
 
-    def _answer(self, message: Open | Encode | Begin | Read, fds: list[int]) -> Answer | None:
+    def _answer(self, message: Open | Encode | Begin | Read | Name, fds: list[int]) -> Answer | None:
         match message:
             case Open():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
@@ -84,6 +86,9 @@ class Serving:
                 return None
             case Read():
                 return self._read(message)
+            case Name():
+                tokens = {*memoryview(message.tokens).cast("i")}
+                return Named(self._vocabulary(message.model).token_bytes.of(tokens))
 
     def _begin(self, message: Begin) -> None:
         """What fails is told with the first Read, which then finds no reading."""
@@ -91,20 +96,22 @@ class Serving:
             vocabulary = self._vocabulary(message.model)
             reader = vocabulary.reader(message.context, message.stops, message.skip_special, message.least)
             assert reader is not None, "the server asks for the text of models that have some"
-            self._readings[message.reading] = reader
+            self._readings[message.reading] = reader, vocabulary
 
     def _read(self, message: Read) -> ReadText:
-        reader = self._readings.pop(message.reading, None)
-        if reader is None:
+        reading = self._readings.pop(message.reading, None)
+        if reading is None:
             raise TextFailed("the tokenizer failed on the tokens before the call's")
+        reader, vocabulary = reading
         before = reader.tokens
         text = reader.read(message.tokens)
         if message.last:
             text += reader.finish()
         elif reader.stopped_after is None:
-            self._readings[message.reading] = reader
+            self._readings[message.reading] = reading
         stopped_after = reader.stopped_after
-        return ReadText(text, None if stopped_after is None else max(0, stopped_after - before))
+        token_bytes = vocabulary.token_bytes.of(message.named) if message.named else {}
+        return ReadText(text, None if stopped_after is None else max(0, stopped_after - before), token_bytes)
 
     def _vocabulary(self, model: int) -> Vocabulary:
         if model not in self._vocabularies:
@@ -130,3 +137,4 @@ def rehearse() -> None:
     assert reader is not None
     reader.read(tokens)
     reader.finish()
+    vocabulary.token_bytes.of(tokens)

@@ -179,6 +179,21 @@ async def test_prompt_logprobs_are_those_of_the_logits(session: OpenSession) -> 
             assert np.allclose([*entry.top.values()], row[likeliest], atol=1e-4)
 
 
+async def test_token_bytes_are_those_of_the_text(session: OpenSession) -> None:
+    async with session() as a, session() as b:
+        options = {"max_tokens": 6, "logprobs": 2, "token_bytes": True, "ignore_eos": True}
+        r = await a.generate(PROMPT, prompt_logprobs=1, **options)
+        tokens = await a.token_ids
+        assert b"".join(r.token_bytes[token] for token in tokens) == (PROMPT + r.text).encode()
+        assert r.prompt_logprobs is not None
+        for entry in (*r.logprobs, *r.prompt_logprobs):
+            assert entry is None or r.token_bytes.keys() >= entry.top.keys()
+        stream = b.stream(PROMPT, **options)
+        told = [piece async for piece in stream]
+        assert sum(len(piece.token_bytes) for piece in told) == len(stream.result.token_bytes)
+        assert b"".join(stream.result.token_bytes[token] for token in r.token_ids) == r.text.encode()
+
+
 async def test_logprobs(session: OpenSession) -> None:
     async with session() as a, session() as b:
         r = await a.generate(PROMPT, max_tokens=5, logprobs=3, ignore_eos=True)

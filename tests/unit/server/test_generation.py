@@ -8,6 +8,8 @@ from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.generation import READ_AT_ONCE, Generation
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader
+from djinnd.text.token_bytes import TokenBytes
+from djinnd.text.vocabulary import Vocabulary
 
 STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
 PROMPT = [5, 6]
@@ -23,7 +25,9 @@ class Play:
         stops = request.get("stop", [])
         text = TextReader(Detokenizer(tokenizer).stream(self.session), stops) if has_text else None
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-        self.generation = Generation(message, self.session, len(PROMPT), frozenset(stop_tokens), text, received=100.0)
+        naming = TokenBytes(tokenizer) if message.token_bytes else None
+        fields = (message, self.session, len(PROMPT), frozenset(stop_tokens), text)
+        self.generation = Generation(*fields, received=100.0, token_bytes=naming)
         self.pieces = []
 
     def feed(self, tokens, logprobs=None):
@@ -195,3 +199,33 @@ def test_an_unfinished_character_is_told_broken_when_nothing_follows(tiny):
     play = Play(tiny, stream=True)
     play.feed(tokens)
     assert play.finish("cancelled").text == "�"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_token_is_named_once_and_so_are_those_that_logprobs_name(tiny, story, stream):
+    play = Play(tiny, stream=stream, token_bytes=True, logprobs=1)
+    play.feed(story, Logprobs(-1.0, {40: -2.0}))
+    play.feed([EOS], Logprobs(-1.0, {41: -2.0}))
+    told = [*play.pieces, play.finish()]
+    named = [token for each in told for token in each.token_bytes]
+    assert sorted(named) == sorted({*story, EOS, 40, 41})
+    found = {token: text for each in told for token, text in each.token_bytes.items()}
+    assert b"".join(found[token] for token in story).decode() == STORY
+    known = set()
+    for each in told:
+        known |= each.token_bytes.keys()
+        assert known >= {*each.token_ids}, "named with its piece at the latest"
+
+
+def test_nothing_is_named_unless_that_is_asked_for(tiny, story):
+    play = Play(tiny, logprobs=1)
+    play.feed(story, Logprobs(-1.0, {40: -2.0}))
+    assert play.finish().token_bytes == {} and play.generation.unnamed() == []
+
+
+def test_stop_strings_count_behind_min_tokens(tiny, story):
+    reader = Vocabulary(tiny, frozenset()).reader([], ["r", "\n"], least=8)
+    text = reader.read(story) + reader.finish()
+    assert reader.stopped_after > 8
+    head = tiny.decode(story[:8])
+    assert text.startswith(head) and "r" in head and "r" not in text[len(head) :]

@@ -106,6 +106,24 @@ def test_all_text_comes_in_order_however_late(tiny: Any, story: list[int], strea
     assert not play.held
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_worker_names_tokens_with_their_text(tiny: Any, story: list[int], stream: bool) -> None:
+    play = Play(tiny, stream=stream, token_bytes=True)
+    play.feed(story)
+    told = [*play.pieces, play.finish()]
+    told = [*play.pieces, told[-1]]
+    found = {token: text for each in told for token, text in each.token_bytes.items()}
+    assert b"".join(found[token] for token in story).decode() == STORY
+    assert sum(len(each.token_bytes) for each in told) == len({*story})
+
+
+def test_a_worker_that_names_other_tokens_than_it_was_asked_for(tiny: Any, story: list[int]) -> None:
+    play = Play(tiny, stream=True, token_bytes=True)
+    play.feed(story[:1])
+    play.worker.answer(ReadText("d", token_bytes={9999: b"x"}))
+    assert play.pieces[0].token_bytes == {story[0]: b""}
+
+
 def test_one_question_at_a_time_takes_all_tokens_that_came_meanwhile(tiny: Any, story: list[int]) -> None:
     play = Play(tiny, stream=True)
     play.feed(story)

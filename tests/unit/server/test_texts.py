@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from djinn_client.bounds import pack
 from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
@@ -73,6 +74,18 @@ def test_a_configured_model_starts_no_worker_for_texts_that_are_not_long() -> No
         for words in ("x = 1", "x = 1\n" * SHORT_TEXT):
             assert await prompt(texts, text, words, 1 << 20)
         assert texts.seconds_used(ME) == 0
+
+    played(play)
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_tokens_are_named_wherever_their_text_is_read(is_configured: bool) -> None:
+    async def play(texts: Texts) -> None:
+        text = await opened(texts, is_configured=is_configured)
+        tokens = await prompt(texts, text, "def größe(x): 😀")
+        named = await texts.name(text, ME, pack([*tokens, *tokens, 1 << 20]))
+        assert b"".join(named[token] for token in tokens).decode() == "def größe(x): 😀"
+        assert named[1 << 20] == b"" and named.keys() == {*tokens, 1 << 20}
 
     played(play)
 
