@@ -189,6 +189,11 @@ class Client:
     def is_admin(self) -> bool:
         return self._desk.is_admin(self.user)
 
+    @property
+    def name(self) -> str:
+        """The principal's."""
+        return self._desk.name_of(self.user)
+
     def class_for(self, asked: Class | None) -> Class:
         """Of a session that is to be opened. None: the highest that principal and token may have. Raises QuotaExceeded
         where the token may not have it; whether the principal may, its tenant says."""
@@ -326,12 +331,9 @@ class Client:
         self._introduced = True
         self._connection.frame_limit = self._desk.limits.request_bytes
         self._handshake.cancel()
-        name = self._desk.name_of(self.user)
-        said = hello.client[:80]
-        log.debug(
-            "client_connected fd=%d pid=%d user=%d name=%s client=%s", self.fd, self.peer.pid, self.user, name, said
-        )
-        self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin, name=name))
+        told = (self.fd, self.peer.pid, self.user, self.name, hello.client[:80])
+        log.debug("client_connected fd=%d pid=%d user=%d name=%s client=%s", *told)
+        self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin, name=self.name))
 
     def _show(self, token: str) -> None:
         """Raises NotAuthenticated, QuotaExceeded."""

@@ -20,7 +20,7 @@ from djinn_client.protocol import Class, ModelInfo
 from djinnd.messages import Report
 from djinnd.server.latency import Histogram, Latencies
 from djinnd.server.sessions import SessionTable
-from djinnd.server.status import Status
+from djinnd.server.status import Status, TenantFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _EVERY = 3  # of a histogram's bounds is told: two to a doubling
@@ -43,6 +43,7 @@ class Metrics:
         report = await self._status.report()
         metrics = [
             *_of_server(self._status, report),
+            *_of_principals(self._status.tenants()),
             *(_of_engine(report) if report is not None else ()),
             *_of_latency(self._sessions.latency),
         ]
@@ -68,6 +69,17 @@ def _of_server(status: Status, report: Report | None) -> Iterator[Metric]:
     yield requests
     yield Gauge("djinnd_engine_up", "Whether the engine is there, and answers.", value=report is not None)
     yield Counter("djinnd_engine_restarts", "Engines that were lost.", value=status.restarts)
+
+
+def _of_principals(tenants: list[TenantFigures]) -> Iterator[Metric]:
+    """A name may be a Unix user's and a token's: only the number is one principal's alone."""
+    labels = ["principal", "name"]
+    sessions = Gauge("djinnd_principal_sessions", "Sessions of a Unix user or of a token's name.", labels=labels)
+    tokens = Counter("djinnd_principal_tokens", "Tokens computed for it: prompts, outputs, and again.", labels=labels)
+    for tenant in tenants:
+        sessions.add_metric([str(tenant.user), tenant.name], tenant.sessions)
+        tokens.add_metric([str(tenant.user), tenant.name], tenant.tokens)
+    yield from (sessions, tokens)
 
 
 def _of_engine(report: Report) -> Iterator[Metric]:

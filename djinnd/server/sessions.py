@@ -332,7 +332,8 @@ class SessionTable:
             self._journal.opened(session)
             session.charge_journal()
         self.attach(session, client)
-        log.info("session_opened session=%s user=%d model=%s class=%s", session.id, client.user, model, priority)
+        told = (session.id, client.user, client.name, model, priority)
+        log.info("session_opened session=%s user=%d name=%s model=%s class=%s", *told)
         return session
 
     def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:

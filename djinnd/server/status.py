@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,6 +40,15 @@ _NOTHING_ON_DEVICE = {
 }  # of a ModelInfo
 _LOOK = 0.05  # seconds between two looks at what an engine says when it is asked
 PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
+
+
+class TenantFigures(NamedTuple):
+    """`tokens`: computed for the principal since the daemon began."""
+
+    user: int
+    name: str
+    sessions: int
+    tokens: int
 
 
 class Status:
@@ -105,6 +115,14 @@ class Status:
         """How many sessions there are of each."""
         counted = Counter(session.priority for session in self._sessions)
         return {name: counted[name] for name in CLASSES}
+
+    def tenants(self) -> list[TenantFigures]:
+        """Of all principals that the daemon has seen since it began."""
+        sessions = Counter(session.user for session in self._sessions)
+        return [
+            TenantFigures(tenant.user, self.name_of(tenant.user), sessions[tenant.user], tenant.tokens)
+            for tenant in self._quotas
+        ]
 
     def requests(self, report: Report | None) -> tuple[int, int]:
         """How many run, and how many wait for their first row."""

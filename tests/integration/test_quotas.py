@@ -78,10 +78,14 @@ def test_sessions_opened_forked_and_imported(limited: Daemon) -> None:
 
 
 def test_no_session_of_a_class_above_the_highest(limited: Daemon) -> None:
-    with pytest.raises(djinn.QuotaExceeded, match="ask for agent or batch") as error, other_s(limited):
+    with (
+        pytest.raises(djinn.QuotaExceeded, match="ask for agent or batch") as error,
+        other_s(limited, priority="interactive"),
+    ):
         pytest.fail("it is interactive")
     assert refusal(error) == ("highest_class", "guests", "agent", "interactive")
-    with other_s(limited, priority="agent") as session, djinn.Session(MODEL, address=limited.address) as mine:
+    with other_s(limited) as session, djinn.Session(MODEL, address=limited.address) as mine:
+        assert (session.info.priority, mine.info.priority) == ("agent", "interactive"), "the highest that each may have"
         with as_user(), pytest.raises(djinn.QuotaExceeded):
             session.fork(priority="interactive")
         with pytest.raises(djinn.QuotaExceeded):

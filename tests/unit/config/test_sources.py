@@ -92,12 +92,13 @@ def test_where_a_model_s_blocks_go(configured, text, placing):
 
 def test_quotas_stay_in_the_order_of_the_file_also_those_that_say_nothing(configured):
     rules = configured(
-        "quotas: {z: {sessions: none, tokens_per_s: 5}, none: , a: {users: [root, 7], groups: [0], disk_kv: 1GiB}}"
+        "quotas: {z: {sessions: none, tokens_per_s: 5}, none: , "
+        "a: {users: [root, 7, ci.b], groups: [0], disk_kv: 1GiB}}"
     ).config.quotas
     assert list(rules.items()) == [
         ("z", Quota(tokens_per_s=5.0)),
         ("none", Quota()),
-        ("a", Quota(users=(0, 7), groups=(0,), disk_kv=1 << 30)),
+        ("a", Quota(users=(0, 7, "ci.b"), groups=(0,), disk_kv=1 << 30)),
     ]
 
 
@@ -168,6 +169,10 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("models:\n  a: {path: /x, piece: 1KiB}", 2, "models.a: piece_bytes is 1,024; it must be 0"),
         ("models:\n  a: {path: /x, slots: 3, ring_gb: 4}", 2, "models.a: the ring is given in bytes and in slots"),
         ("quotas:\n  a:\n    groups: [none-of-this-name]", 3, "no group 'none-of-this-name'"),
+        ("quotas:\n  a:\n    users: ['not a name']", 3, "no user 'not a name' on this machine, and 'not a name' is no"),
+        ("quotas:\n  a:\n    users: [4294967296]", 3, "no user 4294967296 on this machine"),
+        ("functions:\n  users: [ci.bot]", 2, "no user 'ci.bot' on this machine"),
+        ("admins: [ci.bot]", 1, "no user 'ci.bot' on this machine"),
         ("quotas:\n  a:\n    users: bob", 3, "Expected `array`"),
         ("quotas:\n  a: {sessions: -1}", 2, "quotas.a.sessions: -1 is no count"),
         ("quotas:\n  a: {sessions: 1.5}", 2, "1.5 is no count"),

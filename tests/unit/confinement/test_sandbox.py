@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 
+from djinn_client.principals import number_of
 from tests.support.confined import confined
 from tests.support.daemon import ROOT
 
@@ -153,8 +154,9 @@ def test_abort_is_its_own_affair() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_root_becomes_the_tenant() -> None:
-    status, told = closed("tell([os.getuid(), os.geteuid(), os.getgid(), os.getegid()])", user=NOBODY)
+@pytest.mark.parametrize("principal", [NOBODY, number_of("ci")])
+def test_root_becomes_the_tenant_or_nobody(principal: int) -> None:
+    status, told = closed("tell([os.getuid(), os.geteuid(), os.getgid(), os.getegid()])", user=principal)
     assert (status, told) == (0, [NOBODY] * 4)
 
 

@@ -13,9 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import djinn_client as djinn
+from djinn_client.principals import number_of
 from djinn_client.protocol import CLASSES
 from djinnd.server import metrics_socket
 from djinnd.server.metrics_socket import HEAD_BYTES, PLACES, MetricsSocket
+from djinnd.server.principals.names import unix_name
 from tests.support.served import Served, wait_for
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: djinnd\r\n\r\n"
@@ -120,6 +122,19 @@ def test_the_histograms_count_what_was_done(served, path):
         assert found[-1] == (float("inf"), count) and [n for _, n in found] == sorted(n for _, n in found)
         below = next((bound for bound, number in found if number >= 0.99 * count), 0.0)
         assert spread.p99 <= below <= 1.5 * max(spread.p99, 1e-4) or not count
+
+
+def test_principals_have_their_names(served, path):
+    with served.client() as client:
+        token = client.add_token("ci").token
+    with djinn.Session("djinn-tiny", address=served.address, token=token) as session:
+        session.generate([5, 6], max_tokens=4, ignore_eos=True)
+        samples = scrape(path)
+    labels = ("name", "ci"), ("principal", str(number_of("ci")))
+    assert samples["djinnd_principal_sessions", *labels] == 1
+    assert samples["djinnd_principal_tokens_total", *labels] == 6
+    mine = ("name", unix_name(os.geteuid())), ("principal", str(os.geteuid()))
+    assert samples["djinnd_principal_sessions", *mine] == 0
 
 
 def test_the_other_figures_are_those_of_the_status(served, path):

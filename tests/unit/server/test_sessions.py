@@ -28,6 +28,7 @@ UNLIMITED = Quotas({}, lambda user: ())
 class FakeClient:
     user: int = 1000
     is_admin: bool = False
+    name: str = "somebody"
 
 
 class FakeCall:
