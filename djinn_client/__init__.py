@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from djinn_client.breaking import Breakpoint
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.cache import Cache
+from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinn_client.checkpoints import Checkpoint
 from djinn_client.client import Session, attach, from_kv
 from djinn_client.control import (
@@ -77,7 +78,7 @@ from djinn_client.hits import Hit
 from djinn_client.interventions import Intervention, InterventionContext
 from djinn_client.kv import KV, KvWindow, kv_window
 from djinn_client.kv_layout import KvLayout
-from djinn_client.options import GenerateOptions, PlacingOptions
+from djinn_client.options import ChatOptions, GenerateOptions, PlacingOptions
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
     BudgetReply,
@@ -120,6 +121,9 @@ __all__ = [
     "Cache",
     "Cancelled",
     "Capture",
+    "ChatDelta",
+    "ChatMessage",
+    "ChatOptions",
     "Checkpoint",
     "Client",
     "ConnectionLost",
@@ -183,6 +187,8 @@ __all__ = [
     "TokenAdded",
     "TokenInfo",
     "TokenOutOfRange",
+    "ToolCall",
+    "ToolCallDelta",
     "TraceReply",
     "Usage",
     "VersionMismatch",

@@ -23,7 +23,8 @@ from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
 from djinn_client.hits import Hit
 from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
-from djinn_client.options import GenerateOptions
+from djinn_client.messages import Message
+from djinn_client.options import ChatOptions, GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
 from djinn_client.session import SessionSteps
@@ -102,6 +103,23 @@ class AsyncSession:
     def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """See Session.stream."""
         return AsyncStream(self._steps.stream(prompt, options))
+
+    async def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Generated:
+        """See Session.chat."""
+        return await run(self._steps.chat(said, options))
+
+    def chat_stream(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> AsyncStream:
+        """See Session.chat_stream."""
+        return AsyncStream(self._steps.chat_stream(said, options))
+
+    @property
+    def messages(self) -> list[Message]:
+        """See Session.messages."""
+        return self._steps.messages
+
+    @messages.setter
+    def messages(self, messages: Iterable[Message]) -> None:
+        self._steps.messages = list(messages)
 
     async def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
         """See Session.forward."""

@@ -21,7 +21,8 @@ from djinn_client.hits import Hit
 from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
 from djinn_client.loading_line import loading_line
-from djinn_client.options import GenerateOptions
+from djinn_client.messages import Message
+from djinn_client.options import ChatOptions, GenerateOptions
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
 from djinn_client.scheduling import Why
 from djinn_client.session import SessionSteps
@@ -98,6 +99,35 @@ class Session:
     def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece. The call starts when the first piece is asked for."""
         return Stream(self._steps.stream(prompt, options))
+
+    def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Generated:
+        """The model's answer: `.text` is its content, `.message` has reasoning and tool calls, too.
+
+            s.chat("Name a river.")
+            s.chat("And where does it end?")
+
+        A text is the user's next message, behind `messages`; a list of messages, in OpenAI's form, is the whole chat.
+        The model's template makes a prompt of it; the session keeps the tokens that it has in common with that and
+        computes the others. So a chat that goes on costs its new messages, an edited one what comes behind the edit.
+
+        The options are those of `ChatOptions`. Raises InvalidRequest for a model without a template, and with what the
+        template says where it refuses; and what `generate` raises. Then `messages` is as before."""
+        return run(self._steps.chat(said, options))
+
+    def chat_stream(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Stream:
+        """As `chat`, piece by piece: `piece.text` is content, `piece.delta` has reasoning and tool calls. `messages`
+        has the answer when the stream has ended by itself."""
+        return Stream(self._steps.chat_stream(said, options))
+
+    @property
+    def messages(self) -> list[Message]:
+        """The chat so far, answers included. It is this object's, not the daemon's: change it, or set it, to go on from
+        elsewhere; after attach() it is empty. `s.chat(s.messages[:-1])` answers the last message anew."""
+        return self._steps.messages
+
+    @messages.setter
+    def messages(self, messages: Iterable[Message]) -> None:
+        self._steps.messages = list(messages)
 
     def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
         """Extends the session by these n tokens; their logits as float32 [n, vocab], mapped rather than copied."""

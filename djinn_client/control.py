@@ -120,6 +120,7 @@ class Client:
         host_kv_bytes: int | None = None,
         disk_kv_bytes: int | None = None,
         keep_alive_s: float | None = None,
+        chat_template: str = "",
         on_progress: OnProgress | None = None,
         **placing: Unpack[PlacingOptions],
     ) -> ModelInfo:
@@ -129,10 +130,12 @@ class Client:
 
         `keep_alive_s`: after so long without a call the model goes to sleep: it gives its device memory back until the
         next call, and its sessions stay. 0: never; None: as configured. It may be changed of a model that is loaded,
-        too; where others have sessions of that, only by an administrator (NotPermitted)."""
+        too; where others have sessions of that, only by an administrator (NotPermitted).
+
+        `chat_template`: the text of a template for its chats, in the place of the checkpoint's."""
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
-        fields = placing_fields(placing)
-        request = build(LoadModel, model=folders.model_name(model), placing=fields, keep_alive_s=keep_alive_s, **sizes)
+        wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
+        request = build(LoadModel, model=folders.model_name(model), **wishes, **sizes)
         return self._call(request, ModelReply, on_progress).model
 
     def plan(
@@ -288,6 +291,7 @@ def load(
     host_kv_bytes: int | None = None,
     disk_kv_bytes: int | None = None,
     keep_alive_s: float | None = None,
+    chat_template: str = "",
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
@@ -305,6 +309,7 @@ def load(
     host_kv_bytes: int | None = None,
     disk_kv_bytes: int | None = None,
     keep_alive_s: float | None = None,
+    chat_template: str = "",
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
@@ -322,6 +327,7 @@ def load(
             host_kv_bytes=host_kv_bytes,
             disk_kv_bytes=disk_kv_bytes,
             keep_alive_s=keep_alive_s,
+            chat_template=chat_template,
             on_progress=on_progress,
             **placing,
         )

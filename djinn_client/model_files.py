@@ -21,6 +21,7 @@ from djinn_client.other_files import HEAD, what_it_is
 
 MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
 MAX_NAMES = 4096  # entries of a folder that are looked at
+MAX_TEMPLATES = 32  # of the folder MORE_TEMPLATES
 MAX_OTHERS = 64  # names of other entries that are remembered
 SMALL_FILE = 64 << 20  # bytes of a file that is read whole, such as tokenizer.json
 
@@ -40,6 +41,7 @@ _NAMED = frozenset(
         "adapter_config.json",
     }
 )
+MORE_TEMPLATES = "additional_chat_templates/"  # the one folder inside a checkpoint's whose files belong to it
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 _NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease keeps nobody waiting
 
@@ -72,7 +74,7 @@ class ModelFiles:
         others: list[str] = []
         try:
             for name in sorted(_names(directory)):
-                if name not in _NAMED and not name.endswith(_ENDINGS):
+                if name not in _NAMED and not name.endswith(_ENDINGS) and not name.startswith(MORE_TEMPLATES):
                     others += [name] * (len(others) < MAX_OTHERS)
                     continue
                 if len(descriptors) == MAX_FILES:
@@ -97,7 +99,8 @@ class ModelFiles:
             if len(names) != len(descriptors) or len(set(names)) != len(names):
                 raise InvalidRequest(f"{len(names)} names of files came with {len(descriptors)} descriptors")
             for name, descriptor in zip(names, descriptors, strict=True):
-                if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+                part = name.removeprefix(MORE_TEMPLATES)
+                if part in ("", ".", "..") or "/" in part or "\0" in part or len(os.fsencode(name)) > 255:
                     raise InvalidRequest(f"{name[:80]!r} is no name of a file")
                 _expect_readable(name, descriptor)
                 _expect_regular(folder, name, descriptor)
@@ -187,7 +190,23 @@ def _names(directory: int) -> list[str]:
     """Those that are text, as all in a checkpoint are."""
     with os.scandir(directory) as entries:
         names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
+    if MORE_TEMPLATES.rstrip("/") in names:
+        names += _more_templates(directory)
     return [name for name in names if name.isprintable()]
+
+
+def _more_templates(directory: int) -> list[str]:
+    """None where there is no such folder, or this process may not look into it."""
+    try:
+        inner = os.open(MORE_TEMPLATES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return []
+    try:
+        with os.scandir(inner) as entries:
+            names = [entry.name for _, entry in zip(range(MAX_TEMPLATES), entries, strict=False)]
+    finally:
+        os.close(inner)
+    return [MORE_TEMPLATES + name for name in names if name.endswith(".jinja")]
 
 
 def _open_regular(folder: str, name: str, directory: int) -> int:

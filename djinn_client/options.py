@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
+from djinn_client.messages import Message, chat_input
 from djinn_client.placing import ring_bytes
 from djinn_client.protocol import Generate, Request, Sampling, Signal
 
@@ -81,6 +82,24 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float
 
 
+class ChatOptions(GenerateOptions, total=False):
+    """The keyword arguments of `chat` and `chat_stream`: those of `generate`, and:
+
+    tools               functions that the model may call: [{"type": "function", "function": {"name", "description",
+                        "parameters": JSON schema}}, …]
+    tool_choice         "auto" (the default), or "none": it calls none
+    parallel_tools      False: at most one call in an answer; default True
+    continue_final      True: the answer goes on with the text of the last message, which is one of the assistant's
+    template_arguments  what the model's template takes beside, as {"enable_thinking": False}
+    """
+
+    tools: Iterable[Mapping[str, Any]] | None
+    tool_choice: str
+    parallel_tools: bool
+    continue_final: bool
+    template_arguments: Mapping[str, Any] | None
+
+
 class PlacingOptions(TypedDict, total=False):
     """The keyword arguments of `load` and `plan` that say where a model's blocks go. Without any, and where all are
     None, the daemon's configuration holds; with one, the defaults below hold for the others.
@@ -105,6 +124,16 @@ class PlacingOptions(TypedDict, total=False):
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
+_OF_CHATS = ChatOptions.__annotations__.keys() - GenerateOptions.__annotations__.keys()
+
+
+def chat_request(session: str, messages: Iterable[Message], options: ChatOptions, *, stream: bool) -> Generate:
+    """Raises as `generate_request`."""
+    of_chat = {name: value for name, value in options.items() if name in _OF_CHATS}
+    others: Any = {name: value for name, value in options.items() if name not in _OF_CHATS}
+    request = generate_request(session, None, others, stream=stream)
+    request.chat = chat_input(messages, **of_chat)  # type: ignore[arg-type]  # a TypedDict's values by their names
+    return request
 
 
 def generate_request(

@@ -26,6 +26,7 @@ import msgspec
 from djinn_client import replies, requests, signals
 from djinn_client.bounds import LARGE, PACKED_FROM, expect_few_values, pack, unpack, whole_at
 from djinn_client.breakpoints import *  # noqa: F403
+from djinn_client.chat import *  # noqa: F403
 from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
 from djinn_client.infos import *  # noqa: F403
@@ -123,6 +124,9 @@ ClientMessage = (
     | requests.ListEdits
     | requests.Forward
     | requests.Truncate
+    | requests.Tokenize
+    | requests.Detokenize
+    | requests.DescribeTokenizer
     | requests.GetTokens
     | requests.ExportSession
     | requests.ImportSession
@@ -176,6 +180,9 @@ ServerMessage = (
     | replies.TokenAdded
     | replies.TokensListed
     | replies.TokenIds
+    | replies.Tokenized
+    | replies.Detokenized
+    | replies.TokenizerInfo
     | replies.SessionExported
     | replies.Sessions
     | replies.ModelReply
@@ -187,7 +194,7 @@ ServerMessage = (
     | replies.StatusReply
     | replies.TraceReply
 )
-BringsTokens = requests.Generate | requests.Forward | requests.ImportSession
+BringsTokens = requests.Generate | requests.Forward | requests.ImportSession | requests.Detokenize
 _BRINGS_TOKENS = frozenset(BringsTokens.__args__)  # isinstance asks a Struct's metaclass, and takes ten times as long
 Partial = replies.Progress | replies.Piece  # the replies that are not final
 

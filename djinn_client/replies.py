@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
+from djinn_client.chat import ChatDelta, ChatMessage
 from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
 from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
@@ -51,13 +52,15 @@ class Progress(Reply, tag="progress"):
 
 class Piece(Reply, tag="piece"):
     """Not final: text that has come, and the tokens it came with. Text lags behind where a character is unfinished
-    or a stop string may have begun. `token_bytes`, where they were asked for: what the tokens here stand for, and those
-    that logprobs name, but for tokens of earlier pieces."""
+    or a stop string may have begun. In a chat, `text` is content only, and `delta` has what else has come.
+    `token_bytes`, where they were asked for: what the tokens here stand for, and those that logprobs name, but for
+    tokens of earlier pieces."""
 
     text: str
     token_ids: list[int] = []
     logprobs: list[Logprobs] = []
     token_bytes: dict[int, bytes] = {}
+    delta: ChatDelta | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -86,6 +89,8 @@ class Generated(Reply, tag="generated"):
     usage: Usage
     timings: Timings
     logprobs: list[Logprobs] = []
+    delta: ChatDelta | None = None  # of a chat: what else no Piece has brought
+    message: ChatMessage | None = None  # of a chat: the whole answer, with `stream` too
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
     token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
@@ -168,6 +173,30 @@ class TokensListed(Reply, tag="tokens_listed"):
 
 class TokenIds(Reply, tag="token_ids"):
     token_ids: list[int]
+
+
+class Tokenized(Reply, tag="tokenized"):
+    """Final reply of Tokenize."""
+
+    token_ids: list[int]
+    token_texts: list[str] = []  # where they were wanted: as the tokenizer's vocabulary spells them
+
+
+class Detokenized(Reply, tag="detokenized"):
+    """Final reply of Detokenize."""
+
+    text: str
+
+
+class TokenizerInfo(Reply, tag="tokenizer_info"):
+    """Final reply of DescribeTokenizer. Tokens as text; "" where the checkpoint names none."""
+
+    has_text: bool
+    has_chat: bool  # it has a chat template
+    bos_token: str = ""
+    eos_token: str = ""
+    eos_ids: list[int] = []  # that end an output
+    chat_template: str = ""  # the one of chats without tools
 
 
 class SessionExported(Reply, tag="exported"):

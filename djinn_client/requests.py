@@ -8,6 +8,7 @@ import msgspec
 
 from djinn_client.bounds import Name, Names, PackedTokens, TokenList, Whole, Wholes
 from djinn_client.breakpoints import HitInfo, When
+from djinn_client.chat import ChatInput
 from djinn_client.edits import Captured, Op
 from djinn_client.image import Dtype
 from djinn_client.infos import Tier
@@ -20,6 +21,8 @@ from djinn_client.scheduling import Class
 DEFAULT_TOKENS = 256
 
 FileName = Annotated[str, msgspec.Meta(max_length=255)]
+MAX_TEMPLATE = 1 << 20  # characters of a chat template
+TemplateText = Annotated[str, msgspec.Meta(max_length=MAX_TEMPLATE)]
 Files = Annotated[dict[Name, Whole], msgspec.Meta(max_length=256)]
 
 
@@ -65,10 +68,13 @@ class CloseSession(Request, tag="close"):
 
 
 class Generate(Request, tag="generate"):
-    """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates."""
+    """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates. With
+    `chat`, the messages are the whole session: it keeps the tokens that it has in common with them, and loses the
+    others."""
 
     session: Name
     text: str | None = None
+    chat: ChatInput | None = None  # in the place of text and token ids
     token_ids: TokenList | None = None
     packed_ids: PackedTokens = b""  # in the place of many token ids
     # None: to the end of the context, of which no call may want more; UNSET: DEFAULT_TOKENS, or to there. 0: the prompt
@@ -190,6 +196,32 @@ class ListEdits(Request, tag="edits"):
     """Answered by Edits: those that changed anything, too."""
 
     session: Name
+
+
+class Tokenize(Request, tag="tokenize"):
+    """The tokens of a text that starts a session, or of a chat with the beginning of the answer. Answered by Tokenized.
+    The model is loaded first if it is not there."""
+
+    model: Name
+    text: str = ""
+    chat: ChatInput | None = None  # in the place of the text
+    add_special: bool = True  # the special tokens that the tokenizer puts around a text; a chat has its template's
+    parse_special: bool = True  # control strings in `text` become control tokens
+    token_texts: bool = False  # with the text of each token
+
+
+class Detokenize(Request, tag="detokenize"):
+    """The text of a row of tokens, special tokens included. Answered by Detokenized."""
+
+    model: Name
+    token_ids: TokenList = []
+    packed_ids: PackedTokens = b""
+
+
+class DescribeTokenizer(Request, tag="describe_tokenizer"):
+    """Answered by TokenizerInfo."""
+
+    model: Name
 
 
 class Truncate(Request, tag="truncate"):
@@ -331,6 +363,7 @@ class LoadModel(Request, tag="load"):
     disk_kv_bytes: Whole | None = None  # for pages on disk; 0: none
     placing: Placing | None = None  # None: as configured
     keep_alive_s: float | None = None  # without a call, after which it goes to sleep; 0: never
+    chat_template: TemplateText = ""  # in the place of the checkpoint's; "": that, or the configuration's
 
 
 class PlanModel(Request, tag="plan"):

@@ -14,7 +14,16 @@ from djinn_client.breakpoints import HitInfo
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
 from djinn_client.exchange import Delivery, close_all
-from djinn_client.options import GenerateOptions, build, generate_request, signal_message, token_ids
+from djinn_client.messages import Message, as_message, continued, history
+from djinn_client.options import (
+    ChatOptions,
+    GenerateOptions,
+    build,
+    chat_request,
+    generate_request,
+    signal_message,
+    token_ids,
+)
 from djinn_client.points import PointMap
 from djinn_client.protocol import (
     AttachSession,
@@ -84,6 +93,7 @@ class SessionSteps:
         self.hit: Hit | None = None  # and what was there, where that has been mapped
         self._left: Hit | None = None  # by its last call; unmapping 20 MB takes a millisecond, and has time in the next
         self.interventions: Interventions | None = None
+        self.messages: list[Message] = []  # of its chat
         self._ended = ""  # "closed" or "detached"
         self._process = 0  # that has entered it, and ends it
         self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
@@ -112,6 +122,7 @@ class SessionSteps:
             self._expect_held()
             fork = SessionSteps(self._address, self._token)
             yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
+            fork.messages = list(self.messages)
             fork.interventions = self.interventions and self.interventions.copy()
             return fork
 
@@ -123,6 +134,23 @@ class SessionSteps:
 
     def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
+
+    def chat(self, said: str | Iterable[Message], options: ChatOptions) -> Steps[Generated]:
+        messages = history(said, self.messages)
+        answer = yield from self.call(chat_request(self.info.id, messages, options, stream=False), Generated)
+        close_all(answer.fds)
+        self._answered(messages, options, answer.message)
+        return answer.message
+
+    def chat_stream(self, said: str | Iterable[Message], options: ChatOptions) -> StreamSteps:
+        messages = history(said, self.messages)
+        request = chat_request(self.info.id, messages, options, stream=True)
+        return StreamSteps(self, request, lambda result: self._answered(messages, options, result))
+
+    def _answered(self, messages: list[Message], options: ChatOptions, result: Generated) -> None:
+        assert result.message is not None, "the answer to a chat has a message"
+        said = as_message(result.message)
+        self.messages = continued(messages, said) if options.get("continue_final") else [*messages, said]
 
     def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
         self._expect_no_interventions("forward")

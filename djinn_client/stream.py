@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,8 +27,12 @@ class StreamSteps:
     ended = False
     connection: Connection | None = None  # set when the request is about to be sent
 
-    def __init__(self, session: SessionSteps, request: Generate) -> None:
+    def __init__(
+        self, session: SessionSteps, request: Generate, on_result: Callable[[Generated], None] = lambda _: None
+    ) -> None:
+        """`on_result` is called with the result, when the last piece has come."""
         self.request = request
+        self._on_result = on_result
         self._session = session
         self._pieces: list[Piece] = []
         self._result: Generated | None = None
@@ -88,7 +93,7 @@ class StreamSteps:
 
     def _finish(self, last: Generated) -> Piece | None:
         """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
-        fields = {name: getattr(last, name) for name in ("text", "token_ids", "logprobs", "token_bytes")}
+        fields = {name: getattr(last, name) for name in ("text", "token_ids", "logprobs", "token_bytes", "delta")}
         rest = Piece(id=last.id, **fields)
         self._pieces.append(rest)
         self._result = msgspec.structs.replace(
@@ -99,7 +104,8 @@ class StreamSteps:
             token_bytes={token: text for piece in self._pieces for token, text in piece.token_bytes.items()},
         )
         self.ended = True
-        return rest if rest.text or rest.token_ids else None
+        self._on_result(self._result)
+        return rest if rest.text or rest.token_ids or rest.delta else None
 
 
 class Stream:

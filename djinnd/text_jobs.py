@@ -2,6 +2,8 @@
 
     server ──Open, with the open files──► worker ──Opened | Failed──► server
            ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
+           ──EncodeChat─────────────────►        ──Encoded | TooMany | Failed──►
+           ──Decode─────────────────────►        ──Decoded | Failed──►
            ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
            ──Name───────────────────────►        ──Named | Failed──►
            ──End, Forget──►
@@ -16,8 +18,10 @@ from typing import Literal
 
 import msgspec
 
+from djinn_client.chat import ChatInput
 from djinn_client.protocol import decoded, framed
 from djinnd.text.encoder import TextRules
+from djinnd.text.vocabulary import Vocabulary
 
 MAX_QUESTION = 256 << 20  # bytes: a request's text, which limits.request_bytes bounds
 MAX_ANSWER = 8 << 20  # bytes: the tokens of a prompt, or the text of READ_TOKENS tokens
@@ -33,6 +37,7 @@ class Open(msgspec.Struct, tag="open"):
     name: str  # for messages
     files: list[str]
     most: int  # bytes that tokenizer.json may have
+    template: str = ""  # for chats, in the place of the checkpoint's
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -50,6 +55,24 @@ class Encode(msgspec.Struct, tag="encode"):
     most: int  # tokens that there is room for
     stops: list[str]
     skip_special: bool
+
+
+class EncodeChat(msgspec.Struct, tag="encode_chat"):
+    """A request's messages, and its stop strings."""
+
+    model: int
+    chat: ChatInput
+    most: int  # tokens that there is room for
+    stops: list[str]
+    skip_special: bool
+
+
+class Decode(msgspec.Struct, tag="decode"):
+    """`spelled`: each token as the vocabulary has it, and not the text of all."""
+
+    model: int
+    tokens: list[int]
+    spelled: bool = False
 
 
 class Begin(msgspec.Struct, tag="begin"):
@@ -95,11 +118,23 @@ class Ready(msgspec.Struct, tag="ready"):
 class Opened(msgspec.Struct, tag="opened"):
     has_text: bool
     eos: list[int]
+    turn_ends: list[int] = []  # tokens that end an answer of a chat
+    bos_token: str = ""
+    eos_token: str = ""
+    has_chat: bool = False
+    template: str = ""  # of chats without tools
 
 
 class Encoded(msgspec.Struct, tag="encoded"):
     tokens: list[int]
     stop_tokens: list[int]  # special tokens among the stop strings
+    tail: str = ""  # of a chat: the end of its text
+
+
+class Decoded(msgspec.Struct, tag="decoded"):
+    """One text, or one of each token."""
+
+    texts: list[str]
 
 
 class TooMany(msgspec.Struct, tag="too_many"):
@@ -128,8 +163,18 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-ToWorker = Open | Forget | Encode | Begin | Read | End | Name
-Answer = Opened | Encoded | TooMany | ReadText | Named | Failed
+def opened(vocabulary: Vocabulary) -> Opened:
+    """What the server wants to know of it."""
+    if not vocabulary.has_text:
+        return Opened(has_text=False, eos=sorted(vocabulary.eos))
+    assert vocabulary.chats is not None
+    bos, eos = vocabulary.named
+    ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
+    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template)
+
+
+ToWorker = Open | Forget | Encode | EncodeChat | Decode | Begin | Read | End | Name
+Answer = Opened | Encoded | TooMany | Decoded | ReadText | Named | Failed
 FromWorker = Ready | Answer
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -151,6 +151,7 @@ class Model(Struct, frozen=True):
     piece: Size = 0  # of one copy over the bus; 0: the engine decides
     keep_alive: Seconds = 0  # without a call, after which it gives its device memory back; 0: never
     reply_format: ReplyFormatName = "auto"  # of reasoning and tool calls; auto: by the chat template
+    chat_template: PathText = ""  # a file; "": the checkpoint's
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that do not go together, or go nowhere."""

@@ -38,8 +38,8 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     """What can be seen before the prompt is in tokens. `lacking`: why the model takes no text; "" where
     it takes some. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
     request.sampling.validate()
-    if request.text is not None and request.token_ids is not None:
-        raise InvalidRequest("give the prompt as text or as token ids, not as both")
+    if [request.text, request.token_ids, request.chat].count(None) < 2:
+        raise InvalidRequest("give the prompt as text, as token ids or as a chat, not as two of them")
     if isinstance(request.max_tokens, int) and not 0 <= request.max_tokens <= MAX_NEW_TOKENS:
         wanted = f"it must be from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; {wanted}", field="max_tokens")
@@ -53,10 +53,12 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
         raise InvalidRequest(f"{count} stop tokens are too many: at most {MAX_STOP_TOKENS}", field="stop_token_ids")
     check_tokens(request.stop_token_ids, model)
     _check_stops(request.stop)
-    if lacking and (request.text is not None or request.stop):
+    if lacking and (request.text is not None or request.chat is not None or request.stop):
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
     if lacking and request.token_bytes:
         raise NoTokenizer(f"nothing tells what tokens of {model.name} stand for, as {lacking}: leave token_bytes out")
+    if request.chat is not None and request.chat.tool_choice not in ("auto", "none"):
+        raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced yet", field="tool_choice")
 
 
 def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:

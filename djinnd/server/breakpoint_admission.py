@@ -78,7 +78,7 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
             "the next call, or on a fork",
             field="capture",
         )
-    if request.text is not None or request.token_ids is not None:
+    if request.text is not None or request.token_ids is not None or request.chat is not None:
         raise InvalidRequest(
             "a call that goes on from a hit takes no prompt: resume without one, or generate with one, which begins "
             "behind the hit's positions",
@@ -103,9 +103,12 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     return hit
 
 
-def reach_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> Reach:
-    """Of a call that may run on the session. Raises InvalidRequest as `hit_of`."""
-    hit, length = hit_of(request, session, model), len(session.tokens)
+def reach_of(
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
+) -> Reach:
+    """Of a call that may run on the session, behind its first `kept` tokens; None: behind all. Raises InvalidRequest as
+    `hit_of`."""
+    hit, length = hit_of(request, session, model), len(session.tokens) if kept is None else kept
     end = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     if hit is not None:
         return Reach(min(session.due_from, hit.first), hit.prompt_end, length, end, hit)

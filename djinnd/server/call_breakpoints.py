@@ -49,10 +49,12 @@ class CallBreakpoints:
         )
 
 
-def breakpoints_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> CallBreakpoints:
-    """Of a call that may run on the session. Raises InvalidRequest where it can not go on from a hit, and where it
-    could stop and must not."""
-    reach = breakpoint_admission.reach_of(request, prompt_tokens, session, model)
+def breakpoints_of(
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
+) -> CallBreakpoints:
+    """Of a call that may run on the session, behind its first `kept` tokens; None: behind all. Raises InvalidRequest
+    where it can not go on from a hit, and where it could stop and must not."""
+    reach = breakpoint_admission.reach_of(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
     assert model.points is not None
     resume_block = None if reach.hit is None else reach.hit.block

@@ -44,15 +44,18 @@ class Capturing:
         )
 
 
-def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> Capturing | None:
-    """None where the request captures nothing. It is one that may run on the session. Raises InvalidRequest for names
+def capturing_of(
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
+) -> Capturing | None:
+    """None where the request captures nothing. It is one that may run on the session, behind its first `kept` tokens;
+    None: behind all. Raises InvalidRequest for names
     that the model does not have, and for more than MAX_CAPTURE_BYTES."""
     if not request.capture:
         return None
     names = admission.points_named(request.capture, model, "capture")
     assert model.points is not None
     capturing = Capturing(names, model.points)
-    rows = _rows(request, prompt_tokens, session, model)
+    rows = _rows(request, prompt_tokens, session, model, len(session.tokens) if kept is None else kept)
     row_bytes = capturing.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
     if rows * row_bytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
@@ -68,10 +71,9 @@ def capturing_of(request: Generate, prompt_tokens: int, session: SessionRecord, 
     return capturing
 
 
-def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo) -> int:
+def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, length: int) -> int:
     """Positions that the call computes at the most. It begins where positions are due, or else with the prompt, or with
     the last token; the last token that it generates is computed by the next call."""
-    length = len(session.tokens)
     first = min(session.due_from, length if prompt_tokens else now(length))
     last = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     return last - first

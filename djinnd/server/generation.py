@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
+from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import TextReader
 from djinnd.text.token_bytes import TokenBytes
 
@@ -32,7 +33,7 @@ _turns = itertools.cycle(range(READ_AT_ONCE))
 
 class Generation:
     """`tokens` is the session's list; its last `prompt_tokens` came with the request. `reader` None: no tokenizer, so
-    tokens only, or `is_late`."""
+    tokens only, or `is_late`. `chat`: the text is an answer, whose stop strings this looks for."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Generation:
         received: float,
         is_late: bool = False,
         token_bytes: TokenBytes | None = None,
+        chat: ChatReply | None = None,
     ) -> None:
         """`token_bytes`: what names tokens here, where the request wants that."""
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
@@ -55,6 +57,7 @@ class Generation:
         self._stop_tokens = stop_tokens
         self._reader = reader
         self._is_late = is_late
+        self._chat = chat
         self._is_streamed = request.stream
         self._is_textless = reader is None and not is_late
         self._is_stopped = False  # a stop string is complete
@@ -103,14 +106,19 @@ class Generation:
         return len(self._tokens) > self._next_read or (self.is_full and self.unread > 0)
 
     def take_unread(self, most: int) -> list[int]:
-        """The next tokens for the text worker, of which at most one is at work."""
+        """The next tokens for the text worker, of which at most one is at work. One by one where a stop string is
+        looked for here, so that it is known which token has completed it."""
         assert self._asked == self._read
+        most = 1 if self._chat is not None and self._request.stop else most
         self._asked = min(len(self._tokens), self._read + most)
         return self._with_text(self._tokens[self._read : self._asked])
 
     def heard(self, text: str, stopped_after: int | None) -> Piece | None:
         """What the worker has read of the tokens that it was asked for. Tokens behind the one that completed a stop
         string are the session's no more."""
+        if self._chat is not None:
+            text = self._chat.feed(text)
+            stopped_after = self._asked - self._read if self._chat.is_stopped else None
         if stopped_after is not None:
             self._is_stopped = True
             self._asked = min(self._asked, self._read + stopped_after)
@@ -125,8 +133,12 @@ class Generation:
         if not self._is_late:
             self._read_text()
         if self._reader is not None:
-            self._untold.append(self._reader.finish())
-            self._is_stopped = self._reader.stopped_after is not None
+            rest = self._reader.finish()
+            self._untold.append(rest if self._chat is None else self._chat.feed(rest))
+            self._is_stopped |= self._reader.stopped_after is not None
+        if self._chat is not None:
+            self._untold.append(self._chat.finish())
+            self._is_stopped |= self._chat.is_stopped
         return Generated(
             id=self._request.id,
             finish_reason="stop" if self._is_stopped else reason,
@@ -141,6 +153,7 @@ class Generation:
                 first_token=self._first_token - self._received if self._first_token else 0.0,
                 total=at - self._received,
             ),
+            message=None if self._chat is None else self._chat.message,
             **self._take(),
         )
 
@@ -178,8 +191,11 @@ class Generation:
         """Of all tokens that there are."""
         reader, end = self._reader, len(self._tokens)
         tokens = self._with_text(self._tokens[self._read :])
-        self._note_read(end, reader.read(tokens) if reader is not None and tokens else "")
-        if reader is not None and reader.stopped_after is not None:
+        text = reader.read(tokens) if reader is not None and tokens else ""
+        self._note_read(end, text if self._chat is None else self._chat.feed(text))
+        if (reader is not None and reader.stopped_after is not None) or (
+            self._chat is not None and self._chat.is_stopped
+        ):
             self.keep = end - self._prompt_end
 
     def _with_text(self, tokens: list[int]) -> list[int]:
@@ -193,7 +209,7 @@ class Generation:
             self._untold.append(text)
 
     def _piece(self) -> Piece | None:
-        if self._untold or self._is_textless:
+        if self._untold or self._is_textless or (self._chat is not None and self._chat.has_delta):
             return Piece(id=self._request.id, **self._take())
         return None
 
@@ -208,6 +224,8 @@ class Generation:
         }
         if self._names_tokens:
             taken["token_bytes"] = self._bytes_of(_ids(taken["token_ids"], logprobs) - self._named)
+        if self._chat is not None:
+            taken["delta"] = self._chat.take_delta()
         self._untold, self._told = [], self._read
         return taken
 

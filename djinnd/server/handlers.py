@@ -38,6 +38,7 @@ from djinnd.server.status import Status
 from djinnd.server.stopping import Restart
 from djinnd.server.supervisor import Supervisor
 from djinnd.server.texts import Texts
+from djinnd.server.tokenizing import Tokenizing
 from djinnd.server.work_requests import WorkRequests
 
 log = logging.getLogger("djinnd.server")
@@ -120,6 +121,7 @@ class Handlers:
         of_sessions = SessionRequests(sessions, models, status)
         carrying = Carrying(models)
         of_work = WorkRequests(sessions, models, texts, queue, carrying)
+        tokenizing = Tokenizing(models, texts)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(
             sessions, models, prefixes, supervisor, status, restart, lambda: [*journal.notes, *tokens.notes]
@@ -139,6 +141,9 @@ class Handlers:
             protocol.ResumeSession: of_sessions.resume,
             protocol.SetPriority: of_sessions.set_priority,
             protocol.GetTokens: of_sessions.get_tokens,
+            protocol.Tokenize: tokenizing.tokenize,
+            protocol.Detokenize: tokenizing.detokenize,
+            protocol.DescribeTokenizer: tokenizing.describe,
             protocol.ListSessions: of_sessions.list_sessions,
             protocol.ExportSession: exporting.export,
             protocol.ImportSession: exporting.import_,

@@ -10,7 +10,7 @@ import sys
 
 from djinnd.confinement.sandbox import tie_to
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model"]  # and no pickles, no code
+FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]  # and no pickles, no code
 _MOST_TOLD = 2000  # characters
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from djinn_client.errors import DjinnError, TextFailed
-from djinn_client.protocol import Generate
 from djinnd.server.generation import Generation
 from djinnd.server.text_worker import Reply, TextWorker
-from djinnd.text.reader import expect_bounded
+from djinnd.text.reader import ReadingRules, expect_bounded
 from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
 
 MOST_BEHIND = 1024  # tokens
@@ -38,7 +37,12 @@ class LateText:
     """A reading in a worker, from the run's start to its last text, or until `end`."""
 
     def __init__(
-        self, worker: TextWorker, model: int, context: Sequence[int], request: Generate, reader: Reader
+        self,
+        worker: TextWorker,
+        model: int,
+        context: Sequence[int],
+        rules: ReadingRules,
+        reader: Reader,
     ) -> None:
         self._number = next(_numbers)
         self._worker = worker
@@ -50,7 +54,6 @@ class LateText:
         self._then: Callable[[], None] | None = None  # when all has been read
         self._tokens = self._characters = 0  # so far
         worker.readings += 1
-        rules = request.stop, request.skip_special_tokens, request.sampling.min_tokens
         worker.tell(Begin(self._number, model, list(context), *rules))
 
     def go_on(self, generation: Generation) -> None:
@@ -77,8 +80,8 @@ class LateText:
             self._worker.tell(End(self._number))
 
     def _ask(self, generation: Generation) -> None:
-        is_last = self._then is not None and generation.unread <= READ_TOKENS
         tokens = generation.take_unread(READ_TOKENS)
+        is_last = self._then is not None and not generation.unread
         self._is_asked, self._asked = True, len(tokens)
         self._tokens += len(tokens)
         question = Read(self._number, tokens, is_last, generation.unnamed())
@@ -98,6 +101,8 @@ class LateText:
             if question.last or stopped_after is not None:
                 self._finished()
             self._reader.text_came(text, stopped_after)
+            if generation.keep is not None:
+                self._finished()
         if self._is_over and self._then is not None:
             self._then()
         else:

@@ -40,6 +40,7 @@ class Model:
     kv: KvSizes
     placing: Placing
     keep_alive: float  # seconds; 0: it never goes to sleep
+    template: str = ""  # for chats, that a load has brought
     state: ModelState = "available"
     error: str = ""
     failed_at: float = 0.0  # when it was last not loaded, because of that error
@@ -71,7 +72,7 @@ class Model:
     def forget_wishes(self) -> None:
         """What somebody wanted otherwise than configured."""
         self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
-        self.keep_alive = self.source.keep_alive
+        self.keep_alive, self.template = self.source.keep_alive, ""
 
     def is_open_to(self, client: Client) -> bool:
         """Whether this client may use the model, and know of it."""

@@ -28,11 +28,13 @@ class Record(msgspec.Struct, frozen=True):
     owner: int
     users: list[int]
     files: dict[str, Mark]
+    template: str = ""  # for chats, that its load has brought
 
     @classmethod
     def of(cls, model: Model) -> Record:
         assert model.owner is not None and model.users is not None
-        return cls(model.name, model.source.path, model.owner, sorted(model.users), model.marks or {})
+        users, marks = sorted(model.users), model.marks or {}
+        return cls(model.name, model.source.path, model.owner, users, marks, model.template)
 
 
 class ModelRecords:

@@ -22,7 +22,7 @@ from djinnd.server.sessions import SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
 
-_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s")  # of a LoadModel
+_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # of a LoadModel
 _SECOND_CHANCE = 600.0  # seconds until somebody who is no administrator may load a model again that was set aside
 
 
@@ -52,6 +52,8 @@ class ModelRequests:
                 raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
             if request.placing not in (None, model.placing):
                 raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
+            if request.chat_template not in ("", model.template):
+                raise InvalidRequest(f"{loaded}: unload it first, to give it another chat template")
             if request.keep_alive_s not in (None, model.keep_alive):
                 self._expect_own(model, call.client)
                 self._models.set_keep_alive(model, request.keep_alive_s)
@@ -59,7 +61,8 @@ class ModelRequests:
             self._expect_second_chance(model, call.client)
             self._models.try_again(model)
         user = call.client.user
-        await self._models.ready(model.name, call.tell_loading, kv, request.placing, request.keep_alive_s, user)
+        wishes = (kv, request.placing, request.keep_alive_s, user, request.chat_template)
+        await self._models.ready(model.name, call.tell_loading, *wishes)
         model = self._models.find(model.name)
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 
@@ -67,7 +70,7 @@ class ModelRequests:
         """For a client that may use the model, and not say how it is loaded; it may be told how that is."""
         await self._models.ready(model.name, call.tell_loading)
         model = self._models.find_visible(model.name, call.client)
-        wishes = [name for name in _WISHES if getattr(request, name) not in (0, None)]
+        wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
         if not wishes:
             return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
         info = await self._status.complete_info(model)

@@ -199,6 +199,7 @@ class Models:
             if record.name in used:
                 model = self._models[record.name] = Model.configured(record.name, config.Model(path=record.folder))
                 model.owner, model.users, model.marks = record.owner, set(record.users), record.files
+                model.template = record.template
         for session in sessions:
             if session.model not in self._models:  # of a daemon that had no records
                 model = Model.configured(session.model, config.Model(path=session.model))
@@ -213,11 +214,12 @@ class Models:
         placing: Placing | None = None,
         keep_alive: float | None = None,
         user: int | None = None,
+        template: str = "",
     ) -> EngineClient:
-        """The engine that has the model, which is loaded if need be: with so much for its pages, its blocks placed so
-        and awake for so long, and as configured where that says nothing. A model that nobody knows yet, from the hub,
-        is then that user's. Raises ModelNotFound, and what loading raises; EngineLost where there is no engine for
-        limits.engine_wait.
+        """The engine that has the model, which is loaded if need be: with so much for its pages, its blocks placed so,
+        awake for so long and with this chat template, and as configured where that says nothing. A model that nobody
+        knows yet, from the hub, is then that user's. Raises ModelNotFound, and what loading raises; EngineLost where
+        there is no engine for limits.engine_wait.
 
         Requests wait while a configured model is loaded again after an engine's death: if one of them killed this
         engine, too, the model would be set aside for it.
@@ -239,6 +241,7 @@ class Models:
                 model.kv = kv.over(model.kv)
                 model.placing = model.placed(placing)
                 model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
+                model.template = template or model.template
                 self._load(model)
             await self._join(model, on_loading)
         model.used = time.monotonic()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -43,8 +43,9 @@ from djinnd.server.prompt_scores import PromptScores
 from djinnd.server.queueing import Place
 from djinnd.server.sessions import SessionRecord
 from djinnd.server.text_worker import TextWorker
-from djinnd.server.texts import ModelText
+from djinnd.server.texts import ModelText, Prompt
 from djinnd.text.detokenizer import CONTEXT_TOKENS
+from djinnd.text.reader import ReadingRules
 
 log = logging.getLogger("djinnd.server")
 
@@ -230,8 +231,7 @@ class GenerateRun(SessionRun):
         engine: EngineClient,
         place: Place,
         request: Generate,
-        prompt: Sequence[int],
-        stop_tokens: Collection[int],
+        prompt: Prompt,
         text: ModelText,
         worker: TextWorker | None,
         capturing: Capturing | None,
@@ -241,11 +241,11 @@ class GenerateRun(SessionRun):
         super().__init__(call, session)
         self._place = place
         self._request = request
-        self._prompt = prompt
-        self._stop_tokens = stop_tokens
+        self._prompt = prompt.tokens
+        self._stop_tokens = prompt.stop_tokens
         self._capturing = capturing
         self._breaking = breaking
-        self._extend(prompt)
+        self._extend(prompt.tokens)
         self._fault: BaseException | None = None
         self._halted = False
         self._late: LateText | None = None
@@ -260,13 +260,16 @@ class GenerateRun(SessionRun):
         )  # for each engine that has the run
         self.submit(engine)
         try:  # while the engine has its work
-            reader = text.reader(session.tokens, request)
-            fields = (request, session.tokens, len(prompt), stop_tokens, reader, call.received)
+            is_late, chat = worker is not None, text.reply(request)
+            stops = request.stop if chat is None else []  # of a chat, `chat` looks for them
+            rules = ReadingRules(stops, request.skip_special_tokens, request.sampling.min_tokens)
+            reader = text.reader(session.tokens, rules)
+            fields = (request, session.tokens, len(prompt.tokens), prompt.stop_tokens, reader, call.received)
             naming = text.token_bytes if request.token_bytes else None
-            self._generation = Generation(*fields, is_late=worker is not None, token_bytes=naming)
+            self._generation = Generation(*fields, is_late=is_late, token_bytes=naming, chat=chat)
             if worker is not None:
                 context = session.tokens[-CONTEXT_TOKENS * 4 :]  # of which some have no text
-                self._late = LateText(worker, text.number, context, request, self)
+                self._late = LateText(worker, text.number, context, rules, self)
         except BaseException as fault:
             self._blame(fault)
             self.cancel()

@@ -20,7 +20,10 @@ from djinnd.text_jobs import (
     MAX_ANSWER,
     MAX_QUESTION,
     Begin,
+    Decode,
+    Decoded,
     Encode,
+    EncodeChat,
     Encoded,
     End,
     Failed,
@@ -41,13 +44,15 @@ WALL = 6  # times its CPU seconds, that a job may take by the clock: the machine
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters
 
-Question = Open | Encode | Read | Name
-Reply = Opened | Encoded | TooMany | ReadText | Named
+Question = Open | Encode | EncodeChat | Decode | Read | Name
+Reply = Opened | Encoded | TooMany | Decoded | ReadText | Named
 Then = Callable[[Reply | DjinnError], None]
 
 _ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
     Open: (Opened,),
     Encode: (Encoded, TooMany),
+    EncodeChat: (Encoded, TooMany),
+    Decode: (Decoded,),
     Read: (ReadText,),
     Name: (Named,),
 }

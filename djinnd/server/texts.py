@@ -16,10 +16,14 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, TypeVar
 
-from djinn_client.errors import DjinnError, PromptTooLong, QuotaExceeded, TextFailed
+from djinn_client.chat import ChatInput
+from djinn_client.errors import DjinnError, InvalidRequest, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinn_client.scheduling import ResourceUse
@@ -29,13 +33,30 @@ from djinnd.server.confined_process import sparse_environ
 from djinnd.server.python import python_module
 from djinnd.server.stopping import leave_signals_to_the_loop
 from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
+from djinnd.text.chat.reply import ChatReply
+from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
-from djinnd.text.reader import TextReader
+from djinnd.text.reader import ReadingRules, TextReader
 from djinnd.text.token_bytes import TokenBytes
-from djinnd.text.vocabulary import FILES, Vocabulary, lacking
-from djinnd.text_jobs import Encode, Encoded, Name, Named, Open, Opened, TooMany
+from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, lacking, text_files
+from djinnd.text_jobs import (
+    Decode,
+    Decoded,
+    Encode,
+    EncodeChat,
+    Encoded,
+    Name,
+    Named,
+    Open,
+    Opened,
+    TooMany,
+    opened,
+)
 
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
+SHORT_CHAT = 1 << 10  # bytes of messages and tools: likewise
+SHORT_TOKENS = 512  # to be made text: likewise
+LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
 _THREADS = 2
 _IDLE = 60.0  # seconds without a question, after which a worker ends
@@ -43,27 +64,52 @@ _MINUTE = 60.0
 _COMMAND = python_module("djinnd.text_worker")
 
 _numbers = itertools.count(1)
+T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    """`stop_tokens`: special tokens among the stop strings. `tail`: of a chat, the end of its text."""
+
+    tokens: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    tail: str = ""
 
 
 class ModelText:
     """The text side of one loaded model. `vocabulary`: of a configured model; None: its files are only ever read by
-    text workers. `files`: the model's, which closes them. `lacking`: why it takes no text; "" where it takes some."""
+    text workers. `files`: the model's, which closes them. `template`: for chats, in the place of the checkpoint's.
+    `told`: what a text worker, or the vocabulary, has said of the files."""
 
-    def __init__(
-        self, name: str, files: ModelFiles, eos: frozenset[int], lacking: str, vocabulary: Vocabulary | None
-    ) -> None:
+    def __init__(self, name: str, files: ModelFiles, vocabulary: Vocabulary | None = None, template: str = "") -> None:
         self.number = next(_numbers)
         self.name = name
         self.files = files
-        self.eos = eos
-        self.lacking = lacking
         self.vocabulary = vocabulary
+        self.template = template
+        self.told = Opened(False, []) if vocabulary is None else opened(vocabulary)
 
-    def reader(self, context: Sequence[int], request: Generate) -> TextReader | None:
+    @property
+    def lacking(self) -> str:
+        """Why it takes no text; "" where it takes some."""
+        return "" if self.told.has_text else lacking(self.files)
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end an output."""
+        return frozenset(self.told.eos)
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Tokens that end an answer of a chat."""
+        return frozenset(self.told.turn_ends)
+
+    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
         """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
-        if self.vocabulary is None:
-            return None
-        return self.vocabulary.reader(context, request.stop, request.skip_special_tokens, request.sampling.min_tokens)
+        return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
+
+    def reply(self, request: Generate) -> ChatReply | None:
+        """Of a chat; None for other requests."""
+        return None if request.chat is None else ChatReply(request.stop)
 
     @property
     def token_bytes(self) -> TokenBytes | None:
@@ -92,54 +138,88 @@ class Texts:
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-text", leave_signals_to_the_loop)
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def open(self, user: int, name: str, files: ModelFiles, is_configured: bool) -> ModelText:
-        """The text side of a model that is being loaded, for `user`. `files` stay the model's. Raises ModelRejected,
-        TextFailed, QuotaExceeded."""
+    async def open(
+        self, user: int, name: str, files: ModelFiles, is_configured: bool, template: str = "", template_file: str = ""
+    ) -> ModelText:
+        """The text side of a model that is being loaded, for `user`. `files` stay the model's. `template`, or else what
+        the configuration's file has, is for chats, in the place of the checkpoint's. Raises ModelRejected, TextFailed,
+        QuotaExceeded."""
         if is_configured:
             loop = asyncio.get_running_loop()
-            vocabulary = await loop.run_in_executor(self._threads, _read, name, files)
-            return ModelText(name, files, vocabulary.eos, vocabulary.lacking, vocabulary)
-        text = ModelText(name, files, frozenset(), lacking(files), None)
+            if template_file and not template:
+                template = await loop.run_in_executor(self._threads, read_template, template_file)
+            vocabulary = await loop.run_in_executor(self._threads, _read, name, files, template)
+            return ModelText(name, files, vocabulary, template)
+        text = ModelText(name, files, template=template)
         weakref.finalize(text, self._forget, text.number)
         async with self._turn(user, "worker"):
             self.expect_time(user)
             worker = self.worker(user)
-            opened = await self._ask(worker, *_opening(text, self.limits))
-        assert isinstance(opened, Opened)
-        text.eos, text.lacking = frozenset(opened.eos), "" if opened.has_text else text.lacking
+            told = await self._ask(worker, *_opening(text, self.limits))
+        assert isinstance(told, Opened)
+        text.told = told
         worker.models[text.number] = None
         return text
 
-    async def prepare(
-        self, text: ModelText, user: int, request: Generate, starts: bool, room: int
-    ) -> tuple[list[int], frozenset[int]]:
-        """The prompt, and the special tokens among the stop strings. `room`: tokens that fit. Raises PromptTooLong,
-        InvalidRequest, TextFailed, QuotaExceeded."""
+    async def prepare(self, text: ModelText, user: int, request: Generate, starts: bool, room: int) -> Prompt:
+        """Of a request without a chat. `room`: tokens that fit. Raises PromptTooLong, InvalidRequest, TextFailed,
+        QuotaExceeded."""
         given = request.token_ids or []
         if request.text is None and not request.stop:
-            return given, frozenset()
+            return Prompt(given)
         rules = TextRules(starts, request.parse_special, request.prefix_space)
         vocabulary, prompt = text.vocabulary, request.text or ""
         if vocabulary is not None:
             stop_tokens = vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
             if request.text is None:
-                return given, stop_tokens
+                return Prompt(given, stop_tokens)
             _expect_fits(text.name, vocabulary, prompt, room)
             if len(prompt) <= SHORT_TEXT:
-                return vocabulary.encode(prompt, rules), stop_tokens
+                return Prompt(vocabulary.encode(prompt, rules), stop_tokens)
             if len(prompt) <= LONG_TEXT:
-                async with self._turn(user, "thread"):
-                    loop = asyncio.get_running_loop()
-                    encoding = loop.run_in_executor(self._threads, vocabulary.encode, prompt, rules)
-                    return await encoding, stop_tokens
+                return Prompt(await self._in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
         question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
+        tokens, stop_tokens, _ = await self._encoded(text, user, question)
+        return Prompt(given if request.text is None else tokens, stop_tokens)
+
+    async def prepare_chat(
+        self, text: ModelText, user: int, chat: ChatInput, stops: Sequence[str], room: int
+    ) -> Prompt:
+        """All tokens of a chat, up to the answer. Raises as `prepare`; InvalidRequest with what the template says."""
+        vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
+        if vocabulary is None or size > LONG_TEXT:
+            return await self._encoded(text, user, EncodeChat(text.number, chat, room, list(stops), False))
+        stop_tokens = vocabulary.stop_tokens(stops, skip_special=False)
+        encode = partial(vocabulary.encode_chat, chat)
+        encoded = encode() if size <= SHORT_CHAT else await self._in_thread(user, encode)
+        return Prompt(encoded.tokens, stop_tokens, encoded.tail)
+
+    async def texts_of(self, text: ModelText, user: int, tokens: list[int], spelled: bool) -> list[str]:
+        """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
+        vocabulary = text.vocabulary
+        if vocabulary is None or len(tokens) > LONG_TOKENS:
+            answer = await self._ask_one(text, user, Decode(text.number, tokens, spelled))
+            assert isinstance(answer, Decoded)
+            return answer.texts
+        decode = partial(vocabulary.texts, tokens, spelled)
+        return decode() if len(tokens) <= SHORT_TOKENS else await self._in_thread(user, decode)
+
+    async def _in_thread(self, user: int, act: Callable[[], T]) -> T:
+        async with self._turn(user, "thread"):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+
+    async def _encoded(self, text: ModelText, user: int, question: Encode | EncodeChat) -> Prompt:
+        answer = await self._ask_one(text, user, question)
+        if isinstance(answer, TooMany):
+            raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
+        assert isinstance(answer, Encoded)
+        return Prompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
+
+    async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
+        """In the user's worker, when it is the user's turn."""
         async with self._turn(user, "worker"):
             self.expect_time(user)
-            answer = await self._ask(self.worker_with(text, user), question)
-        if isinstance(answer, TooMany):
-            raise _too_long(text.name, f"has {answer.tokens:,} tokens", room)
-        assert isinstance(answer, Encoded)
-        return given if request.text is None else answer.tokens, frozenset(answer.stop_tokens)
+            return await self._ask(self.worker_with(text, user), question)
 
     async def name(self, text: ModelText, user: int, tokens: bytes) -> dict[int, bytes]:
         """What tokens stand for: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
@@ -288,11 +368,14 @@ class _Use:
         self.bucket.take(seconds, time.monotonic())
 
 
-def _read(name: str, files: ModelFiles) -> Vocabulary:
+def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
     """For a thread. Whatever is only known by looking at all of the vocabulary is looked at here."""
-    vocabulary = Vocabulary.read(name, files)
+    vocabulary = Vocabulary.read(name, files, template=template)
     if vocabulary.has_text:
         vocabulary.characters_per_token  # noqa: B018
+    if vocabulary.chats:
+        with suppress(InvalidRequest):  # which the first chat is told
+            vocabulary.chats.compile()
     return vocabulary
 
 
@@ -314,11 +397,11 @@ def _too_long(name: str, what: str, room: int) -> PromptTooLong:
 
 def _opening(text: ModelText, limits: Limits) -> tuple[Open, list[int]]:
     """Raises TextFailed where the model has been unloaded meanwhile."""
-    names = [name for name in FILES if name in text.files]
+    names = text_files(text.files)
     if not names:
         raise TextFailed(f"{text.name} has been unloaded: load it again")
     fds = [os.dup(text.files.descriptor(name)) for name in names]
-    return Open(text.number, text.name, names, limits.tokenizer_bytes), fds
+    return Open(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
 
 
 def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:

@@ -18,11 +18,13 @@ from djinnd.server.call_breakpoints import breakpoints_of
 from djinnd.server.capturing import capturing_of
 from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
+from djinnd.server.common_prefix import common_prefix
+from djinnd.server.model import Model
 from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
-from djinnd.server.texts import ModelText, Texts
+from djinnd.server.texts import ModelText, Prompt, Texts
 
 
 class WorkRequests:
@@ -36,38 +38,66 @@ class WorkRequests:
     async def generate(self, call: Call, request: Generate) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:
-            info, text = (await self._models.once_ready(session)).described
-            admission.check_generate(request, info, text.lacking)
-            least = 0 if request.max_tokens == 0 else 1
-            room = info.max_context - len(session.tokens) - least
-            prompt, stop_tokens = await self._texts.prepare(
-                text, session.user, request, starts=not session.tokens, room=max(0, room)
-            )
-            stop_tokens |= frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else text.eos)
-            is_text = request.text is not None
-            admission.check_prompt(prompt, len(session.tokens), info, room=least, is_text=is_text)
-            request.max_tokens = admission.most_tokens(request, len(prompt), len(session.tokens), info)
-            self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(prompt))
-            breaking = breakpoints_of(request, len(prompt), session, info)
-            if request.prompt_logprobs is not None:
-                request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
-                admission.check_scored(request.prompt_logprobs, len(prompt), bool(breaking.stops))
-            capturing = capturing_of(request, len(prompt), session, info)
-            if capturing is not None:
-                call.reserve_window(capturing.nbytes)
-            engine = await self._models.ready(session.model)
-            session.expect_model()
-            worker = self._texts.reading_worker(text, session.user)
-            if request.resume and session.is_paused:
-                session.is_paused = False
-                engine.send(Resume(session.id))
-            run = GenerateRun(
-                call, session, engine, place, request, prompt, stop_tokens, text, worker, capturing, breaking
-            )
-            answer = await self._carrying.answer(call, run)
-            if request.token_bytes and request.prompt_logprobs is not None and isinstance(answer.message, Generated):
-                await self._name_prompt(answer.message, text, session, prompt)
-            return answer
+            model = await self._models.once_ready(session)
+            prompt = await self._prompt(session.user, request, model, len(session.tokens))
+            kept = len(session.tokens)
+            if request.chat is not None:
+                kept = common_prefix(session.tokens, prompt.tokens)
+                prompt = prompt._replace(tokens=prompt.tokens[kept:])
+            return await self._run(call, session, place, request, model, prompt, kept)
+
+    async def _prompt(self, user: int, request: Generate, model: Model, before: int) -> Prompt:
+        """The tokens that the request brings for a session that has `before` tokens: of a chat all tokens of the
+        session. Raises what is wrong with the request."""
+        info, text = model.described
+        admission.check_generate(request, info, text.lacking)
+        least = 0 if request.max_tokens == 0 else 1
+        if request.chat is not None:
+            before, ends, room = 0, text.turn_ends, info.max_context - least
+            prompt = await self._texts.prepare_chat(text, user, request.chat, request.stop, room)
+        else:
+            ends, room = text.eos, max(0, info.max_context - before - least)
+            prompt = await self._texts.prepare(text, user, request, starts=not before, room=room)
+        is_text = request.text is not None or request.chat is not None
+        admission.check_prompt(prompt.tokens, before, info, room=least, is_text=is_text)
+        request.max_tokens = admission.most_tokens(request, len(prompt.tokens), before, info)
+        stop_tokens = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else ends)
+        return prompt._replace(stop_tokens=prompt.stop_tokens | stop_tokens)
+
+    async def _run(
+        self,
+        call: Call,
+        session: SessionRecord,
+        place: Place,
+        request: Generate,
+        model: Model,
+        prompt: Prompt,
+        kept: int,
+    ) -> Answer:
+        """Behind the first `kept` tokens of the session; the others go when an engine is there."""
+        (info, text), count = model.described, len(prompt.tokens)
+        self._sessions.expect_journal(session.tenant, TOKEN_BYTES * count)
+        breaking = breakpoints_of(request, count, session, info, kept)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
+            admission.check_scored(request.prompt_logprobs, count, bool(breaking.stops))
+        capturing = capturing_of(request, count, session, info, kept)
+        if capturing is not None:
+            call.reserve_window(capturing.nbytes)
+        engine = await self._models.ready(session.model)
+        session.expect_model()
+        worker = self._texts.reading_worker(text, session.user)
+        if request.resume and session.is_paused:
+            session.is_paused = False
+            engine.send(Resume(session.id))
+        if kept < len(session.tokens):
+            session.cut(kept)
+            engine.send(Truncate(session.id, kept))
+        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking)
+        answer = await self._carrying.answer(call, run)
+        if request.token_bytes and request.prompt_logprobs is not None and isinstance(answer.message, Generated):
+            await self._name_prompt(answer.message, text, session, prompt.tokens)
+        return answer
 
     async def _name_prompt(
         self, reply: Generated, text: ModelText, session: SessionRecord, prompt: Sequence[int]

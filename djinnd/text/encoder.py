@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer, models
 
 from djinn_client.errors import InvalidRequest
+from djinnd.text.chat.control import Span
 
 
 class TextRules(NamedTuple):
@@ -42,6 +44,8 @@ class Encoder:
         self._special = {id_: token.content for id_, token in added.items() if token.special}
         self._plain = _without_prefix(tokenizer)
         self._others: dict[tuple[bool, bool], Tokenizer] = {}  # by parse_special and whether the prefix is put
+        self._added = frozenset(added)
+        self._without_added: Tokenizer | None = None
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
         """The interpreter's lock is released meanwhile. Raises InvalidRequest for a control string that cannot stay
@@ -70,6 +74,34 @@ class Encoder:
                 )
         ids: list[int] = tokenizer.post_process(encoded, add_special_tokens=rules.starts).ids
         return ids
+
+    def encode_spans(self, spans: Sequence[Span]) -> list[int]:
+        """Of a rendered chat, which has its own special tokens. Raises InvalidRequest as `encode`."""
+        ids: list[int] = []
+        for index, span in enumerate(spans):
+            if span.is_control:
+                ids += self.encode(span.text, TextRules(starts=False, prefix_space=index == 0))
+            else:
+                ids += self._encode_control_as_text(span.text)
+        return ids
+
+    def _encode_control_as_text(self, text: str) -> list[int]:
+        """Of a control string. Where the model of tokens has it among its words, its characters are tokenised one by
+        one."""
+        bare = self._bare()
+        for parts in ([text], list(text)):
+            ids: list[int] = [token for each in bare.encode_batch_fast(parts, False) for token in each.ids]
+            if self._added.isdisjoint(ids):
+                return ids
+        raise InvalidRequest(f"this tokenizer cannot write the control string {text!r} as text: leave it out")
+
+    def _bare(self) -> Tokenizer:
+        """It knows no control strings, and puts no space before a text."""
+        if self._without_added is None:
+            bare = Tokenizer(self._tokenizer.model)
+            _take_steps(bare, self._plain or self._tokenizer)
+            self._without_added = bare
+        return self._without_added
 
     def _cut(self, text: str) -> list[str]:
         """Behind the first character of each control string."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from djinn_client.errors import TextFailed
 from djinnd.text.detokenizer import TextStream
@@ -10,6 +11,15 @@ from djinnd.text.stop_strings import StopMatcher
 
 FIRST_CHARACTERS = 4096  # any one token may have so many
 CHARACTERS_PER_TOKEN = 256  # and all tokens of a request so many more, on average
+
+
+class ReadingRules(NamedTuple):
+    """`stops` are looked for in the text behind the first `least` tokens. `skip_special`: special tokens have no
+    text."""
+
+    stops: list[str]
+    skip_special: bool = True
+    least: int = 0
 
 
 class TextReader:

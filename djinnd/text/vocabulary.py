@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import SMALL_FILE, ModelFiles
+from djinn_client.model_files import MORE_TEMPLATES, SMALL_FILE, ModelFiles
+from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
+from djinnd.text.chat.templates import PROCESSOR_FILE, TEMPLATE_FILE, chat_templates
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
@@ -19,28 +22,95 @@ from djinnd.text.reader import TextReader
 from djinnd.text.token_bytes import TokenBytes
 
 TOKENIZER = "tokenizer.json"
-FILES = ("config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER)  # that a vocabulary is read from
-_JSON_BYTES = 8 << 20  # of each of the others
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_FILES = frozenset({*_SETTINGS, TOKENIZER, TEMPLATE_FILE, PROCESSOR_FILE})
+_JSON_BYTES = 8 << 20  # of each of the settings
+MAX_TAIL = 256  # characters
+
+
+def text_files(files: ModelFiles) -> list[str]:
+    """Those that a vocabulary is read from."""
+    return [name for name in files if name in _FILES or name.startswith(MORE_TEMPLATES)]
+
+
+class ChatPrompt(NamedTuple):
+    """A chat as tokens. `tail`: the end of its text, with which the answer goes on."""
+
+    tokens: list[int]
+    tail: str
+
+
+class Named(NamedTuple):
+    """Special tokens that the tokenizer's settings name; "": none."""
+
+    bos: str = ""
+    eos: str = ""
+
+
+_NAMELESS = Named()
 
 
 class Vocabulary:
     """`tokenizer` None: the model takes and gives tokens only. `lacking` then says why, and what helps."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos: frozenset[int], lacking: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        eos: frozenset[int],
+        lacking: str = "",
+        chats: ChatTemplates | None = None,
+        named: Named = _NAMELESS,
+    ) -> None:
         self.eos = eos
         self.lacking = lacking
+        self.chats = chats
+        self.named = named
         self._tokenizer = tokenizer
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
 
     @classmethod
-    def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE) -> Vocabulary:
-        """From those of FILES that are there. `most`: bytes that tokenizer.json may have. Raises ModelRejected for a
-        file that is larger, or cannot be read."""
-        config, generation, told = (_json(name, files, file) for file in FILES if file != TOKENIZER)
+    def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE, template: str = "") -> Vocabulary:
+        """From those of its files that are there. `most`: bytes that tokenizer.json may have. `template`: for chats, in
+        the place of the checkpoint's. Raises ModelRejected for a file that is larger, or cannot be read."""
+        config, generation, told, tokens = (_json(name, files, file) for file in _SETTINGS)
         tokenizer = _tokenizer(name, files, most)
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
-        return cls(tokenizer, eos, "" if tokenizer else lacking(files))
+        if tokenizer is None:
+            return cls(None, eos, lacking(files))
+        variables = special_variables(told, [tokens])
+        chats = ChatTemplates(chat_templates(files, told, template), variables, _added(tokenizer))
+        named = Named(variables.get("bos_token", ""), variables.get("eos_token", ""))
+        return cls(tokenizer, eos, chats=chats, named=named)
+
+    @property
+    def has_chat(self) -> bool:
+        return bool(self.chats)
+
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Tokens that end an answer of a chat: the model's end tokens, and the one that its tokenizer calls so, which
+        many checkpoints have for chats alone."""
+        assert self._tokenizer is not None
+        token = self._tokenizer.token_to_id(self.named.eos) if self.named.eos else None
+        return self.eos if token is None else self.eos | {token}
+
+    def encode_chat(self, chat: ChatInput) -> ChatPrompt:
+        """Where there is text. Raises InvalidRequest: where there is no template, for what is no conversation, and what
+        the template says."""
+        assert self._encoder is not None and self.chats is not None
+        spans = self.chats.spans(chat)
+        tail = "".join(span.text for span in spans[-8:])[-MAX_TAIL:]
+        return ChatPrompt(self._encoder.encode_spans(spans), tail)
+
+    def texts(self, tokens: Sequence[int], spelled: bool = False) -> list[str]:
+        """One text of the tokens, special ones included; or, `spelled`, each as the vocabulary has it. Ids that are no
+        token have no text. Where there is text."""
+        assert self._tokenizer is not None and self._detokenizer is not None
+        if spelled:
+            return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+        has_text = self._detokenizer.has_text
+        return [self._detokenizer.decode([token for token in tokens if has_text(token, skip_special=False)])]
 
     @property
     def has_text(self) -> bool:
@@ -92,6 +162,12 @@ class Vocabulary:
                 "pass skip_special_tokens=False, or stop at the token alone",
                 field="stop",
             )
+
+
+def _added(tokenizer: Tokenizer) -> AddedTokens:
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = frozenset(token.content for token in added if token.special)
+    return AddedTokens(special, frozenset(token.content for token in added) - special)
 
 
 def lacking(files: ModelFiles) -> str:

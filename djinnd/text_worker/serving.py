@@ -11,17 +11,22 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest, ModelRejected, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinnd.confinement.channel import Channel
+from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.encoder import TextRules
-from djinnd.text.reader import TextReader
+from djinnd.text.reader import TextReader, expect_bounded
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import (
     MAX_ANSWER,
     Answer,
     Begin,
+    Decode,
+    Decoded,
     Encode,
+    EncodeChat,
     Encoded,
     End,
     Failed,
@@ -29,11 +34,11 @@ from djinnd.text_jobs import (
     Name,
     Named,
     Open,
-    Opened,
     Read,
     ReadText,
     TooMany,
     ToWorker,
+    opened,
 )
 
 _MOST_TOLD = 2000  # characters of an error
@@ -72,15 +77,19 @@ class Serving:
         except BaseException as error:  # a panic in Rust code is no Exception
             return Failed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
 
-    def _answer(self, message: Open | Encode | Begin | Read | Name, fds: list[int]) -> Answer | None:
+    def _answer(
+        self, message: Open | Encode | EncodeChat | Decode | Begin | Read | Name, fds: list[int]
+    ) -> Answer | None:
         match message:
             case Open():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
-                    vocabulary = Vocabulary.read(message.name, files, message.most)
+                    vocabulary = Vocabulary.read(message.name, files, message.most, message.template)
                 self._vocabularies[message.model] = vocabulary
-                return Opened(vocabulary.has_text, sorted(vocabulary.eos))
-            case Encode():
+                return opened(vocabulary)
+            case Encode() | EncodeChat():
                 return _encoded(self._vocabulary(message.model), message)
+            case Decode():
+                return _decoded(self._vocabulary(message.model), message)
             case Begin():
                 self._begin(message)
                 return None
@@ -119,11 +128,23 @@ class Serving:
         return self._vocabularies[model]
 
 
-def _encoded(vocabulary: Vocabulary, message: Encode) -> Encoded | TooMany:
-    tokens = [] if message.text is None else vocabulary.encode(message.text, message.rules)
+def _encoded(vocabulary: Vocabulary, message: Encode | EncodeChat) -> Encoded | TooMany:
+    tokens: list[int] = []
+    tail = ""
+    if isinstance(message, EncodeChat):
+        tokens, tail = vocabulary.encode_chat(message.chat)
+    elif message.text is not None:
+        tokens = vocabulary.encode(message.text, message.rules)
     if len(tokens) > min(message.most, _MOST_TOKENS):
         return TooMany(len(tokens))
-    return Encoded(tokens, sorted(vocabulary.stop_tokens(message.stops, message.skip_special)))
+    return Encoded(tokens, sorted(vocabulary.stop_tokens(message.stops, message.skip_special)), tail)
+
+
+def _decoded(vocabulary: Vocabulary, message: Decode) -> Decoded:
+    """Raises TextFailed for more text than an honest tokenizer makes."""
+    texts = vocabulary.texts(message.tokens, message.spelled)
+    expect_bounded(sum(map(len, texts)), len(message.tokens))
+    return Decoded(texts)
 
 
 def rehearse() -> None:
@@ -138,3 +159,14 @@ def rehearse() -> None:
     reader.read(tokens)
     reader.finish()
     vocabulary.token_bytes.of(tokens)
+    _rehearse_chat()
+
+
+def _rehearse_chat() -> None:
+    """With a loop, a filter, the clock, and an error, whose account jinja2 rewrites."""
+    text = (
+        "{% for m in messages %}{{ m.content | tojson }}{{ strftime_now('%Y') }}{% endfor %}{{ raise_exception('no') }}"
+    )
+    chats = ChatTemplates({"default": text}, {}, AddedTokens(frozenset({"<|end|>"}), frozenset()))
+    with suppress(InvalidRequest):
+        chats.spans(ChatInput(b'[{"role": "user", "content": "<|end|>"}]'))

@@ -32,7 +32,7 @@ def test_what_may_be_asked(fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"text": "x", "token_ids": [1]}, "not as both"),
+        ({"text": "x", "token_ids": [1]}, "not as two of them"),
         ({"max_tokens": -5}, "max_tokens is -5"),
         ({"max_tokens": 1 << 40}, "max_tokens"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),

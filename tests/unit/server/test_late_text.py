@@ -10,6 +10,7 @@ from djinn_client.errors import DjinnError, TextFailed
 from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.generation import Generation
 from djinnd.server.late_text import MOST_BEHIND, LateText
+from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
 from djinnd.text_worker.serving import Serving
@@ -57,7 +58,8 @@ class Play:
         self.worker = Worker(tiny)
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True)
-        self.late = LateText(self.worker, 1, self.session, message, self)  # type: ignore[arg-type]
+        rules = ReadingRules(message.stop, message.skip_special_tokens)
+        self.late = LateText(self.worker, 1, self.session, rules, self)  # type: ignore[arg-type]
 
     def feed(self, tokens: list[int]) -> None:
         for at, token in enumerate(tokens):

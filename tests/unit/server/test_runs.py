@@ -19,6 +19,7 @@ from djinnd.server.queueing import Queue
 from djinnd.server.quotas import Rule, Tenant
 from djinnd.server.runs import GenerateRun
 from djinnd.server.sessions import SessionRecord
+from djinnd.server.texts import Prompt
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader
 
@@ -55,7 +56,8 @@ class Stage:
         with queue.place(1000, 0.0) as place:
             message = Generate(id=9, session="s", token_ids=PROMPT, **request)
             reads = SimpleNamespace(
-                reader=lambda tokens, asked: self.did.append("read text") or TextReader(text(tokens), asked.stop)
+                reader=lambda tokens, rules: self.did.append("read text") or TextReader(text(tokens), rules.stops),
+                reply=lambda _: None,
             )
             self.run = GenerateRun(
                 call,
@@ -63,8 +65,7 @@ class Stage:
                 engine,
                 place,
                 message,
-                PROMPT,
-                frozenset(),
+                Prompt(PROMPT),
                 reads,  # type: ignore[arg-type]
                 None,
                 None,

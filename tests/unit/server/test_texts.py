@@ -16,7 +16,7 @@ from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, Qu
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinnd.config import Limits
-from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, ModelText, Texts
+from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, ModelText, Prompt, Texts
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
 from tests.support.served import is_running
 from tests.support.serving import TINY
@@ -156,7 +156,7 @@ def test_stop_strings_are_looked_up_by_the_worker_too() -> None:
     async def play(texts: Texts) -> None:
         text = await opened(texts)
         request = Generate(id=1, session="s", token_ids=[5, 6], stop=["<|endoftext|>", "end"])
-        assert await texts.prepare(text, ME, request, True, ROOM) == ([5, 6], {0})
+        assert await texts.prepare(text, ME, request, True, ROOM) == Prompt([5, 6], frozenset({0}))
         request.stop = ["a<|endoftext|>"]
         with pytest.raises(InvalidRequest, match="skip_special_tokens"):
             await texts.prepare(text, ME, request, True, ROOM)

@@ -1,0 +1,19 @@
+"""How much of a session's tokens a prompt begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_STEP = 256  # tokens that are compared at once
+
+
+def common_prefix(have: Sequence[int], wanted: Sequence[int]) -> int:
+    """Tokens at the beginning that both have. Fewer than `wanted` has: the last one is computed in any case, so that
+    there is something to choose the next token from."""
+    end = min(len(have), len(wanted) - 1)
+    at = 0
+    while at < end and have[at : min(at + _STEP, end)] == wanted[at : min(at + _STEP, end)]:
+        at = min(at + _STEP, end)
+    while at < end and have[at] == wanted[at]:
+        at += 1
+    return at

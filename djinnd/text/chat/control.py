@@ -1,0 +1,98 @@
+"""Control strings in what callers bring stay text, whatever a template does with them.
+
+The texts of messages, tools and arguments are marked before they are rendered, with two characters that Unicode sets
+aside for a program's own use:
+
+    a special token, "<|im_end|>"       its characters are parted by PARTS: no slice of it spells the token
+    an added token, "</think>"          it stands between two EDGES: templates look for such a one in a content
+
+The rendered text is cut at the marks. What was marked is tokenised as text, without the marks; what is left between is
+the template's own, and its control strings are control tokens. Where a template has parted two edges, as
+`content.split("</think>")` does, the lone edges go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+PARTS, EDGE = "\ufdd0", "\ufdd1"
+_ESCAPED = {mark: f"\\u{ord(mark):x}" for mark in (PARTS, EDGE)}  # as tojson(ensure_ascii=True) writes it
+
+
+class Span(NamedTuple):
+    """Of a rendered text. `is_control`: control strings in it are control tokens."""
+
+    text: str
+    is_control: bool
+
+
+class ControlStrings:
+    """Of one tokenizer and one template. `special`: control tokens in any case; `added`: others that the template
+    writes."""
+
+    def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
+        parted = {each for each in special if len(each) > 1}
+        edged = {each for each in (*special, *added) if each.strip()} - parted
+        self._parted = frozenset(parted)
+        self._any = re.compile(f"{_any_of(parted | edged)}|[{PARTS}{EDGE}]") if parted | edged else _MARKS
+        self._marked = re.compile(f"{EDGE}({_any_of(edged)}){EDGE}|(.(?:{PARTS}.)+)|[{PARTS}{EDGE}]", re.DOTALL)
+
+    def mark(self, value: Any) -> Any:
+        """The same JSON value with its texts marked. Marks that are there already go."""
+        if isinstance(value, str):
+            return self._any.sub(self._mark, value)
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.mark(inner) for inner in value]
+        return value
+
+    def spans(self, rendered: str) -> Iterator[Span]:
+        """Of a text that was rendered from marked values; together they are the text without the marks."""
+        for mark, escaped in _ESCAPED.items():
+            rendered = rendered.replace(escaped, mark) if EDGE in rendered or PARTS in rendered else rendered
+        at = 0
+        for found in self._marked.finditer(rendered):
+            if found.start() > at:
+                yield Span(rendered[at : found.start()], True)
+            kept = (found[1] or found[2] or "").replace(PARTS, "")
+            if kept:
+                yield Span(kept, False)
+            at = found.end()
+        if at < len(rendered):
+            yield Span(rendered[at:], True)
+
+    def _mark(self, found: re.Match[str]) -> str:
+        text = found[0]
+        if text in (PARTS, EDGE):
+            return ""
+        return PARTS.join(text) if text in self._parted else f"{EDGE}{text}{EDGE}"
+
+
+_MARKS = re.compile(f"[{PARTS}{EDGE}]")
+_NOTHING = "(?!)"
+
+
+def _any_of(strings: Iterable[str]) -> str:
+    """An expression for the longest of them at a place. Shared beginnings are looked at once: tokenizers have
+    thousands of control strings that begin alike."""
+    ends: dict[str, dict[str, Any]] = {}
+    for string in strings:
+        node = ends
+        for character in string:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _branch(ends) if ends else _NOTHING
+
+
+def _branch(node: dict[str, Any]) -> str:
+    run = ""
+    while len(node) == 1 and "" not in node:
+        ((character, node),) = node.items()
+        run += re.escape(character)
+    branches = [re.escape(each) + _branch(rest) for each, rest in node.items() if each]
+    if not branches:
+        return run
+    return f"{run}(?:{'|'.join(branches)}){'?' if '' in node else ''}"

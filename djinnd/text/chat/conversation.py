@@ -1,0 +1,212 @@
+"""Messages, tools and template arguments: from the JSON texts of a call to plain values that a template can read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from djinn_client.chat import ChatInput
+from djinn_client.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 10_000  # and of tools likewise
+MAX_DEPTH = 64  # lists and objects inside one another
+# What the daemon says to the template itself.
+_OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the same field; the first is what templates read
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Plain JSON values. Arguments of tool calls are objects, as transformers asks for."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tastes:
+    """What a template's text tells about the values that it can read."""
+
+    lists: bool  # content may be a list of parts
+    only_lists: bool  # and nothing else
+    nulls: bool  # it looks whether content is null
+    developer: bool  # it knows the role
+
+    @classmethod
+    def of(cls, template: str) -> Tastes:
+        lists = bool(_LOOPS_OVER_PARTS.search(template))
+        return cls(
+            lists=lists,
+            only_lists=lists and not _TESTS_FOR_TEXT.search(template),
+            nulls=bool(_TESTS_FOR_NULL.search(template)),
+            developer="developer" in template,
+        )
+
+
+_LOOPS_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)")
+_TESTS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|mapping)")
+_TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)", re.IGNORECASE)
+
+
+def read_conversation(chat: ChatInput, tastes: Tastes) -> Conversation:
+    """Raises InvalidRequest for what is no conversation, and for parts that no text model takes."""
+    messages = _list("messages", chat.messages)
+    if not messages:
+        raise InvalidRequest("a chat needs at least one message", field="messages")
+    arguments = _value("arguments", chat.arguments) if chat.arguments else {}
+    if not isinstance(arguments, dict):
+        raise InvalidRequest("the template's arguments must be a JSON object", field="arguments")
+    for name in arguments:
+        if name in _OURS or name.endswith("_token"):
+            raise InvalidRequest(f"{name} is no argument of a template: the daemon gives it", field="arguments")
+    tools = [_tool(index, each) for index, each in enumerate(_list("tools", chat.tools))] if chat.tools else []
+    read = [_message(index, each, tastes) for index, each in enumerate(messages)]
+    return Conversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
+
+
+def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with the arguments of tool calls as JSON texts, for templates that put them between other texts."""
+    return [
+        message
+        if "tool_calls" not in message
+        else message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    text = msgspec.json.encode(function["arguments"]).decode()
+    return call | {"function": function | {"arguments": text}}
+
+
+def _list(what: str, text: bytes) -> list[Any]:
+    value = _value(what, text)
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{what} must be a JSON list", field=what)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{len(value):,} {what} are too many: at most {MAX_MESSAGES:,}", field=what)
+    return value
+
+
+def _value(what: str, text: bytes) -> Any:
+    try:
+        value = _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{what}: {error}", field=what) from error
+    _expect_shallow(what, value)
+    return value
+
+
+def _expect_shallow(what: str, value: object) -> None:
+    """Templates and filters call themselves for what is nested."""
+    layer, depth = [value], 0
+    while layer := [inner for each in layer for inner in _inside(each)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"{what} has more than {MAX_DEPTH} values inside one another", field=what)
+
+
+def _inside(value: object) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _message(index: int, given: Any, tastes: Tastes) -> dict[str, Any]:
+    """Keys that are null are left out, as transformers does: many templates would write "None"."""
+    where = f"message {index}"
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{where} must be an object with role and content", field="messages")
+    role = given.get("role")
+    if role not in ROLES:
+        told = f"{where} has the role {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}"
+        raise InvalidRequest(told, field="messages")
+    message = {key: value for key, value in given.items() if value is not None and key not in _REASONING}
+    if role == "developer" and not tastes.developer:
+        message["role"] = "system"
+    content = given.get("content")
+    if content is not None:
+        message["content"] = _content(where, content, tastes)
+    elif tastes.nulls:
+        message["content"] = None
+    reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
+    if reasoning is not None:
+        _expect_text(where, "reasoning_content", reasoning)
+        message |= {"thinking": reasoning, "reasoning_content": reasoning}
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(where, message["tool_calls"])
+    return message
+
+
+def _content(where: str, content: Any, tastes: Tastes) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if tastes.only_lists else content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}: content must be a text, or a list of parts", field="messages")
+    texts = [_part(where, part) for part in content]
+    return [{"type": "text", "text": text} for text in texts] if tastes.lists else "\n".join(texts)
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text", "output_text"):
+        told = f"{where} has a part of the type {str(kind)[:40]!r}, and this model takes text only"
+        raise InvalidRequest(f"{told}: leave images, audio and files out", field="messages")
+    _expect_text(where, "text", part.get("text"))
+    return str(part["text"])
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where}: tool_calls must be a list", field="messages")
+    return [_tool_call(where, call) for call in calls]
+
+
+def _tool_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{where}: a tool call must be an object with a function", field="messages")
+    _expect_text(where, "the name of a tool call", function.get("name"))
+    arguments = function.get("arguments")
+    arguments = {} if arguments in (None, "") else arguments
+    if isinstance(arguments, str):
+        arguments = _arguments(arguments)
+    return {"type": "function", **call, "function": function | {"arguments": arguments}}
+
+
+def _arguments(text: str) -> Any:
+    """An object; the text itself where the model did not write one."""
+    try:
+        value = _decode(text)
+        _expect_shallow("tool_calls", value)
+    except (msgspec.DecodeError, InvalidRequest, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool(index: int, tool: Any) -> dict[str, Any]:
+    """Tools of the form {"name", …}, without `function` around it, are taken, too."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(f'tool {index} must be {{"type": "function", "function": {{"name": …}}}}', field="tools")
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise InvalidRequest(f"tool {index} is of the type {str(kind)[:40]!r}; only functions are taken", field="tools")
+    return tool if "function" in tool else {"type": "function", "function": function}
+
+
+def _expect_text(where: str, what: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}: {what} must be a text", field="messages")

@@ -1,0 +1,162 @@
+"""The prompt of a chat: a conversation, rendered by a checkpoint's template, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+
+from djinn_client.chat import ChatInput
+from djinn_client.errors import InvalidRequest
+from djinnd.text.chat.control import ControlStrings, Span
+from djinnd.text.chat.conversation import Conversation, Tastes, read_conversation, with_text_arguments
+from djinnd.text.chat.environment import ENVIRONMENT
+from djinnd.text.chat.templates import no_template, template_for
+
+MAX_RENDERED = 32 << 20  # characters of a prompt
+MOST_TOLD = 1000  # characters of an account of what is wrong
+# Behind the last message, where the answer goes on with it. With the space that templates may cut off, as in
+# transformers: what is left of it tells whether the template cuts spaces.
+_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class AddedTokens(NamedTuple):
+    special: frozenset[str]
+    others: frozenset[str]
+
+
+class Template:
+    """One, compiled. Raises InvalidRequest where it is no template."""
+
+    def __init__(self, text: str, tokens: AddedTokens) -> None:
+        try:
+            self._compiled = ENVIRONMENT.from_string(text)
+            literals = _literals(text)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            raise InvalidRequest(f"the chat template cannot be read: {error}"[:MOST_TOLD], field="chat") from error
+        self.text = text
+        self.tastes = Tastes.of(text)
+        self.control = ControlStrings(tokens.special, [each for each in tokens.others if each in literals])
+
+    def render(self, conversation: Conversation, variables: Mapping[str, Any], goes_on: bool) -> str:
+        """Raises InvalidRequest with what the template says, or with what it failed on."""
+        told = {"tools": conversation.tools, "documents": None, **variables, **conversation.arguments}
+        told["add_generation_prompt"] = not goes_on
+        try:
+            return self._render(conversation.messages, told)
+        except TypeError:  # it may put a tool call's arguments between other texts
+            return self._render(with_text_arguments(conversation.messages), told)
+
+    def _render(self, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
+        parts, length = [], 0
+        for part in self._compiled.generate(messages=messages, **told):
+            length += len(part)
+            if length > MAX_RENDERED:
+                raise InvalidRequest(f"the chat has more than {MAX_RENDERED:,} characters", field="messages")
+            parts.append(part)
+        return "".join(parts)
+
+
+class ChatTemplates:
+    """Of one model. `variables`: the special tokens by the names that templates know them by."""
+
+    def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], tokens: AddedTokens) -> None:
+        self._texts = templates
+        self._variables = variables
+        self._tokens = tokens
+        self._compiled: dict[str, Template] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    @cached_property
+    def default(self) -> str:
+        """The text of the one for chats without tools; "" where there is none."""
+        return template_for(self._texts, has_tools=False) if "default" in self._texts else ""
+
+    def compile(self) -> None:
+        """All of them, ahead of the first chat. Raises InvalidRequest."""
+        for text in self._texts.values():
+            self._of(text)
+
+    def spans(self, chat: ChatInput) -> list[Span]:
+        """The chat's text. Raises InvalidRequest."""
+        if not self._texts:
+            raise InvalidRequest(no_template(), field="chat")
+        template = self._of(template_for(self._texts, has_tools=bool(chat.tools) and chat.tool_choice != "none"))
+        try:
+            return self._spans(template, chat)
+        except InvalidRequest:
+            raise
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template: {error}"[:MOST_TOLD], field="chat") from error
+        except Exception as error:  # of a program that its author wrote, on values that the caller wrote
+            told = f"the chat template failed on these messages: {type(error).__name__}: {error}"
+            raise InvalidRequest(told[:MOST_TOLD], field="chat") from error
+
+    def _spans(self, template: Template, chat: ChatInput) -> list[Span]:
+        conversation = read_conversation(chat, template.tastes)
+        messages, tools, arguments = (
+            template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
+        )
+        if chat.continue_final:
+            _mark_end(messages[-1])
+        text = template.render(Conversation(messages, tools, arguments), self._variables, chat.continue_final)
+        if chat.continue_final:
+            text = _up_to_end(text)
+        return list(template.control.spans(text))
+
+    def _of(self, text: str) -> Template:
+        if text not in self._compiled:
+            self._compiled[text] = Template(text, self._tokens)
+        return self._compiled[text]
+
+
+def _literals(template: str) -> str:
+    """What it writes itself. The parts are kept apart, so that no string is found across two of them."""
+    tree = ENVIRONMENT.parse(template)
+    texts = [each.data for each in tree.find_all(nodes.TemplateData)]
+    texts += [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
+    return "\0".join(texts)
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Raises InvalidRequest."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _HERE
+    elif isinstance(content, list) and content:
+        content[-1]["text"] += _HERE
+    else:
+        raise InvalidRequest("continue_final: the last message has no content to go on with", field="continue_final")
+
+
+def _up_to_end(text: str) -> str:
+    """Raises InvalidRequest."""
+    at = text.rfind(_HERE.strip())
+    if at < 0:
+        told = "continue_final: the chat template leaves the end of the last message out, so that nothing can follow it"
+        raise InvalidRequest(told, field="continue_final")
+    kept = text[:at]
+    return kept if text.startswith(_HERE, at) else kept.rstrip()
+
+
+def special_variables(tokenizer_config: Mapping[str, Any], others: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The special tokens that a checkpoint names, as templates know them: bos_token, eos_token …. The first of the
+    files that names one counts."""
+    found: dict[str, Any] = {}
+    for settings in (tokenizer_config, *others):
+        named = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}
+        extra = settings.get("extra_special_tokens")
+        if isinstance(extra, dict):
+            named |= {name: _token(value) for name, value in extra.items() if isinstance(name, str)}
+        found = {name: text for name, text in named.items() if text is not None} | found
+    return found
+
+
+def _token(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
