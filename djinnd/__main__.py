@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 from functools import partial
 from pathlib import Path
 
 import click
 import uvloop
 
-from djinnd import __version__
+from djinnd import __version__, descriptors
 from djinnd.config import ConfigError, Key, load, show
 from djinnd.standard_streams import open_standard_streams
 from djinnd.telemetry import FORMATS, LEVELS, configure_logging
 
 log = logging.getLogger("djinnd.server")
-
-_DESCRIPTORS = 1 << 16
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,9 +27,17 @@ _DESCRIPTORS = 1 << 16
 @click.option("--state-dir", metavar="PATH", help="What outlives the daemon.")
 @click.option("--log-level", type=click.Choice(LEVELS))
 @click.option("--log-format", type=click.Choice(FORMATS))
+@click.option("--http", metavar="ADDRESS", help="Serve HTTP, too: HOST:PORT, as in 127.0.0.1:8000, or a socket's path.")
 @click.option("--check-config", is_flag=True, help="Print the effective configuration, and where it comes from; exit.")
 @click.version_option(__version__)
-def main(config: Path | None, check_config: bool, log_level: str | None, log_format: str | None, **flags: str) -> None:
+def main(
+    config: Path | None,
+    http: str | None,
+    check_config: bool,
+    log_level: str | None,
+    log_format: str | None,
+    **flags: str,
+) -> None:
     """The daemon: serves sessions of the models on this machine's device.
 
     Settings come from /etc/djinnd/djinnd.yaml or --config, then from DJINND_* variables, then from these flags.
@@ -53,7 +58,7 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
     configure_logging(effective.config.log.level, effective.config.log.format)
     for name in effective.unknown:
         log.warning("variable_unknown name=%s", name)
-    _allow_many_connections()
+    descriptors.allow_many()
 
     from djinnd.server.server import run  # not needed to check a configuration
     from djinnd.server.socket_path import StartError
@@ -61,20 +66,12 @@ def main(config: Path | None, check_config: bool, log_level: str | None, log_for
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            handed_over = runner.run(run(effective.config, lambda: read().config))
+            handed_over = runner.run(run(effective.config, lambda: read().config, http, config))
     except StartError as error:
         raise click.ClickException(str(error)) from error
     if handed_over:
         log.info("djinnd_succeeded pid=%d", os.getpid())
         succeed(handed_over)
-
-
-def _allow_many_connections() -> None:
-    """Each takes a descriptor, and many systems begin with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import click
 import msgspec
 import uvloop
 
+from djinnd import descriptors
 from djinnd.config import Config, ConfigError, Effective, Key, load
 from djinnd.gateway.listening import StartError
 from djinnd.gateway.server import Server
@@ -37,6 +38,7 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     settings = with_address(effective, listen) if listen else effective.config
+    descriptors.allow_many()
     configure_logging(settings.log.level, settings.log.format)
     logging.getLogger("uvicorn").setLevel("CRITICAL")  # the log has our own lines of what matters
     try:

@@ -23,6 +23,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -32,6 +34,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -55,6 +58,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             min_p=self.min_p or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            min_tokens=self.min_tokens or 0,
             seed=None if self.seed is None else (self.seed + choice) % (1 << 63),  # vLLM takes negative ones
         )
 

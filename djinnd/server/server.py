@@ -29,6 +29,7 @@ from djinnd.server.client import Client
 from djinnd.server.clients import Clients
 from djinnd.server.engine_process import STOPPING
 from djinnd.server.functions import Functions
+from djinnd.server.gateway_process import GatewayProcess
 from djinnd.server.handlers import Handlers
 from djinnd.server.inspection import Inspector
 from djinnd.server.journal import Journal
@@ -59,6 +60,7 @@ log = logging.getLogger("djinnd.server")
 
 _BEAT = 1.0  # seconds, at most, between words to systemd
 _CANCELLING = 5.0  # seconds for cancelled requests to end
+_GATEWAY_END = 5.0  # seconds for the gateway to end after that
 
 
 class Server:
@@ -74,8 +76,10 @@ class Server:
         inspect_command: Sequence[str],
         stopping: Stopping,
         read_config: Callable[[], Config],
+        gateway: GatewayProcess | None = None,
     ) -> None:
         self._config = config  # as it holds
+        self._gateway = gateway or GatewayProcess([])
         self._read_config = read_config
         self._stopping = stopping
         self._notifier = Notifier(os.environ)
@@ -210,6 +214,7 @@ class Server:
         if self._supervisor.state == "ready":
             self._notifier.tell(READY=1)
             log.info("djinnd_ready socket=%s", self.address)
+            self._gateway.start()
         while not self._stopping.asked.is_set():
             await _first(self._stopping.asked.wait(), self._stopping.reload.wait())
             if self._stopping.reload.is_set():
@@ -265,8 +270,10 @@ class Server:
         else:
             self._notifier.tell_reloading()  # until READY, the successor's
         log.info("djinnd_draining requests=%d restart=%s", self._clients.unfinished, self._stopping.restart or "no")
+        self._gateway.stop()
         await self._drain()
         self._listener.close()
+        await self._gateway.gone(_GATEWAY_END)
         await self._metrics.close()
         self._models.stop()
         await self._functions.close()
@@ -363,17 +370,26 @@ def _make_folder(path: Path) -> None:
         raise StartError(f"no folder {path}: {error}; choose another place with --state-dir") from error
 
 
-async def run(config: Config, read_config: Callable[[], Config]) -> list[Inherited]:
-    """See Server, and Server.serve."""
+async def run(
+    config: Config, read_config: Callable[[], Config], http: str | None = None, file: Path | None = None
+) -> list[Inherited]:
+    """See Server, and Server.serve. `http`: the address of a gateway that comes and goes with the daemon, and reads the
+    rest of its configuration from `file`; None: there is none."""
     stopping = Stopping()
     with stopping.by_signals():  # before there is anything that would be left behind
         commands = (engine_command(config), nursery_command(config), inspect_command())
-        return await Server(config, *commands, stopping, read_config).serve()
+        gateway = GatewayProcess(gateway_command(config, http, file) if http else [])
+        return await Server(config, *commands, stopping, read_config, gateway).serve()
 
 
 def engine_command(config: Config) -> list[str]:
     seconds = ("--kernel-seconds", str(config.limits.kernel_compile))
     return python_module("djinnd.engine", "--device", config.device, *seconds, *_log_options(config))
+
+
+def gateway_command(config: Config, http: str, file: Path | None) -> list[str]:
+    options = ["--socket", config.socket, "--listen", http, "--parent", str(os.getpid())]
+    return python_module("djinnd.gateway", *options, *(["--config", str(file)] if file else []))
 
 
 def nursery_command(config: Config) -> list[str]:

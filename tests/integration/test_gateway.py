@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,7 +126,7 @@ def test_a_request_id_is_kept_or_made(gateway):
 
 
 def test_a_client_that_goes_away_stops_its_work(gateway, daemon):
-    body = json.dumps(GREEDY | {"prompt": "def f(", "max_tokens": 3000, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(GREEDY | {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection(gateway.address) as sock:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         sock.sendall(head.encode() + body)
@@ -154,3 +158,31 @@ def test_without_a_token_only_where_the_configuration_says_so(daemon, tmp_path: 
 )
 def test_pages_and_proxies_need_a_token(gateway, headers, status):
     assert gateway.get("/v1/models", headers).status == status
+
+
+def test_tokens_are_principals_and_a_revoked_one_is_none(gateway, daemon):
+    with daemon.client() as client:
+        bearer = {"authorization": f"Bearer {client.add_token('http-alice').token}"}
+        key = {"x-api-key": client.add_token("http-bob").token}
+        for headers, name in ((bearer, "http-alice"), (key, "http-bob")):
+            assert gateway.post("/v1/completions", GREEDY | {"prompt": "a", "max_tokens": 1}, headers).status == 200
+            assert f"principal={name} method=POST" in gateway.log
+        client.revoke_token("http-alice")
+        wait_for(lambda: gateway.get("/v1/models", bearer).status == 401)
+        assert gateway.get("/v1/models", key).status == 200
+        client.revoke_token("http-bob")
+    unknown = {"authorization": "Bearer djn_" + "A" * 43}
+    assert [gateway.get("/v1/models", unknown).status for _ in range(3)] == [401] * 3
+
+
+def test_the_daemon_s_own_gateway_comes_and_goes_with_it(start_daemon):
+    daemon = start_daemon(flags=["--http", "127.0.0.1:0"], errors=["gateway_ended"])
+    find = lambda: re.findall(r"gateway_ready address=([\d.]+):(\d+)", daemon.log)  # noqa: E731
+    wait_for(find)
+    with urllib.request.urlopen("http://{}:{}/health".format(*find()[-1])) as answer:
+        assert answer.status == 200
+    (first,) = map(int, re.findall(r"gateway_started pid=(\d+)", daemon.log))
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(find()) == 2)
+    with urllib.request.urlopen("http://{}:{}/v1/models".format(*find()[-1])) as answer:
+        assert answer.status == 200

@@ -1,0 +1,67 @@
+"""The HTTP gateway as a child of the daemon: `djinnd --http ADDRESS`.
+
+It is a client like any other, so nothing of the daemon's depends on it. One that ends is started anew, after a while
+that doubles; it ends with the daemon, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
+from collections.abc import Sequence
+from contextlib import suppress
+
+log = logging.getLogger("djinnd.server")
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_SOUND_S = 60.0  # a gateway that has lived so long is started anew without a pause that grows
+
+
+class GatewayProcess:
+    """`command` starts it; empty: there is none."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._process: Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._command:
+            self._keeping = asyncio.create_task(self._keep())
+
+    def stop(self) -> None:
+        """It takes no new requests from now on, and ends when those that it has are answered."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        self._signal_end()
+
+    async def gone(self, patience_s: float) -> None:
+        """Kills it when the time is over."""
+        if self._process is None:
+            return
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _keep(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            self._process = await create_subprocess_exec(*self._command, stdin=DEVNULL)
+            log.info("gateway_started pid=%d", self._process.pid)
+            status = await self._process.wait()
+            log.error("gateway_ended status=%d", status)
+            pause = _FIRST_PAUSE_S if time.monotonic() - began > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    def _signal_end(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
