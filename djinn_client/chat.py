@@ -13,7 +13,6 @@ import msgspec
 from djinn_client.bounds import Name
 
 JsonText = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]  # UTF-8
-ToolsText = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 FUNCTION = "function:"  # before the name of the one function that a tool_choice names
 
 
@@ -32,7 +31,7 @@ class ChatInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     messages: JsonText
-    tools: ToolsText = b""
+    tools: JsonText = b""
     arguments: JsonText = b""
     continue_final: bool = False
     tool_choice: Name = "auto"

@@ -10,7 +10,7 @@ import click
 
 from djinn_client import ConnectionLost, DjinnError
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
-from djinnctl.commands import daemon, memory, models, prefixes, sessions, tokens
+from djinnctl.commands import daemon, memory, models, prefixes, run, sessions, tokens
 
 
 class Commands(click.Group):
@@ -45,6 +45,7 @@ def main() -> None:
 
 for command in (
     *(daemon.status, daemon.top, daemon.quota, daemon.trace, daemon.restart, daemon.version, daemon.doctor),
+    run.run,
     *(models.models, models.pull, models.load, models.plan, models.unload),
     *(memory.budget, memory.free),
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),

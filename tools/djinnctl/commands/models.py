@@ -37,7 +37,7 @@ def models(settings: Settings, watch: float | None) -> None:
 def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | None) -> None:
     """Fetch the model ID (org/name) from the hub; again, it fetches what is missing. Needs no daemon.
 
-    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. `load` and
+    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. `run`, `load` and
     `plan` find it there by its id.
     """
     from djinnctl import pulling, screen

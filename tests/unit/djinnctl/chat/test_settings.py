@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from djinnctl.chat.settings import Settings
+
+
+def test_what_is_set() -> None:
+    settings = Settings()
+    for name, value in [
+        ("system", "Answer briefly."),
+        ("temperature", "0"),
+        ("max-tokens", "64"),
+        ("think", "off"),
+        ("reasoning_effort", "high"),
+        ("Stats", "ON"),
+    ]:
+        settings.set(name, value)
+    assert settings.options == {"temperature": 0.0, "max_tokens": 64}
+    assert settings.arguments == {"enable_thinking": False, "reasoning_effort": "high"}
+    assert list(settings.lines()) == [
+        "system Answer briefly.",
+        "temperature 0.0",
+        "max_tokens 64",
+        "enable_thinking False",
+        "reasoning_effort high",
+        "stats on",
+    ]
+    settings.set("max_tokens", "none")
+    assert settings.options["max_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temprature", "1", "no setting is called 'temprature'; there are system, think"),
+        ("temperature", "hot", "temperature is a number, 0 or more, not 'hot'"),
+        ("max_tokens", "0", "max_tokens is a whole number, 1 or more, or none, not '0'"),
+        ("think", "maybe", "think is on or off, not 'maybe'"),
+    ],
+)
+def test_what_cannot_be_set_is_said_with_what_would_be_right(name: str, value: str, words: str) -> None:
+    settings = Settings()
+    with pytest.raises(ValueError, match=words):
+        settings.set(name, value)
+    assert settings == Settings()

@@ -1,0 +1,1 @@
+"""`djinnctl run`: a conversation with a model at the terminal."""

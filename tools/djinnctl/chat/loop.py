@@ -1,0 +1,72 @@
+"""The loop of `djinnctl run`: a line, what it asks for, the next line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from djinn_client import DjinnError, Generated
+from djinnctl.chat.commands import Bye, obey
+from djinnctl.chat.dialog import Dialog
+from djinnctl.chat.terminal import FURTHER, PROMPT, Answer, history, note
+from djinnctl.chat.typed import Command, Typed
+from djinnctl.units import interval
+
+ReadLine = Callable[[str], str]
+
+
+def talk(dialog: Dialog, read_line: ReadLine = input) -> None:
+    """Until /bye or Ctrl-D."""
+    typed = Typed()
+    note(f"{dialog.branch.session.info.model}: write a message; /help has the commands, Ctrl-D leaves")
+    with history():
+        while True:
+            try:
+                line = read_line(FURTHER if typed.inside else PROMPT)
+            except KeyboardInterrupt:
+                typed.drop()
+                note("\nCtrl-D or /bye leaves")
+                continue
+            except EOFError:
+                print()
+                return
+            try:
+                _take(line, typed, dialog)
+            except Bye:
+                return
+
+
+def _take(line: str, typed: Typed, dialog: Dialog) -> None:
+    """Ctrl-C stops what the line has begun, and no more than that. After an error the conversation goes on as it was: a
+    session survives the daemon's restart, too."""
+    wanted = typed.add(line)
+    try:
+        if isinstance(wanted, Command):
+            obey(wanted, dialog, note)
+        elif wanted is not None:
+            ask(dialog, wanted.text)
+    except KeyboardInterrupt:
+        note("stopped")
+    except DjinnError as error:
+        note(f"djinnctl: {error.message}")
+
+
+def ask(dialog: Dialog, text: str, out: TextIO | None = None) -> Generated:
+    """One message and its answer, which is written as it comes. Raises the daemon's error."""
+    result = dialog.ask(text, Answer(out or sys.stdout))
+    if result.finish_reason == "length":
+        note("the answer was cut short: `/set max_tokens` allows more")
+    if dialog.settings.stats:
+        note(stats(result))
+    return result
+
+
+def stats(result: Generated) -> str:
+    usage, timings = result.usage, result.timings
+    seconds = timings.total - timings.first_token
+    rate = f", {(usage.generated_tokens - 1) / seconds:.3g} tokens/s" if usage.generated_tokens > 1 and seconds else ""
+    return (
+        f"{usage.generated_tokens} tokens, the first after {interval(timings.first_token)}{rate}; of "
+        f"{usage.session_tokens - usage.generated_tokens} tokens before them {usage.computed_tokens} were computed"
+    )

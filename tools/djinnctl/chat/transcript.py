@@ -1,0 +1,42 @@
+"""A conversation in a file: JSON, for people, other programs and other models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, Any]
+
+
+class Transcript(msgspec.Struct):
+    model: str
+    messages: list[Message]
+
+
+def save(path: Path, transcript: Transcript) -> None:
+    """Replaces the file, which only its owner may read. Raises OSError."""
+    text = msgspec.json.format(msgspec.json.encode(transcript))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> Transcript:
+    """Raises OSError, and ValueError for a file that is no transcript."""
+    try:
+        transcript = msgspec.json.decode(path.read_bytes(), type=Transcript)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no saved conversation: {error}") from error
+    for number, message in enumerate(transcript.messages):
+        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise ValueError(f"{path} is no saved conversation: message {number} has no role or no text")
+    return transcript

@@ -1,0 +1,57 @@
+"""What is typed at the prompt: messages, which may have several lines, and commands."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+QUOTES = '"""'
+
+
+class Message(NamedTuple):
+    text: str
+
+
+class Command(NamedTuple):
+    """A line that begins with a slash: `/set temperature 0.5` has the name `set`."""
+
+    name: str
+    argument: str
+
+
+class Typed:
+    """Lines in, messages and commands out. A message of several lines stands between two QUOTES, in which a slash at
+    the beginning means nothing."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] | None = None  # of a message that has been opened and not closed
+
+    @property
+    def inside(self) -> bool:
+        """A message of several lines is open."""
+        return self._lines is not None
+
+    def add(self, line: str) -> Message | Command | None:
+        """The message or the command that ends with this line; None where there is none yet, or nothing was typed."""
+        if self._lines is not None:
+            return self._go_on(self._lines, line)
+        stripped = line.strip()
+        if stripped.startswith(QUOTES):
+            self._lines = []
+            return self._go_on(self._lines, stripped.removeprefix(QUOTES))
+        if stripped.startswith("/"):
+            name, _, argument = stripped[1:].partition(" ")
+            return Command(name.lower(), argument.strip())
+        return Message(stripped) if stripped else None
+
+    def drop(self) -> None:
+        """Forgets the lines of an open message."""
+        self._lines = None
+
+    def _go_on(self, lines: list[str], line: str) -> Message | None:
+        last = line.rstrip()
+        if not last.endswith(QUOTES):
+            lines.append(line)
+            return None
+        self._lines = None
+        whole = "\n".join([*lines, last.removesuffix(QUOTES)]).strip("\n")
+        return Message(whole) if whole.strip() else None

@@ -1,0 +1,78 @@
+"""`djinnctl run`: talk to a model."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from djinn_client.protocol import CLASSES
+from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+
+if TYPE_CHECKING:
+    from djinn_client.protocol import Class
+
+
+@click.command(epilog=EXIT_CODES)
+@everywhere
+@click.argument("model")
+@click.argument("prompt", nargs=-1)
+@click.option("--system", metavar="TEXT", default="", help="The system message.")
+@click.option(
+    "--set", "chosen", metavar="NAME=VALUE", multiple=True, help="A setting, as temperature=0; `/set` names them all."
+)
+@click.option("--priority", type=click.Choice(CLASSES), help="The class. Default: the highest that you may have.")
+@pass_settings
+def run(
+    settings: Settings,
+    model: str,
+    prompt: tuple[str, ...],
+    system: str,
+    chosen: tuple[str, ...],
+    priority: Class | None,
+) -> None:
+    """Talk to MODEL, which is loaded first if need be.
+
+    With PROMPT, or with text on stdin, one answer and no more; of both, the text follows the prompt.
+    """
+    from djinnctl import pulling, screen
+    from djinnctl.chat import loop
+    from djinnctl.chat.dialog import Dialog
+    from djinnctl.chat.settings import Settings as ChatSettings
+
+    chat_settings = ChatSettings(system=system)
+    for setting in chosen:
+        name, _, value = setting.partition("=")
+        try:
+            chat_settings.set(name, value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--set") from error
+    text = "\n\n".join(filter(None, (" ".join(prompt), _piped())))
+    if not text and not sys.stdin.isatty():
+        raise click.UsageError("there is nothing to say: give a prompt, or text on stdin")
+    with settings.client():
+        pass  # a daemon answers: what takes time from here on is the model's loading, which shows itself
+    dialog = Dialog(pulling.pulled(model), chat_settings, priority=priority, address=settings.address)
+    try:
+        if not text:
+            loop.talk(dialog)
+        elif settings.json:
+            answer = loop.ask(dialog, text, io.StringIO())
+            screen.show(lambda: answer, str, as_json=True)
+        else:
+            loop.ask(dialog, text)
+    finally:
+        dialog.close()
+
+
+def _piped() -> str:
+    """What comes in through a pipe or from a file; of anything else nothing is read, so that nobody waits for it."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return ""
+    return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
