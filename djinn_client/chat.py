@@ -13,6 +13,7 @@ import msgspec
 from djinn_client.bounds import Name
 
 JsonText = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]  # UTF-8
+ToolsText = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 FUNCTION = "function:"  # before the name of the one function that a tool_choice names
 
 
@@ -31,7 +32,7 @@ class ChatInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     messages: JsonText
-    tools: JsonText = b""
+    tools: ToolsText = b""
     arguments: JsonText = b""
     continue_final: bool = False
     tool_choice: Name = "auto"

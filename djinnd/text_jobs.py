@@ -25,6 +25,8 @@ from djinnd.text.vocabulary import Vocabulary
 
 MAX_QUESTION = 256 << 20  # bytes: a request's text, which limits.request_bytes bounds
 MAX_ANSWER = 8 << 20  # bytes: the tokens of a prompt, or the text of READ_TOKENS tokens
+MAX_TEMPLATES = 64 << 10  # characters of chat templates that are looked at to find the format of answers
+MAX_SPECIAL = 4096  # special tokens that the server learns of
 READ_TOKENS = 1024  # of one Read, at the most
 
 # --- server to worker -----------------------------------------------------------------------------------------------
@@ -123,6 +125,8 @@ class Opened(msgspec.Struct, tag="opened"):
     eos_token: str = ""
     has_chat: bool = False
     template: str = ""  # of chats without tools
+    templates: str = ""  # the texts of all
+    special: list[str] = []  # texts of special tokens
 
 
 class Encoded(msgspec.Struct, tag="encoded"):
@@ -170,7 +174,8 @@ def opened(vocabulary: Vocabulary) -> Opened:
     assert vocabulary.chats is not None
     bos, eos = vocabulary.named
     ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
-    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template)
+    special, joined = sorted(vocabulary.special)[:MAX_SPECIAL], vocabulary.chats.joined[:MAX_TEMPLATES]
+    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined, special)
 
 
 ToWorker = Open | Forget | Encode | EncodeChat | Decode | Begin | Read | End | Name

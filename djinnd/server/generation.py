@@ -117,7 +117,7 @@ class Generation:
         """What the worker has read of the tokens that it was asked for. Tokens behind the one that completed a stop
         string are the session's no more."""
         if self._chat is not None:
-            text = self._chat.feed(text)
+            text = self._chat.feed(text, self._may_stop(self._asked))
             stopped_after = self._asked - self._read if self._chat.is_stopped else None
         if stopped_after is not None:
             self._is_stopped = True
@@ -192,11 +192,15 @@ class Generation:
         reader, end = self._reader, len(self._tokens)
         tokens = self._with_text(self._tokens[self._read :])
         text = reader.read(tokens) if reader is not None and tokens else ""
-        self._note_read(end, text if self._chat is None else self._chat.feed(text))
+        self._note_read(end, text if self._chat is None else self._chat.feed(text, self._may_stop(end)))
         if (reader is not None and reader.stopped_after is not None) or (
             self._chat is not None and self._chat.is_stopped
         ):
             self.keep = end - self._prompt_end
+
+    def _may_stop(self, end: int) -> bool:
+        """True if a stop string that the token before `end` completes ends the output."""
+        return end - self._prompt_end > self._request.sampling.min_tokens
 
     def _with_text(self, tokens: list[int]) -> list[int]:
         """A stop token is the session's, but says nothing."""

@@ -134,8 +134,8 @@ class Loader:
         try:
             self._expect_load(model)
             files = await self._folders.files_of(model)
-            given = (model.template, model.source.chat_template)
-            text = await self._texts.open(model.opener, model.name, files, model.is_configured, *given)
+            configured = model.source if model.is_configured else None
+            text = await self._texts.open(model.opener, model.name, files, configured, model.template)
             await self._left_by_others()
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")

@@ -260,9 +260,10 @@ class GenerateRun(SessionRun):
         )  # for each engine that has the run
         self.submit(engine)
         try:  # while the engine has its work
-            is_late, chat = worker is not None, text.reply(request)
-            stops = request.stop if chat is None else []  # of a chat, `chat` looks for them
-            rules = ReadingRules(stops, request.skip_special_tokens, request.sampling.min_tokens)
+            is_late, chat = worker is not None, text.reply(request, prompt)
+            rules = ReadingRules([], skip_special=False)  # of a chat, `chat` looks for stop strings
+            if chat is None:
+                rules = ReadingRules(request.stop, request.skip_special_tokens, request.sampling.min_tokens)
             reader = text.reader(session.tokens, rules)
             fields = (request, session.tokens, len(prompt.tokens), prompt.stop_tokens, reader, call.received)
             naming = text.token_bytes if request.token_bytes else None

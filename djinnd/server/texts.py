@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from djinn_client.chat import ChatInput
@@ -27,19 +28,25 @@ from djinn_client.errors import DjinnError, InvalidRequest, PromptTooLong, Quota
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinn_client.scheduling import ResourceUse
+from djinnd import config
 from djinnd.config import Limits
 from djinnd.server.bucket import Bucket
 from djinnd.server.confined_process import sparse_environ
 from djinnd.server.python import python_module
 from djinnd.server.stopping import leave_signals_to_the_loop
 from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
+from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
 from djinnd.text.reader import ReadingRules, TextReader
+from djinnd.text.replies import ReplyFormat, Tools, reply_format
+from djinnd.text.replies.detection import AUTO
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, lacking, text_files
 from djinnd.text_jobs import (
+    MAX_SPECIAL,
+    MAX_TEMPLATES,
     Decode,
     Decoded,
     Encode,
@@ -68,11 +75,13 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """`stop_tokens`: special tokens among the stop strings. `tail`: of a chat, the end of its text."""
+    """`stop_tokens`: special tokens among the stop strings. Of a chat, `tail`: the end of its text; `tools`: what the
+    answer may call."""
 
     tokens: list[int]
     stop_tokens: frozenset[int] = frozenset()
     tail: str = ""
+    tools: Tools = MappingProxyType({})
 
 
 class ModelText:
@@ -80,12 +89,20 @@ class ModelText:
     text workers. `files`: the model's, which closes them. `template`: for chats, in the place of the checkpoint's.
     `told`: what a text worker, or the vocabulary, has said of the files."""
 
-    def __init__(self, name: str, files: ModelFiles, vocabulary: Vocabulary | None = None, template: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        files: ModelFiles,
+        vocabulary: Vocabulary | None = None,
+        template: str = "",
+        configured_format: str = AUTO,
+    ) -> None:
         self.number = next(_numbers)
         self.name = name
         self.files = files
         self.vocabulary = vocabulary
         self.template = template
+        self._configured_format = configured_format
         self.told = Opened(False, []) if vocabulary is None else opened(vocabulary)
 
     @property
@@ -107,9 +124,19 @@ class ModelText:
         """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
         return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
 
-    def reply(self, request: Generate) -> ChatReply | None:
+    @cached_property
+    def reply_format(self) -> ReplyFormat:
+        """How the model writes answers. A response template of a checkpoint that no administrator has configured is not
+        used: its expressions are a stranger's, and would run here."""
+        if self.vocabulary is not None:
+            return self.vocabulary.reply_format(self._configured_format)
+        return reply_format(self.told.templates[:MAX_TEMPLATES], {}, self.told.special[:MAX_SPECIAL])
+
+    def reply(self, request: Generate, prompt: Prompt) -> ChatReply | None:
         """Of a chat; None for other requests."""
-        return None if request.chat is None else ChatReply(request.stop)
+        if request.chat is None:
+            return None
+        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop)
 
     @property
     def token_bytes(self) -> TokenBytes | None:
@@ -139,17 +166,17 @@ class Texts:
         self._sweep: asyncio.TimerHandle | None = None
 
     async def open(
-        self, user: int, name: str, files: ModelFiles, is_configured: bool, template: str = "", template_file: str = ""
+        self, user: int, name: str, files: ModelFiles, configured: config.Model | None, template: str = ""
     ) -> ModelText:
-        """The text side of a model that is being loaded, for `user`. `files` stay the model's. `template`, or else what
-        the configuration's file has, is for chats, in the place of the checkpoint's. Raises ModelRejected, TextFailed,
-        QuotaExceeded."""
-        if is_configured:
+        """The text side of a model that is being loaded, for `user`. `files` stay the model's. `configured`: by an
+        administrator. `template`, or else the configuration's, is for chats, in the place of the checkpoint's. Raises
+        ModelRejected, TextFailed, QuotaExceeded."""
+        if configured is not None:
             loop = asyncio.get_running_loop()
-            if template_file and not template:
-                template = await loop.run_in_executor(self._threads, read_template, template_file)
+            if configured.chat_template and not template:
+                template = await loop.run_in_executor(self._threads, read_template, configured.chat_template)
             vocabulary = await loop.run_in_executor(self._threads, _read, name, files, template)
-            return ModelText(name, files, vocabulary, template)
+            return ModelText(name, files, vocabulary, template, configured.reply_format)
         text = ModelText(name, files, template=template)
         weakref.finalize(text, self._forget, text.number)
         async with self._turn(user, "worker"):
@@ -179,8 +206,8 @@ class Texts:
             if len(prompt) <= LONG_TEXT:
                 return Prompt(await self._in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
         question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
-        tokens, stop_tokens, _ = await self._encoded(text, user, question)
-        return Prompt(given if request.text is None else tokens, stop_tokens)
+        prepared = await self._encoded(text, user, question)
+        return prepared._replace(tokens=given) if request.text is None else prepared
 
     async def prepare_chat(
         self, text: ModelText, user: int, chat: ChatInput, stops: Sequence[str], room: int
@@ -188,11 +215,16 @@ class Texts:
         """All tokens of a chat, up to the answer. Raises as `prepare`; InvalidRequest with what the template says."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
         if vocabulary is None or size > LONG_TEXT:
-            return await self._encoded(text, user, EncodeChat(text.number, chat, room, list(stops), False))
-        stop_tokens = vocabulary.stop_tokens(stops, skip_special=False)
-        encode = partial(vocabulary.encode_chat, chat)
-        encoded = encode() if size <= SHORT_CHAT else await self._in_thread(user, encode)
-        return Prompt(encoded.tokens, stop_tokens, encoded.tail)
+            question = EncodeChat(text.number, chat, room, list(stops), False)
+            prompt = await self._encoded(text, user, question)
+        else:
+            encode = partial(vocabulary.encode_chat, chat)
+            encoded = encode() if size <= SHORT_CHAT else await self._in_thread(user, encode)
+            prompt = Prompt(encoded.tokens, vocabulary.stop_tokens(stops, skip_special=False), encoded.tail)
+        if not chat.tools or chat.tool_choice == "none":
+            return prompt
+        read = partial(read_tools, chat.tools)
+        return prompt._replace(tools=read() if len(chat.tools) <= SHORT_CHAT else await self._in_thread(user, read))
 
     async def texts_of(self, text: ModelText, user: int, tokens: list[int], spelled: bool) -> list[str]:
         """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
@@ -374,6 +406,7 @@ def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
     if vocabulary.has_text:
         vocabulary.characters_per_token  # noqa: B018
     if vocabulary.chats:
+        vocabulary.special  # noqa: B018
         with suppress(InvalidRequest):  # which the first chat is told
             vocabulary.chats.compile()
     return vocabulary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -19,13 +20,15 @@ from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
 from djinnd.text.reach import characters_per_token
 from djinnd.text.reader import TextReader
+from djinnd.text.replies import ReplyFormat, reply_format
+from djinnd.text.replies.detection import AUTO
 from djinnd.text.token_bytes import TokenBytes
 
 TOKENIZER = "tokenizer.json"
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _FILES = frozenset({*_SETTINGS, TOKENIZER, TEMPLATE_FILE, PROCESSOR_FILE})
 _JSON_BYTES = 8 << 20  # of each of the settings
-MAX_TAIL = 256  # characters
+MAX_TAIL = 1024  # characters
 
 
 def text_files(files: ModelFiles) -> list[str]:
@@ -60,11 +63,14 @@ class Vocabulary:
         lacking: str = "",
         chats: ChatTemplates | None = None,
         named: Named = _NAMELESS,
+        told: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """`told`: what tokenizer_config.json says."""
         self.eos = eos
         self.lacking = lacking
         self.chats = chats
         self.named = named
+        self._told = told
         self._tokenizer = tokenizer
         self._encoder = None if tokenizer is None else Encoder(tokenizer)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -81,11 +87,22 @@ class Vocabulary:
         variables = special_variables(told, [tokens])
         chats = ChatTemplates(chat_templates(files, told, template), variables, _added(tokenizer))
         named = Named(variables.get("bos_token", ""), variables.get("eos_token", ""))
-        return cls(tokenizer, eos, chats=chats, named=named)
+        return cls(tokenizer, eos, chats=chats, named=named, told=told)
 
     @property
     def has_chat(self) -> bool:
         return bool(self.chats)
+
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The texts of its special tokens. Where there is text."""
+        assert self._detokenizer is not None
+        return frozenset(self._detokenizer.special_ids)
+
+    def reply_format(self, configured: str = AUTO) -> ReplyFormat:
+        """How answers are written. Where there is text."""
+        assert self.chats is not None
+        return reply_format(self.chats.joined, self._told, self.special, configured)
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:

@@ -11,6 +11,7 @@ import msgspec
 
 from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinnd.text.replies import Tools, tools_by_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000  # and of tools likewise
@@ -69,6 +70,11 @@ def read_conversation(chat: ChatInput, tastes: Tastes) -> Conversation:
     tools = [_tool(index, each) for index, each in enumerate(_list("tools", chat.tools))] if chat.tools else []
     read = [_message(index, each, tastes) for index, each in enumerate(messages)]
     return Conversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
+
+
+def read_tools(text: bytes) -> Tools:
+    """Name → schema of the parameters, of tools that `read_conversation` has let pass."""
+    return tools_by_name(_list("tools", text))
 
 
 def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

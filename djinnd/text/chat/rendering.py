@@ -77,6 +77,11 @@ class ChatTemplates:
         """The text of the one for chats without tools; "" where there is none."""
         return template_for(self._texts, has_tools=False) if "default" in self._texts else ""
 
+    @cached_property
+    def joined(self) -> str:
+        """The texts of all of them."""
+        return "\n".join(self._texts.values())
+
     def compile(self) -> None:
         """All of them, ahead of the first chat. Raises InvalidRequest."""
         for text in self._texts.values():

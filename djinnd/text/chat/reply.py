@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinnd.text.replies import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    ReplyFormat,
+    ReplyParser,
+    Tools,
+)
 from djinnd.text.stop_strings import StopMatcher
 
 
 class ChatReply:
-    """Takes the text of an answer in pieces. Stop strings are looked for in content only; no text counts behind the one
-    that is complete first."""
+    """Takes the text of an answer in pieces, special tokens included. Stop strings are looked for in content only;
+    nothing counts behind the one that is complete first. `prompt`: the end of the text before the answer."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, form: ReplyFormat, prompt: str, tools: Tools, stops: Sequence[str]) -> None:
+        self._parser = ReplyParser(form, prompt, tools)
         self._matcher = StopMatcher(stops)
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[_Call] = []
+        self._calls: dict[int, _Call] = {}
         self._new_reasoning = ""
         self._new_calls: list[ToolCallDelta] = []
 
@@ -28,13 +39,16 @@ class ChatReply:
     def has_delta(self) -> bool:
         return bool(self._new_reasoning or self._new_calls)
 
-    def feed(self, text: str) -> str:
-        """The content that this makes certain."""
-        return self._said(self._matcher.feed(text))
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """The content that this makes certain. `may_stop` False: no stop string ends with this text."""
+        return self._hear(self._parser.feed(text), may_stop)
 
     def finish(self) -> str:
         """The content that is left when no text follows."""
-        return self._said(self._matcher.finish())
+        said = self._hear(self._parser.finish(), True)
+        rest = self._matcher.finish()
+        self._content.append(rest)
+        return said + rest
 
     def take_delta(self) -> ChatDelta | None:
         """What has come beside content since this was last called."""
@@ -47,13 +61,29 @@ class ChatReply:
     @property
     def message(self) -> ChatMessage:
         """All that has come."""
-        calls = [ToolCall(call.id, call.name, "".join(call.arguments)) for call in self._calls]
+        calls = [ToolCall(call.id, call.name, "".join(call.arguments)) for call in self._calls.values()]
         return ChatMessage("".join(self._content), "".join(self._reasoning), calls)
 
-    def _said(self, content: str) -> str:
-        if content:
-            self._content.append(content)
-        return content
+    def _hear(self, events: Iterable[Event], may_stop: bool) -> str:
+        told = ""
+        for event in events:
+            if self.is_stopped:
+                break
+            match event:
+                case Content(text):
+                    told += self._matcher.feed(text) if may_stop else text
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                    self._new_reasoning += text
+                case CallBegin(index, id_, name):
+                    self._calls[index] = _Call(id_, name)
+                    self._new_calls.append(ToolCallDelta(index, id_, name))
+                case CallArguments(index, text):
+                    self._calls[index].arguments.append(text)
+                    self._new_calls.append(ToolCallDelta(index, arguments=text))
+        if told:
+            self._content.append(told)
+        return told
 
 
 class _Call:

@@ -6,8 +6,10 @@ import pytest
 
 from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.generation import READ_AT_ONCE, Generation
+from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader
+from djinnd.text.replies import reply_format
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import Vocabulary
 
@@ -19,15 +21,15 @@ EOS = 0
 class Play:
     """A generation that is given the tokens of a text, one by one."""
 
-    def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), **request):
+    def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), chat=None, **request):
         self.session = [*before, *PROMPT]
         self.clock = itertools.count(101)
-        stops = request.get("stop", [])
+        stops = request.get("stop", []) if chat is None else []
         text = TextReader(Detokenizer(tokenizer).stream(self.session), stops) if has_text else None
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         naming = TokenBytes(tokenizer) if message.token_bytes else None
         fields = (message, self.session, len(PROMPT), frozenset(stop_tokens), text)
-        self.generation = Generation(*fields, received=100.0, token_bytes=naming)
+        self.generation = Generation(*fields, received=100.0, token_bytes=naming, chat=chat)
         self.pieces = []
 
     def feed(self, tokens, logprobs=None):
@@ -229,3 +231,31 @@ def test_stop_strings_count_behind_min_tokens(tiny, story):
     assert reader.stopped_after > 8
     head = tiny.decode(story[:8])
     assert text.startswith(head) and "r" in head and "r" not in text[len(head) :]
+
+
+ANSWER = '<think>a b</think>So: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+QWEN = reply_format("<think></think><tool_call>", {}, [])
+
+
+def test_a_chat_s_pieces_add_up_to_its_message(tiny):
+    play = Play(tiny, chat=ChatReply(QWEN, "", {"f": {}}, []), stream=True)
+    play.feed(tiny.encode(ANSWER).ids)
+    reply = play.finish()
+    told = [*play.pieces, reply]
+    deltas = [each.delta for each in told if each.delta is not None]
+    assert "".join(each.text for each in told) == reply.message.content == "So:"
+    assert "".join(delta.reasoning for delta in deltas) == reply.message.reasoning == "a b"
+    assert "".join(call.arguments for delta in deltas for call in delta.tool_calls) == '{"x": 1}'
+    assert [call.name for call in reply.message.tool_calls] == ["f"]
+    assert [token for each in told for token in each.token_ids] == tiny.encode(ANSWER).ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_in_a_chat_is_one_of_content(tiny, stream):
+    tokens = tiny.encode("<think>stop</think>go and stop here").ids
+    play = Play(tiny, chat=ChatReply(QWEN, "", {}, ["stop"]), stream=stream, stop=["stop"])
+    play.feed(tokens)
+    assert play.generation.keep < len(tokens)
+    reply = play.finish()
+    assert (reply.message.content, reply.message.reasoning, reply.finish_reason) == ("go and ", "stop", "stop")
+    assert tiny.decode(play.session[3:]).endswith("stop")

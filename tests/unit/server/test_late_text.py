@@ -10,7 +10,9 @@ from djinn_client.errors import DjinnError, TextFailed
 from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.generation import Generation
 from djinnd.server.late_text import MOST_BEHIND, LateText
+from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules
+from djinnd.text.replies import reply_format
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
 from djinnd.text_worker.serving import Serving
@@ -49,7 +51,7 @@ class Worker:
 class Play:
     """Plays the run: hears of pieces, of the fault, and of being held."""
 
-    def __init__(self, tiny: Any, **request: Any) -> None:
+    def __init__(self, tiny: Any, chat: ChatReply | None = None, **request: Any) -> None:
         self.session = [7, *PROMPT]
         self.pieces: list[Any] = []
         self.fault: DjinnError | None = None
@@ -57,8 +59,8 @@ class Play:
         self.ends = 0
         self.worker = Worker(tiny)
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-        self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True)
-        rules = ReadingRules(message.stop, message.skip_special_tokens)
+        self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True, chat=chat)
+        rules = ReadingRules(message.stop if chat is None else [], message.skip_special_tokens)
         self.late = LateText(self.worker, 1, self.session, rules, self)  # type: ignore[arg-type]
 
     def feed(self, tokens: list[int]) -> None:
@@ -191,3 +193,16 @@ def test_who_has_gone_hears_nothing_more(tiny: Any) -> None:
     play.late.end()
     play.worker.answer_all()
     assert not play.pieces and play.fault is None and play.worker.readings == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_ends_with_the_token_that_completes_a_stop_string(tiny: Any, stream: bool) -> None:
+    tokens = tiny.encode("<think>stop</think>go and stop here").ids
+    form = reply_format("<think></think>", {}, [])
+    play = Play(tiny, ChatReply(form, "", {}, ["stop"]), stream=stream, stop=["stop"])
+    play.feed(tokens)
+    reply = play.finish()
+    assert reply.message.content == "go and " and reply.message.reasoning == "stop"
+    assert "".join(each.text for each in [*play.pieces, reply]) == "go and "
+    assert tiny.decode(play.session[3:]).endswith("stop")
+    assert len(play.worker.asked) == len(play.session) - 3

@@ -15,7 +15,7 @@ from djinn_client.bounds import pack
 from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
-from djinnd.config import Limits
+from djinnd.config import Limits, Model
 from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, ModelText, Prompt, Texts
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
 from tests.support.served import is_running
@@ -38,7 +38,8 @@ def played(play: Callable[[Texts], Awaitable[None]], **limits: float) -> None:
 
 async def opened(texts: Texts, folder: Path = TINY, is_configured: bool = False, user: int = ME) -> ModelText:
     files = ModelFiles.open(str(folder))
-    text = await texts.open(user, "m", files, is_configured)
+    configured = Model(path=str(folder)) if is_configured else None
+    text = await texts.open(user, "m", files, configured)
     weakref.finalize(text, files.close)
     return text
 
