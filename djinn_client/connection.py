@@ -90,15 +90,16 @@ class Connection:
             yield from self.start(request, fds)
             if on_sent is not None:
                 on_sent()
-            while True:
-                delivery = yield from self.receive()
-                if not isinstance(delivery.message, Progress):
-                    break
-                if on_progress is not None:
-                    on_progress(delivery.message)
+            return (yield from self.rest(expected, on_progress))
         except BaseException:
             self.give_up()
             raise
+
+    def rest(self, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Answer[R]]:
+        """The final reply of a request that has been sent. Raises as `call` does."""
+        while isinstance((delivery := (yield from self.receive())).message, Progress):
+            if on_progress is not None:
+                on_progress(delivery.message)
         if isinstance(delivery.message, expected):
             return Answer(delivery.message, delivery.fds)
         close_all(delivery.fds)

@@ -94,7 +94,13 @@ class Generated(Reply, tag="generated"):
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
     token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
+    others: list[Generated] = []  # of a call with n: see choices
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
+
+    @property
+    def choices(self) -> list[Generated]:
+        """All outputs of a call with n, which djinn_client puts together; the first is this one, and the session's."""
+        return [self, *self.others]
 
 
 class BreakpointAdded(Reply, tag="breakpoint_added"):

@@ -6,11 +6,12 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from djinn_client import folders
 from djinn_client.breakpoints import HitInfo
+from djinn_client.choices import expect_count, generate_choices
 from djinn_client.connection import Answer, Connection, OnProgress, connect
 from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
 from djinn_client.exchange import Delivery, close_all
@@ -127,10 +128,41 @@ class SessionSteps:
             return fork
 
     def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
-        request = generate_request(self.info.id, prompt, options, stream=False)
+        n = options.get("n", 1)
+        expect_count(n)
+        request = generate_request(self.info.id, prompt, {**options, "n": 1}, stream=False)
+        if n == 1:
+            return (yield from self.call_generate(request))
+        self._expect_no_interventions("generate with n")
+        return (yield from generate_choices(self, request, n))
+
+    def call_generate(self, request: Generate) -> Steps[Generated]:
         answer = yield from self.call(request, Generated)
         close_all(answer.fds)
         return answer.message
+
+    def generate_beside(self, others: Sequence[SessionSteps], requests: Sequence[Generate]) -> Steps[list[Generated]]:
+        """One call on this session and one on each of the others, all at once. Where one fails, all are given up."""
+        connections: list[Connection] = []
+        with ExitStack() as turns:
+            for session in (self, *others):
+                session._expect_idle()
+                turns.enter_context(session._turn)
+            try:
+                for session, request in zip((self, *others), requests, strict=True):
+                    session.stopped_at(None)
+                    connections.append((yield from session._connected()))
+                    yield from connections[-1].start(request)
+                replies = []
+                for session, connection in zip((self, *others), connections, strict=True):
+                    replies.append((yield from connection.rest(Generated)))
+                    close_all(replies[-1].fds)
+                    session.stopped_at(replies[-1].message.hit)
+                return [reply.message for reply in replies]
+            except BaseException:
+                for connection in connections:
+                    connection.give_up()
+                raise
 
     def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))

@@ -194,6 +194,45 @@ async def test_token_bytes_are_those_of_the_text(session: OpenSession) -> None:
         assert b"".join(stream.result.token_bytes[token] for token in r.token_ids) == r.text.encode()
 
 
+async def test_n_outputs_of_one_prompt_that_is_computed_once(session: OpenSession, daemon_address: str) -> None:
+    options = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
+    async with session() as s, session() as alone:
+        before = {each.id for each in djinn.sessions(address=daemon_address)}
+        reply = await s.generate(PROMPT, n=3, seed=7, **options)
+        assert {each.id for each in djinn.sessions(address=daemon_address)} == before, "forks are closed"
+        tokens = await s.token_ids
+        prompt = tokens[: reply.usage.prompt_tokens]
+        assert len(reply.choices) == 3 and reply.choices[0] is reply
+        assert tokens == [*prompt, *reply.token_ids], "the first one is the session's"
+        for number, choice in enumerate(reply.choices):
+            await alone.truncate(0)
+            assert choice.token_ids == (await alone.generate(PROMPT, seed=7 + number, **options)).token_ids
+            assert len(choice.logprobs) == len(choice.token_ids)
+            assert choice.usage.prompt_tokens == len(prompt)
+            assert choice.usage.computed_tokens <= (len(prompt) + 1 if number == 0 else 1)
+        more = await s.generate(n=2, **options)
+        assert more.usage.prompt_tokens == 0 and len(more.choices) == 2
+        assert (await s.generate(max_tokens=1)).choices[0].usage.session_tokens == len(await s.token_ids)
+
+
+async def test_n_that_cannot_be_leaves_the_session_as_it_was(session: OpenSession) -> None:
+    async with session() as s:
+        await s.generate(PROMPT, max_tokens=2)
+        before = await s.token_ids
+        for options in (
+            {"n": 0},
+            {"n": 129},
+            {"n": True},
+            {"n": 2, "max_tokens": 1 << 20},
+            {"n": 2, "min_tokens": 500},
+        ):
+            with pytest.raises(djinn.InvalidRequest):
+                await s.generate("more", **options)
+            assert await s.token_ids == before
+        with pytest.raises(djinn.InvalidRequest, match="n is an option of generate alone"):
+            s.stream("more", n=2)
+
+
 async def test_logprobs(session: OpenSession) -> None:
     async with session() as a, session() as b:
         r = await a.generate(PROMPT, max_tokens=5, logprobs=3, ignore_eos=True)
