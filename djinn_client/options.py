@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar
 
 import msgspec
 
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
 from djinn_client.messages import Message, chat_input
+from djinn_client.mistakes import mistake
 from djinn_client.placing import ring_bytes
 from djinn_client.protocol import Generate, Request, Sampling, Signal
 
@@ -188,6 +188,9 @@ def token_ids(tokens: Iterable[Any]) -> list[int]:
     try:
         ids = [operator.index(token) for token in tokens]
     except TypeError as error:
+        if isinstance(tokens, Sequence) and tokens and isinstance(tokens[0], Mapping):
+            told = "these are messages: chat(messages) takes them, and generate takes a text or token ids"
+            raise InvalidRequest(told, field="text") from None
         raise InvalidRequest(f"token ids must be one row of integers: {error}", field="token_ids") from error
     for place, token in enumerate(ids):
         if not 0 <= token < TOKEN_LIMIT:
@@ -212,18 +215,4 @@ def build(kind: type[M], /, **fields: Any) -> M:
     try:
         return msgspec.convert({"id": 0, "type": kind.__struct_config__.tag, **fields}, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise InvalidRequest(f"{kind.__name__}: {error}{_choice(kind, str(error))}") from error
-
-
-def _choice(kind: type[M], error: str) -> str:
-    """What msgspec's account of a wrong word leaves out: the right ones."""
-    found = re.fullmatch(r"Invalid enum value .* - at `\$\.(\w+)`", error, re.DOTALL)
-    words = _words(get_type_hints(kind)[found[1]]) if found else []
-    return f"; it must be one of {', '.join(words)}" if words else ""
-
-
-def _words(hint: Any) -> list[str]:
-    """Those of a Literal, which may be one of several types."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [word for part in get_args(hint) for word in _words(part)]
+        raise InvalidRequest(mistake(kind, fields, str(error))) from error

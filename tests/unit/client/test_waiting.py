@@ -199,10 +199,10 @@ def test_not_while_a_call_runs(daemon: ScriptedDaemon) -> None:
         ("IO_WAIT", float("inf"), "expected_s is inf"),
         ("IO_WAIT", 86401, "expected_s is 86401"),
         ("IO_WAIT", 10**400, "Signal"),
-        ("IO_WAIT", "long", "Signal"),
+        ("IO_WAIT", "long", "expected_s is 'long'; it must be a number"),
         ("COMPUTE", 1, "COMPUTE takes no expected_s"),
         ("io_wait", 0, "'io_wait' is no signal: IO_WAIT, COMPUTE, PREFILL, DECODE are"),
-        (None, 0, "Signal"),
+        (None, 0, "kind is None; it must be a text"),
     ],
 )
 def test_wrong_values_are_not_sent(daemon: ScriptedDaemon, kind: str, expected_s: float, wrong: str) -> None:
@@ -215,7 +215,7 @@ def test_wrong_values_are_not_sent(daemon: ScriptedDaemon, kind: str, expected_s
     ("kind", "tool", "wrong"),
     [
         ("IO_WAIT", "x" * 65, "65 characters: at most 64"),
-        ("IO_WAIT", 7, "Signal"),
+        ("IO_WAIT", 7, "tool is 7; it must be a text"),
         ("COMPUTE", "search", "COMPUTE takes no tool"),
         ("PREFILL", "search", "PREFILL takes no tool"),
     ],
