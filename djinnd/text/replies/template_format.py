@@ -127,8 +127,9 @@ class _Reader:
     def _pass(self, text: str, sure: int, at_border: bool) -> None:
         """Text of the region. White space at both ends of a text does not belong to it."""
         if self._region is None:
-            self._advance(sure)
-            self._source.told()
+            for begin in range(0, sure, CHUNK):
+                self._advance(min(CHUNK, sure - begin))
+                self._source.told()
         elif self._region.name == _CALLS:
             self._body += text[:sure]
             self._advance(sure)
