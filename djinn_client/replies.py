@@ -89,6 +89,7 @@ class Generated(Reply, tag="generated"):
     usage: Usage
     timings: Timings
     logprobs: list[Logprobs] = []
+    stopped_by: str = ""  # the stop string that ended a chat; of other calls, where the server itself read the text
     delta: ChatDelta | None = None  # of a chat: what else no Piece has brought
     message: ChatMessage | None = None  # of a chat: the whole answer, with `stream` too
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`

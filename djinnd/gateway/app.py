@@ -14,13 +14,21 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from djinnd.config import Http
-from djinnd.gateway import openai_completions, openai_models, operations
-from djinnd.gateway.api import Route
+from djinnd.gateway import anthropic_messages, ollama, openai_completions, openai_models, operations
+from djinnd.gateway.anthropic_messages import ANTHROPIC
+from djinnd.gateway.api import OPENAI, Route
 from djinnd.gateway.doors import Doors
 from djinnd.gateway.endpoint import Endpoint
-from djinnd.gateway.errors import Problem, openai_error
+from djinnd.gateway.errors import Problem
+from djinnd.gateway.ollama import OLLAMA
 
-ROUTES: list[Route] = [*operations.ROUTES, *openai_models.ROUTES, *openai_completions.ROUTES]
+ROUTES: list[Route] = [
+    *operations.ROUTES,
+    *openai_models.ROUTES,
+    *openai_completions.ROUTES,
+    *anthropic_messages.ROUTES,
+    *ollama.ROUTES,
+]
 
 _ALLOWED_HEADERS = [
     "authorization",
@@ -61,14 +69,18 @@ def _cors(http: Http) -> list[Middleware]:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    return _refusal(Problem(404, f"there is nothing at {request.url.path[:200]}: docs/http.md lists what there is"))
+    problem = Problem(404, f"there is nothing at {request.url.path[:200]}: docs/http.md lists what there is")
+    return _refusal(request, problem)
 
 
 async def _not_allowed(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
     problem = Problem(405, f"{request.url.path[:200]} does not take {request.method[:20]}, but {allowed}")
-    return _refusal(problem, {"allow": allowed})
+    return _refusal(request, problem, {"allow": allowed})
 
 
-def _refusal(problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    return Response(openai_error(problem), problem.status, headers, "application/json")
+def _refusal(request: Request, problem: Problem, headers: dict[str, str] | None = None) -> Response:
+    """In the shape of the API that the path belongs to."""
+    path = request.url.path
+    api = OLLAMA if path.startswith("/api/") else ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+    return Response(api.error(problem), problem.status, headers, "application/json")

@@ -153,9 +153,16 @@ class Generation:
                 first_token=self._first_token - self._received if self._first_token else 0.0,
                 total=at - self._received,
             ),
+            stopped_by=self._stopped_by,
             message=None if self._chat is None else self._chat.message,
             **self._take(),
         )
+
+    @property
+    def _stopped_by(self) -> str:
+        """The stop string; "" where there was none, or a text worker looked for it."""
+        read_by = self._chat or self._reader
+        return read_by.stopped_by if read_by is not None else ""
 
     def ended_by_itself(self, context: int) -> FinishReason | None:
         """Why no token follows those that there are, with so much room in the session. None: one does."""

@@ -37,6 +37,11 @@ class TextReader:
         self.tokens = 0  # that were read
         self._characters = 0
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that is complete; "" while none is."""
+        return self._matcher.matched or ""
+
     def read(self, tokens: Sequence[int]) -> str:
         """The text that these make certain and that cannot be part of a stop string any more. Raises TextFailed."""
         if not self._has_stops:

@@ -16,3 +16,17 @@ TURNS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}
 """
+# For djinn-tiny, with tools as Hermes and Qwen write them.
+TOOLS = """\
+{%- if tools %}# tools, called as <tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for message in messages %}
+{{- '# ' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}
+"""

@@ -36,6 +36,11 @@ class ChatReply:
         return self._matcher.matched is not None
 
     @property
+    def stopped_by(self) -> str:
+        """The stop string that ended the answer; "" where none did."""
+        return self._matcher.matched or ""
+
+    @property
     def has_delta(self) -> bool:
         return bool(self._new_reasoning or self._new_calls)
 

@@ -1,0 +1,57 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from djinn_client.protocol import Generate, Generated, Tokenize, Tokenized
+from djinnd.gateway import anthropic_reply
+from djinnd.gateway.anthropic_body import CountBody, MessagesBody
+from djinnd.gateway.api import Api, Route
+from djinnd.gateway.generating import generate, stream
+from djinnd.gateway.http_request import HttpRequest
+from djinnd.gateway.openai_sampling import finish_reason
+from djinnd.gateway.replies import SSE, Framing, Reply, Stream, Whole, json, named_event
+
+ANTHROPIC = Api("anthropic", anthropic_reply.error)
+_FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
+
+
+async def create(request: HttpRequest) -> Reply:
+    body = request.body(MessagesBody)
+    request.ignored.update(body.ignored())
+    body.expect_possible()
+    wanted = body.generation()
+    if body.stream:
+        return Stream(_events(request, body.model, wanted), anthropic_reply.failed, _FRAMING)
+    reply = await generate(request, body.model, wanted)
+    finish_reason(reply.finish_reason)
+    return json(anthropic_reply.message(f"msg_{request.id}", body.model, reply))
+
+
+async def count_tokens(request: HttpRequest) -> Whole:
+    body = request.body(CountBody)
+    request.ignored.update(body.ignored())
+    async with request.link() as link:
+        tokenized = await link.call(Tokenize(id=0, model=body.model, chat=body.chat()), Tokenized)
+    return json({"input_tokens": len(tokenized.token_ids)})
+
+
+async def _events(request: HttpRequest, model: str, wanted: Generate) -> AsyncGenerator[bytes]:
+    events = anthropic_reply.Events(f"msg_{request.id}", model)
+    async with aclosing(stream(request, model, wanted)) as replies:
+        begun = False
+        async for reply in replies:
+            if isinstance(reply, Generated):
+                finish_reason(reply.finish_reason)
+            told = b"".join(events.take(reply))
+            if told:
+                yield told if begun else events.begin() + told
+                begun = True
+
+
+ROUTES = [
+    Route(ANTHROPIC, "POST", "/v1/messages", create),
+    Route(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens),
+]

@@ -1,0 +1,91 @@
+"""Anthropic's own client against the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+anthropic = pytest.importorskip("anthropic")
+
+MODEL = "djinn-tiny"
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "def add(a, b):"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": ASK, "extra_body": {"temperature": 0}}
+
+
+@pytest.fixture(scope="module")
+def client(gateway) -> Any:
+    with anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_an_answer(client):
+    message = client.messages.create(**GREEDY)
+    (block,) = message.content
+    assert block.type == "text" and block.text
+    assert message.stop_reason == "max_tokens" and message.model == MODEL
+    assert message.usage.output_tokens == 12
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens > 0
+
+
+def test_a_stream_is_the_same_answer(client):
+    whole = client.messages.create(**GREEDY)
+    with client.messages.stream(**GREEDY) as stream:
+        texts = list(stream.text_stream)
+        message = stream.get_final_message()
+    assert "".join(texts) == message.content[0].text == whole.content[0].text
+    assert len(texts) > 1
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 12
+
+
+def test_tokens_are_counted_as_they_are_used(client):
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    counted = client.messages.count_tokens(model=MODEL, system=system, messages=ASK)
+    usage = client.messages.create(system=system, **GREEDY).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert counted.input_tokens > client.messages.count_tokens(model=MODEL, messages=ASK).input_tokens
+
+
+def test_a_stop_sequence_ends_an_answer(client):
+    text = client.messages.create(**GREEDY).content[0].text
+    stop = text[len(text) // 2 :][:3]
+    message = client.messages.create(**GREEDY, stop_sequences=[stop, "never"])
+    assert message.stop_reason == "stop_sequence" and message.stop_sequence == stop
+    assert text.startswith(message.content[0].text) and stop not in message.content[0].text
+
+
+def test_an_answer_that_has_begun_goes_on(client):
+    whole = client.messages.create(**GREEDY).content[0].text
+    begun = [*ASK, {"role": "assistant", "content": "    return"}]
+    rest = client.messages.create(**GREEDY | {"messages": begun}).content[0].text
+    assert rest and rest != whole
+
+
+def test_several_at_once(gateway):
+    async def ask() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
+            messages = await asyncio.gather(*[client.messages.create(**GREEDY) for _ in range(4)])
+        return [message.content[0].text for message in messages]
+
+    assert len(set(asyncio.run(ask()))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "told"),
+    [
+        ({"model": "nobody"}, "NotFoundError", "nobody"),
+        ({"messages": []}, "BadRequestError", "at least one message"),
+        ({"messages": [*ASK, {"role": "system", "content": "a"}]}, "BadRequestError", "role system is not supported"),
+        ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "BadRequestError", "prompt is too long"),
+        ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
+    ],
+)
+def test_errors_are_the_client_s_own(client, fields, kind, told):
+    with pytest.raises(getattr(anthropic, kind), match=told):
+        client.messages.create(**GREEDY | fields)
+
+
+def test_what_has_no_effect_is_named(client):
+    raw = client.messages.with_raw_response.create(**GREEDY, metadata={"user_id": "me"}, service_tier="auto")
+    assert raw.headers["x-djinn-ignored"] == "metadata, service_tier"
