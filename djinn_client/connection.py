@@ -247,7 +247,7 @@ def connect(address: str | None = None, token: str | None = None) -> Steps[Conne
 
     Raises ConnectionLost with the remedy where nobody answers; VersionMismatch; NotAuthenticated.
     """
-    given = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    given = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
     failures: list[tuple[str, OSError]] = []
     for path in candidates(address):
         try:

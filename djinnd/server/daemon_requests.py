@@ -55,7 +55,10 @@ class DaemonRequests:
         if request.all:
             expect_admin(call, "see the quotas of all users")
         users = {call.client.user, *(session.user for session in self._sessions if request.all)}
-        return Answer(protocol.Quotas(id=call.id, quotas=await self._status.quota_uses(sorted(users))))
+        uses = await self._status.quota_uses(sorted(users))
+        if not request.all:  # what this very connection may have: its token may be for less
+            uses = [replace(use, highest_class=call.client.class_for(None)) for use in uses]
+        return Answer(protocol.Quotas(id=call.id, quotas=uses))
 
     async def set_budget(self, call: Call, request: protocol.SetBudget) -> Answer:
         expect_admin(call, "change the budget of device memory")

@@ -15,6 +15,7 @@ from djinn_client.protocol import (
     Failure,
     Generate,
     Generated,
+    GetQuotas,
     Hello,
     ListSessions,
     ListTokens,
@@ -98,7 +99,7 @@ def test_revoking_ends_connections_and_what_runs_on_them(serve: Callable[..., Se
         other = admin.add_token("other").token
         with Bearer(daemon, token) as busy, Bearer(daemon, token) as idle, Bearer(daemon, other) as victim:
             session = busy.ask(OpenSession(id=1, model=MODEL)).session.id
-            busy.send(Generate(id=2, session=session, token_ids=[5], max_tokens=1000))
+            busy.send(Generate(id=2, session=session, token_ids=[5], max_tokens=100))
             wait_for(lambda: admin.status().requests_running + admin.status().requests_queued)
             began = time.monotonic()
             admin.revoke_token("ci")
@@ -148,6 +149,7 @@ def test_the_class_of_a_token(calm: Served, admin: djinn.Client) -> None:
         Wire(calm.address) as fast,
     ):
         assert slow.ask(OpenSession(id=1, model=MODEL)).session.priority == "batch", "the highest that it may have"
+        assert [use.highest_class for use in slow.ask(GetQuotas(id=1)).quotas] == ["batch"]
         refused = slow.ask(OpenSession(id=1, model=MODEL, priority="agent"))
         assert (refused.code, refused.data["limit"]) == ("quota_exceeded", "batch")
         session = fast.ask(OpenSession(id=1, model=MODEL)).session
