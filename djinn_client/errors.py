@@ -9,6 +9,7 @@ DjinnError
 │   ├── PromptTooLong
 │   ├── TokenOutOfRange
 │   ├── NoTokenizer
+│   ├── GrammarRejected     the output's format is no valid grammar, cannot be met, or takes too much to follow
 │   ├── ModelMismatch       a saved session is of a model with other weights
 │   └── FileDamaged         a saved session's file is cut short or changed
 ├── NotFound
@@ -79,6 +80,10 @@ class TokenOutOfRange(InvalidRequest):
 
 class NoTokenizer(InvalidRequest):
     code = "no_tokenizer"
+
+
+class GrammarRejected(InvalidRequest):
+    code = "grammar_rejected"
 
 
 class ModelMismatch(InvalidRequest):

@@ -11,6 +11,7 @@ import msgspec
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
 from djinn_client.messages import Message, chat_input
 from djinn_client.mistakes import mistake
+from djinn_client.output_format import output_format
 from djinn_client.placing import ring_bytes
 from djinn_client.protocol import Generate, Request, Sampling, Signal
 
@@ -58,6 +59,10 @@ class GenerateOptions(TypedDict, total=False):
     expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
+    response_format      {"type": "json_object"}, or {"type": "json_schema", "schema": a JSON schema}: the output is
+                         such a JSON text, and ends where that does
+    regex                a regular expression that the whole output matches
+    grammar              a Lark grammar that the whole output follows; of these three, at most one
     """
 
     max_tokens: int | None
@@ -83,6 +88,9 @@ class GenerateOptions(TypedDict, total=False):
     token_bytes: bool
     expected_tokens: int
     deadline_s: float
+    response_format: Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -149,6 +157,7 @@ def generate_request(
     if fields.pop("n", 1) != 1:
         raise InvalidRequest("n is an option of generate alone: fork the session, and call each fork", field="n")
     sampling = {name: fields.pop(name) for name in _SAMPLING & fields.keys()}
+    form = output_format(*(fields.pop(name, None) for name in ("response_format", "regex", "grammar")))
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if "stop_token_ids" in fields:
@@ -158,6 +167,7 @@ def generate_request(
     elif prompt is not None:
         fields["token_ids"] = token_ids(prompt)
     request = build(Generate, session=session, sampling=sampling, stream=stream, **fields)
+    request.format = form
     if isinstance(request.max_tokens, int) and request.max_tokens > MAX_NEW_TOKENS:
         raise InvalidRequest(
             f"max_tokens is {request.max_tokens}; it must be from 0 to {MAX_NEW_TOKENS}, or None", field="max_tokens"

@@ -30,6 +30,7 @@ from djinn_client.chat import *  # noqa: F403
 from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
 from djinn_client.infos import *  # noqa: F403
+from djinn_client.output_format import OutputFormat as OutputFormat
 from djinn_client.placing import ModelPlan as ModelPlan
 from djinn_client.placing import Placing as Placing
 from djinn_client.replies import *  # noqa: F403

@@ -14,6 +14,7 @@ from djinn_client.image import Dtype
 from djinn_client.infos import Tier
 from djinn_client.kv_layout import KvLayout
 from djinn_client.model_files import MAX_FILES, MAX_OTHERS
+from djinn_client.output_format import OutputFormat
 from djinn_client.placing import Placing
 from djinn_client.sampling import Sampling
 from djinn_client.scheduling import Class
@@ -96,6 +97,7 @@ class Generate(Request, tag="generate"):
     resume: bool = False  # goes on from where the last call stopped at a breakpoint; without a prompt
     hit: HitInfo | None = None  # with resume: from there, at whose `end` the session is, and not from its last call's
     capture: Names = []  # points whose activations are wanted: see Generated
+    format: OutputFormat | None = None  # the output has this form, and ends where that does
 
     @property
     def most_tokens(self) -> int:

@@ -4,6 +4,7 @@
            ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
            ──EncodeChat─────────────────►        ──Encoded | TooMany | Failed──►
            ──Decode─────────────────────►        ──Decoded | Failed──►
+           ──CheckGrammar───────────────►        ──GrammarChecked | Failed──►
            ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
            ──Name───────────────────────►        ──Named | Failed──►
            ──End, Forget──►
@@ -19,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from djinn_client.chat import ChatInput
-from djinn_client.protocol import decoded, framed
+from djinn_client.protocol import OutputFormat, decoded, framed
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
@@ -75,6 +76,14 @@ class Decode(msgspec.Struct, tag="decode"):
     model: int
     tokens: list[int]
     spelled: bool = False
+
+
+class CheckGrammar(msgspec.Struct, tag="check_grammar"):
+    """Whether the format can be followed with the model's tokens. `wants_table`: the answer has them."""
+
+    model: int
+    form: OutputFormat
+    wants_table: bool
 
 
 class Begin(msgspec.Struct, tag="begin"):
@@ -147,6 +156,12 @@ class TooMany(msgspec.Struct, tag="too_many"):
     tokens: int
 
 
+class GrammarChecked(msgspec.Struct, tag="grammar_checked"):
+    """It can. `table`: what the tokens stand for, as msgpack of djinnd.text.grammar.TokenTable."""
+
+    table: bytes = b""
+
+
 class ReadText(msgspec.Struct, tag="read_text"):
     """`stopped_after`: the tokens of this Read up to and with the one that completed a stop string; the reading has
     ended then."""
@@ -163,7 +178,7 @@ class Named(msgspec.Struct, tag="named"):
 class Failed(msgspec.Struct, tag="failed"):
     """The worker goes on."""
 
-    code: Literal["model_rejected", "text_failed", "invalid_request"]
+    code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
     message: str
 
 
@@ -178,8 +193,8 @@ def opened(vocabulary: Vocabulary) -> Opened:
     return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined, special)
 
 
-ToWorker = Open | Forget | Encode | EncodeChat | Decode | Begin | Read | End | Name
-Answer = Opened | Encoded | TooMany | Decoded | ReadText | Named | Failed
+ToWorker = Open | Forget | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | End | Name
+Answer = Opened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | Named | Failed
 FromWorker = Ready | Answer
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -95,6 +95,7 @@ class Limits(Struct, frozen=True):
     text_seconds_per_minute: Seconds = 60  # of CPU time, for text workers and inspections of a user
     text_memory: Size = 1 << 30  # of a text worker, beyond what it begins with
     text_workers: Count = 64  # in all
+    grammar_bytes: Size = 256 << 10  # of a format of outputs: a schema, a regular expression, a grammar
     inspection_seconds: Seconds = 20  # of CPU time, for looking at a checkpoint that is not configured
     inspection_memory: Size = 2 << 30  # of that, beyond what the process begins with
     tokenizer_bytes: Size = 64 << 20  # of tokenizer.json, of models that are not configured

@@ -11,6 +11,8 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 
+LATE = -1  # in the place of a row's token: it has none, as its mask was not there; its last position is run again
+
 
 class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had

@@ -24,7 +24,7 @@ from djinnd.core.stops import Stop
 class RequestState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
-    HELD = "held"  # its client reads too slowly: no row until it is released
+    HELD = "held"  # its client reads too slowly, or its grammar is being followed: no row until it is released
     DONE = "done"
 
 
@@ -64,6 +64,7 @@ class Request:
     expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
     deadline: float = math.inf  # by which the last token is wanted, on the engine's clock
     state: RequestState = RequestState.QUEUED
+    holders: set[str] = field(default_factory=set)  # that keep it from having a row; it is HELD while there is one
     computed: int = 0  # tokens that the model ran for the prompt
     finish_reason: FinishReason | None = None
     stopped: Stop | None = None  # with the finish_reason "breakpoint"

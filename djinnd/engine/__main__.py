@@ -21,10 +21,20 @@ _LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 @click.option("--device", default="auto")
 @click.option("--memory", type=int, default=0, help="Budget in bytes; 0: the device's default.")
 @click.option("--kernel-seconds", type=float, default=120.0, help="That compiling one kernel may take.")
+@click.option("--grammar-seconds", type=float, default=10.0, help="That one answer of a grammar process may take.")
+@click.option("--grammar-memory", type=int, default=1 << 30, help="Bytes of a grammar process.")
 @click.option("--log-level", default="info")
 @click.option("--log-format", default="text")
 def main(
-    fd: int, parent: int, device: str, memory: int, kernel_seconds: float, log_level: str, log_format: str
+    fd: int,
+    parent: int,
+    device: str,
+    memory: int,
+    kernel_seconds: float,
+    grammar_seconds: float,
+    grammar_memory: int,
+    log_level: str,
+    log_format: str,
 ) -> None:
     if parent:
         tie_to(parent)
@@ -44,7 +54,8 @@ def main(
         raise SystemExit(3) from error
     try:
         compiler = kernel_compiler_for(opened.torch_device, kernel_seconds)
-        Engine(channel, opened, *_LIMITS[opened.torch_device.type], compiler).serve()
+        limits = _LIMITS[opened.torch_device.type]
+        Engine(channel, opened, *limits, compiler, (grammar_seconds, grammar_memory)).serve()
     finally:
         opened.close()
         channel.close()

@@ -42,6 +42,7 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
+        self._watched: set[int] = set()
 
     def receive(self, timeout: float) -> list[ToEngine]:
         """What has come, waiting up to `timeout` seconds for the first. Raises ServerGone."""
@@ -49,6 +50,8 @@ class Channel:
         for fd, _ in self._poll.poll(timeout * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
+                continue
+            if fd in self._watched:
                 continue
             for frame in self._decoder.feed(self._read()):
                 fds = [self._fds.popleft() for _ in range(frame.fds)]
@@ -82,6 +85,15 @@ class Channel:
     def wake(self) -> None:
         """Makes a waiting `receive` return; from any thread."""
         os.eventfd_write(self._wake, 1)
+
+    def watch(self, fd: int) -> None:
+        """A waiting `receive` returns while this is readable."""
+        self._watched.add(fd)
+        self._poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._watched.remove(fd)
+        self._poll.unregister(fd)
 
     def finish(self) -> None:
         """The last that the server hears: what the next engine is to find is there, and this process may be killed."""

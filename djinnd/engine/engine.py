@@ -15,7 +15,7 @@ import torch
 
 from djinn_client.errors import DjinnError, OutOfMemory, SessionLost, SessionNotFound
 from djinnd import messages
-from djinnd.core.batch import Batch, Row, recomputed
+from djinnd.core.batch import LATE, Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -43,6 +43,7 @@ LOST = (
     "on with the tokens in a new session"
 )
 ALIVE_EVERY = 0.5  # seconds
+GRAMMAR_LIMITS = (10.0, 1 << 30)  # seconds and bytes, as configured by default
 
 
 class Engine:
@@ -55,8 +56,9 @@ class Engine:
         max_batch_tokens: int,
         max_rows: int,
         compiler: KernelCompiler | None = None,
+        grammar_limits: tuple[float, int] = GRAMMAR_LIMITS,
     ) -> None:
-        """`compiler`: of kernels, where the device has some."""
+        """`compiler`: of kernels, where the device has some. `grammar_limits`: see Guidance."""
         self._channel = channel
         self._device = device
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
@@ -74,7 +76,9 @@ class Engine:
             channel,
             self._courses,
             self._spare_idle,
+            grammar_limits,
         )
+        self._guidance = self._requests.guidance
         self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._requests.under_way)
         self._models = Models(
             device,
@@ -172,12 +176,14 @@ class Engine:
             self._models.close()
             self._loads.close()
             self._courses.close()
+            self._guidance.close()
             self._tiers.stop()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
         """Runs one batch, if there is one."""
+        self._guidance.turn()
         batch = self._scheduler.next_batch()
         if batch is None:
             self._untold = bool(self._unwaited)
@@ -188,7 +194,8 @@ class Engine:
         self._tracer.did("compose")
         try:
             with self._tracer.step(batch):
-                sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch))
+                masks = self._guidance.masks if self._guidance else None
+                sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch), masks)
                 scored = self._runners[batch.model].scores.take()
         except ServerGone:
             raise
@@ -204,6 +211,8 @@ class Engine:
             if again := recomputed(batch):
                 self._channel.send(messages.Recomputed(again))
         sampling = [row for row in batch.rows if row.samples]
+        if masks is not None:
+            sampled = self._guidance.settle(sampling, sampled)
         for message in scored:
             self._channel.send(message)
         self._tell([row.request for row in sampling], sampled)
@@ -211,6 +220,8 @@ class Engine:
         seconds = self._waited_for(batch) if waits else 0.0
         for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
             self._requests.finish(request)
+        if masks is not None:
+            self._guidance.hold_back()
         self._runners[batch.model].settle()
         self._tracer.did("complete")
         return True
@@ -244,13 +255,13 @@ class Engine:
             self._started = []
 
     def _tell(self, requests: Sequence[Request], sampled: Sampled) -> None:
-        """What the step gave each request; those that are unsound get no token."""
+        """What the step gave each request; those that are unsound or late get no token."""
         given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
-        unsound = set(sampled.unsound)
+        tokenless = {*sampled.unsound, *sampled.late}
         tokens = [
             messages.Token(request.id, token, logprobs)
             for index, (request, token, logprobs) in enumerate(given)
-            if index not in unsound
+            if index not in tokenless
         ]
         self._figures.generated += len(tokens)
         self._tell_started()
@@ -261,6 +272,8 @@ class Engine:
         """The tokens of these rows, None where there are no numbers to choose from: where a client has changed its
         session's activations, that is what its call ends with, and else it fails."""
         tokens: list[int | None] = [*sampled.tokens]
+        for index in sampled.late:
+            tokens[index] = LATE
         for index in sampled.unsound:
             tokens[index], row = None, sampling[index]
             if not row.session.edits:

@@ -34,9 +34,12 @@ from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 from djinnd.model.probe import Probe
 from djinnd.model.sampler import Sampled, Sampler
+from djinnd.model.token_masks import RowMasks
 from djinnd.weights.plan import Place, Plan
 
 log = logging.getLogger("djinnd.engine")
+
+FindMasks = Callable[[Rows], RowMasks | None]
 
 _PAGES_AT_ONCE = 32  # that are moved from one pool to another: what is held twice
 
@@ -183,9 +186,12 @@ class ModelRunner:
             self.model.copy_page(source, target)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False) -> Sampled:
+    def run(
+        self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False, masks: FindMasks | None = None
+    ) -> Sampled:
         """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
-        go to their windows. `meanwhile`: is called when the device has its work, and again while it says so."""
+        go to their windows. `meanwhile`: is called when the device has its work, and again while it says so. `masks`:
+        asked for those of the rows that sample; None: no request has any."""
         self._ran = None
         with self.device.computing(late=True):
             stale = self.kv.take_stale()
@@ -198,7 +204,8 @@ class ModelRunner:
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
-            sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile)
+            masked = None if masks is None else masks(sampling)
+            sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
             self._inputs = None  # they have been taken long since
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 

@@ -10,6 +10,7 @@ what it captures, what is seen where it stops.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -24,6 +25,7 @@ from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Courses
 from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.export import Passages
+from djinnd.engine.guidance import Guidance
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.stop_captures import StopCaptures
 from djinnd.engine.tiers import Tiers
@@ -42,11 +44,14 @@ class Requests:
         channel: Channel,
         courses: Courses,
         spare_idle: Callable[[], object],
+        grammar_limits: tuple[float, int],
     ) -> None:
-        """`runners`: by model, as they are at any time. `spare_idle`: makes room on the device."""
+        """`runners`: by model, as they are at any time. `spare_idle`: makes room on the device. `grammar_limits`: see
+        Guidance."""
         self.under_way: dict[int, Session] = {}  # by request
         self.passages = Passages(device, scheduler, runners, channel, courses, self._compute_kv)
         self.deliveries = Deliveries(device, channel, courses, self._fail_delivery)
+        self.guidance = Guidance(scheduler, channel, grammar_limits, self.fail, self.finish)
         self._stop_captures = StopCaptures(self.deliveries, runners)
         self._waiting: set[int] = set()  # those that have had no row yet
         self._scheduler = scheduler
@@ -62,6 +67,9 @@ class Requests:
             self._submit(message)
         except DjinnError as error:
             self._channel.refuse(message.request, error)
+        finally:
+            if message.grammar is not None:
+                os.close(message.grammar.fd)
 
     def is_plain(self, message: messages.Run) -> bool:
         """Tokens come and tokens go: nothing has to be made room for, on the device or elsewhere."""
@@ -117,9 +125,20 @@ class Requests:
             except OutOfMemory:
                 self._scheduler.rollback(request.id)
                 raise
+        if message.grammar is not None:
+            self._guide(session, request, message)
         self._stop_captures.expect(request)
         self.under_way[request.id] = session
         self._waiting.add(request.id)
+
+    def _guide(self, session: Session, request: Request, message: messages.Run) -> None:
+        """Raises what Guidance.begin does; the session is as it was then."""
+        try:
+            self.guidance.begin(session, request, message, self._runners[session.model].model.vocab)
+        except DjinnError:
+            self._scheduler.rollback(request.id)
+            self.deliveries.drop(request)
+            raise
 
     def _make_room(self, session: Session, request: Request) -> None:
         """For what the request's steps need and give beside tokens. Raises OutOfMemory."""
@@ -221,6 +240,7 @@ class Requests:
     def _forget(self, request: Request) -> Session:
         self._waiting.discard(request.id)
         self._stop_captures.forget(request)
+        self.guidance.forget(request)
         return self.under_way.pop(request.id)
 
 

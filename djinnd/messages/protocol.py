@@ -92,8 +92,9 @@ def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
         (message.fd,) = fds or (-1,)
     elif isinstance(message, models.Load | models.Plan | models.DescribeImage):
         message.fds = list(fds)
-    else:
-        assert not fds, message
+    elif fds:
+        assert type(message) is runs.Run and message.grammar is not None, message
+        (message.grammar.fd,) = fds
     return message
 
 

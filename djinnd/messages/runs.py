@@ -12,6 +12,17 @@ from djinnd.core.stops import Stop
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
+class Grammar(msgspec.Struct, array_like=True):
+    """What a run's output follows, as llguidance reads it. With the Run comes the model's open tokenizer.json, or, of
+    models that are not configured, a table of tokens (djinnd/text/grammar.py)."""
+
+    text: str
+    tokenizer: int  # a number: those with the same one are the same
+    is_table: bool
+    eos: list[int]
+    fd: int = -1  # at the receiver, which owns it
+
+
 class Run(msgspec.Struct, tag="run"):
     """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answers with their logits. A
     Run that an earlier engine had begun names its `first` position and brings no tokens: the session has them already,
@@ -33,6 +44,7 @@ class Run(msgspec.Struct, tag="run"):
     resume_block: int | None = None  # goes on from where the last Run stopped, before that block, or does that over
     first: int | None = None  # length of the session before the Run, where that was not now
     given: int = 0
+    grammar: Grammar | None = None
 
 
 class CancelRun(msgspec.Struct, tag="cancel"):

@@ -31,6 +31,7 @@ from djinnd.model.draw import Draw, is_greedy
 from djinnd.model.logprobs import token_logprobs
 from djinnd.model.noise import vocabulary_counters
 from djinnd.model.token_marks import TokenMarks
+from djinnd.model.token_masks import RowMasks, TokenMasks
 from djinnd.model.upload import upload
 
 # Rows that are not greedy are worked on in groups of at most so many logits, which bounds the device memory of a call.
@@ -46,6 +47,7 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     unsound: list[int]
+    late: Sequence[int] = ()  # rows whose masks were not there: their tokens do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +77,28 @@ class Sampler:
         self._device = device
         self._counters = vocabulary_counters(vocab, device)
         self._marks = TokenMarks(vocab, device)
+        self._masks = TokenMasks(vocab, device, GROUP_LOGITS)
         self._plan = _Plan()
         self._inbox = Inbox()
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, sessions: Sequence[Session], meanwhile: Callable[[], bool] = lambda: False
+        self,
+        logits: Tensor,
+        sessions: Sequence[Session],
+        meanwhile: Callable[[], bool] = lambda: False,
+        masks: RowMasks | None = None,
     ) -> Sampled:
         """Chooses each session's token at position len(tokens), as its request says. Appending it is the caller's.
 
-        logits: [rows, vocab], any float dtype, left as they are. Each session has a request, and that has a seed where
-        its temperature is above 0. `meanwhile`: see Inbox.read.
+        logits: [rows, vocab], any float dtype, left as they are but for those that `masks` rule out. Each session has a
+        request, and that has a seed where its temperature is above 0. `meanwhile`: see Inbox.read.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)
+        raw = [logits.index_select(0, told.rows).float() for told in plan.told]
+        if masks is not None:
+            self._masks.apply(logits, masks)
         peak, chosen = logits.max(dim=-1)
         for draw in plan.draws:
             members = [sessions[row] for row in draw.members]
@@ -100,8 +110,8 @@ class Sampler:
             for row, token in zip(unsound, _likeliest_finite(logits[unsound]), strict=True):
                 tokens[row] = token
         logprobs: list[Logprobs | None] = [None] * len(sessions)
-        for told in plan.told:
-            for row, entry in zip(told.members, _logprobs(logits, chosen, told), strict=True):
+        for told, own in zip(plan.told, raw, strict=True):
+            for row, entry in zip(told.members, _logprobs(own, chosen, told), strict=True):
                 logprobs[row] = None if row in unsound else entry
         return Sampled(tokens, logprobs, unsound)
 
@@ -141,10 +151,9 @@ def _likeliest_finite(logits: Tensor) -> list[int]:
     return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=-math.inf).argmax(dim=-1).tolist()
 
 
-def _logprobs(logits: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]:
-    """Of the raw logits."""
-    picked = chosen.index_select(0, told.rows)
-    found = token_logprobs(logits.index_select(0, told.rows), picked, max(told.counts))
+def _logprobs(raw: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]:
+    """Of the raw logits of its rows."""
+    found = token_logprobs(raw, chosen.index_select(0, told.rows), max(told.counts))
     own, tokens, values = (part.tolist() for part in found)
     for row, count in enumerate(told.counts):
         yield Logprobs(own[row], dict(zip(tokens[row][:count], values[row][:count], strict=True)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from djinn_client.protocol import FinishReason
-from djinnd.core.batch import Row
+from djinnd.core.batch import LATE, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage, Stop
@@ -26,8 +26,11 @@ class Outcome:
         if session.request is not request or session.stage is not row.stage:
             return None
         tokens, end = session.tokens, row.start + row.count
+        if token == LATE:
+            end, token = end - 1, None
+        is_late = end < row.end
         if len(tokens) == request.prompt_end:
-            request.computed += row.count
+            request.computed += end - row.start
         if row.stage is not None:
             row.stage.done = end
             if row.stage.last <= self._queue.num_blocks:
@@ -39,8 +42,13 @@ class Outcome:
             request.seen_from = end
         if token is None:
             if row.samples:
-                return "not_finite"
+                return None if is_late else "not_finite"
             return "length" if request.max_tokens == 0 and session.remaining == 0 else None
+        return self.append(session, request, token)
+
+    def append(self, session: Session, request: Request, token: int) -> FinishReason | None:
+        """The session has this token more. → why its request ends with this, if it does."""
+        tokens = session.tokens
         tokens.append(token)
         session.given = session.touched
         if token in request.stop_tokens:

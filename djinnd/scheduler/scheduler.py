@@ -276,21 +276,40 @@ class Scheduler:
         session.truncate(request.first)
         return self._finish(session, None)
 
-    def hold(self, request_id: int) -> None:
-        """No row for this request until it is released. One that is held or has ended stays as it is."""
+    def hold(self, request_id: int, holder: str = "client") -> None:
+        """No row for this request until each holder has released it. One that has ended stays as it is."""
         if request_id in self._in_progress:
             session, request = self._in_progress[request_id]
+            request.holders.add(holder)
             if request.runnable:
                 request.move("hold")
                 self._queues[session.model].hold(session)
 
-    def release(self, request_id: int) -> None:
-        """Lines a held request up again, as the last. One that is not held stays as it is."""
+    def release(self, request_id: int, holder: str = "client") -> None:
+        """Lines a held request up again, as the last, unless another one holds it. One that is not held stays as it
+        is."""
         if request_id in self._in_progress:
             session, request = self._in_progress[request_id]
-            if not request.runnable:
+            request.holders.discard(holder)
+            if not request.runnable and not request.holders:
                 request.move("release")
                 self._queues[session.model].release(session, self._now)
+
+    def force(self, request_id: int, tokens: Sequence[int]) -> tuple[list[int], Request | None]:
+        """Between steps: appends tokens that the request's output must go on with, as if steps had given them; they run
+        in one chunk. → those that were appended: none while the session is not in line, and its request, if that ends
+        with them."""
+        session, request = self._in_progress[request_id]
+        queue = self._queues[session.model]
+        if session.id not in queue.active or queue.residence.is_moving(session):
+            return [], None
+        appended: list[int] = []
+        for token in tokens:
+            appended.append(token)
+            reason = Outcome(queue).append(session, request, token)
+            if reason is not None:
+                return appended, self._finish(session, reason)
+        return appended, None
 
     # --- where pages are --------------------------------------------------------------------------------------------
 

@@ -31,12 +31,24 @@ from djinn_client.protocol import (
     Timings,
 )
 from djinnd.core.edits import FOREVER
-from djinnd.messages import CancelRun, Capture, Finished, Halt, Hold, KvExported, LogitsReady, PromptScored, Truncate
+from djinnd.messages import (
+    CancelRun,
+    Capture,
+    Finished,
+    Grammar,
+    Halt,
+    Hold,
+    KvExported,
+    LogitsReady,
+    PromptScored,
+    Truncate,
+)
 from djinnd.server.blame import Standing, Suspect
 from djinnd.server.call_breakpoints import CallBreakpoints
 from djinnd.server.capturing import Capturing
 from djinnd.server.client import Answer, Call
 from djinnd.server.engine_client import EngineClient
+from djinnd.server.formats import Guide
 from djinnd.server.generation import Generation
 from djinnd.server.late_text import LateText
 from djinnd.server.prompt_scores import PromptScores
@@ -236,6 +248,7 @@ class GenerateRun(SessionRun):
         worker: TextWorker | None,
         capturing: Capturing | None,
         breaking: CallBreakpoints,
+        guide: Guide | None = None,
     ) -> None:
         """`worker`: that reads the text of the tokens, and has the model's tokenizer; None: it is read here."""
         super().__init__(call, session)
@@ -245,6 +258,7 @@ class GenerateRun(SessionRun):
         self._stop_tokens = prompt.stop_tokens
         self._capturing = capturing
         self._breaking = breaking
+        self._guide = guide
         self._extend(prompt.tokens)
         self._fault: BaseException | None = None
         self._halted = False
@@ -279,8 +293,10 @@ class GenerateRun(SessionRun):
         """What was generated before the loss of an engine is the run's own. A run that has generated all that it may,
         and captures, has it all run once more, and generates nothing."""
         request, given = self._request, 0 if is_new or self._reason else self._generated
+        grammar, fds = self._grammar()
         return engine.run(
             self,
+            fds=fds,
             session=self._session.id,
             tokens=list(self._prompt) if is_new else [],
             max_tokens=0 if self._reason else request.most_tokens,
@@ -295,7 +311,15 @@ class GenerateRun(SessionRun):
             resume_block=None if given else self._breaking.resume_block,
             first=None if is_new else self._first,
             given=given,
+            grammar=grammar,
         )
+
+    def _grammar(self) -> tuple[Grammar | None, list[int]]:
+        """With its descriptor. A run that has generated all that it may follows none any more."""
+        if self._guide is None or self._reason:
+            return None, []
+        grammar, fd = self._guide.message()
+        return grammar, [fd]
 
     @property
     def _generated(self) -> int:

@@ -383,8 +383,10 @@ async def run(
 
 
 def engine_command(config: Config) -> list[str]:
-    seconds = ("--kernel-seconds", str(config.limits.kernel_compile))
-    return python_module("djinnd.engine", "--device", config.device, *seconds, *_log_options(config))
+    limits = config.limits
+    bounds = ["--kernel-seconds", str(limits.kernel_compile)]
+    bounds += ["--grammar-seconds", str(limits.text_seconds), "--grammar-memory", str(limits.text_memory)]
+    return python_module("djinnd.engine", "--device", config.device, *bounds, *_log_options(config))
 
 
 def gateway_command(config: Config, http: str, file: Path | None) -> list[str]:

@@ -20,6 +20,7 @@ from djinnd.text_jobs import (
     MAX_ANSWER,
     MAX_QUESTION,
     Begin,
+    CheckGrammar,
     Decode,
     Decoded,
     Encode,
@@ -28,6 +29,7 @@ from djinnd.text_jobs import (
     End,
     Failed,
     Forget,
+    GrammarChecked,
     Name,
     Named,
     Open,
@@ -44,8 +46,8 @@ WALL = 6  # times its CPU seconds, that a job may take by the clock: the machine
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters
 
-Question = Open | Encode | EncodeChat | Decode | Read | Name
-Reply = Opened | Encoded | TooMany | Decoded | ReadText | Named
+Question = Open | Encode | EncodeChat | CheckGrammar | Decode | Read | Name
+Reply = Opened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | Named
 Then = Callable[[Reply | DjinnError], None]
 
 _ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
@@ -53,6 +55,7 @@ _ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
     Encode: (Encoded, TooMany),
     EncodeChat: (Encoded, TooMany),
     Decode: (Decoded,),
+    CheckGrammar: (GrammarChecked,),
     Read: (ReadText,),
     Name: (Named,),
 }

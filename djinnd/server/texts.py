@@ -47,11 +47,13 @@ from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, lacking, text_files
 from djinnd.text_jobs import (
     MAX_SPECIAL,
     MAX_TEMPLATES,
+    CheckGrammar,
     Decode,
     Decoded,
     Encode,
     EncodeChat,
     Encoded,
+    GrammarChecked,
     Name,
     Named,
     Open,
@@ -265,6 +267,14 @@ class Texts:
             answer = await self._ask(self.worker_with(text, user), Name(text.number, tokens))
         assert isinstance(answer, Named)
         return answer.token_bytes
+
+    async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
+        """In the user's text worker, whatever the model. Raises GrammarRejected, TextFailed, QuotaExceeded."""
+        async with self._turn(user, "worker"):
+            self.expect_time(user)
+            answer = await self._ask(self.worker_with(text, user), question)
+        assert isinstance(answer, GrammarChecked)
+        return answer
 
     def follow(self, limits: Limits) -> None:
         """These hold for workers that start from now on, and for the time that is used."""

@@ -19,6 +19,7 @@ from djinnd.server.capturing import capturing_of
 from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
 from djinnd.server.common_prefix import common_prefix
+from djinnd.server.formats import Formats, Guide, check_format
 from djinnd.server.model import Model
 from djinnd.server.models import Models
 from djinnd.server.queueing import Place, Queue
@@ -32,6 +33,7 @@ class WorkRequests:
         self._sessions = sessions
         self._models = models
         self._texts = texts
+        self._formats = Formats(texts)
         self._queue = queue
         self._carrying = carrying
 
@@ -44,7 +46,8 @@ class WorkRequests:
             if request.chat is not None:
                 kept = common_prefix(session.tokens, prompt.tokens)
                 prompt = prompt._replace(tokens=prompt.tokens[kept:])
-            return await self._run(call, session, place, request, model, prompt, kept)
+            guide = await self._formats.guide(model.described[1], session.user, request.format)
+            return await self._run(call, session, place, request, model, prompt, kept, guide)
 
     async def _prompt(self, user: int, request: Generate, model: Model, before: int) -> Prompt:
         """The tokens that the request brings for a session that has `before` tokens: of a chat all tokens of the
@@ -73,6 +76,7 @@ class WorkRequests:
         model: Model,
         prompt: Prompt,
         kept: int,
+        guide: Guide | None,
     ) -> Answer:
         """Behind the first `kept` tokens of the session; the others go when an engine is there."""
         (info, text), count = model.described, len(prompt.tokens)
@@ -81,6 +85,7 @@ class WorkRequests:
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
             admission.check_scored(request.prompt_logprobs, count, bool(breaking.stops))
+        check_format(request, has_breakpoints=bool(breaking.stops))
         capturing = capturing_of(request, count, session, info, kept)
         if capturing is not None:
             call.reserve_window(capturing.nbytes)
@@ -93,7 +98,7 @@ class WorkRequests:
         if kept < len(session.tokens):
             session.cut(kept)
             engine.send(Truncate(session.id, kept))
-        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking)
+        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking, guide)
         answer = await self._carrying.answer(call, run)
         if request.token_bytes and request.prompt_logprobs is not None and isinstance(answer.message, Generated):
             await self._name_prompt(answer.message, text, session, prompt.tokens)

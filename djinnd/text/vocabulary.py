@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from djinn_client.chat import ChatInput
@@ -18,6 +19,7 @@ from djinnd.text.chat.templates import PROCESSOR_FILE, TEMPLATE_FILE, chat_templ
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import end_tokens
+from djinnd.text.grammar import open_tokenizer
 from djinnd.text.reach import characters_per_token
 from djinnd.text.reader import TextReader
 from djinnd.text.replies import ReplyFormat, reply_format
@@ -144,6 +146,12 @@ class Vocabulary:
         """Where there is text."""
         assert self._tokenizer is not None
         return TokenBytes(self._tokenizer)
+
+    @cached_property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """As grammars need it. Where there is text. Takes a second for 100,000 tokens."""
+        assert self._tokenizer is not None
+        return open_tokenizer(self._tokenizer.to_str(), sorted(self.eos))
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
         """Where there is text."""

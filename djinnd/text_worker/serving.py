@@ -9,20 +9,24 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from djinn_client.chat import ChatInput
-from djinn_client.errors import InvalidRequest, ModelRejected, TextFailed
+from djinn_client.errors import GrammarRejected, InvalidRequest, ModelRejected, TextFailed
 from djinn_client.model_files import ModelFiles
+from djinn_client.protocol import OutputFormat
 from djinnd.confinement.channel import Channel
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.encoder import TextRules
+from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
 from djinnd.text.reader import TextReader, expect_bounded
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import (
     MAX_ANSWER,
     Answer,
     Begin,
+    CheckGrammar,
     Decode,
     Decoded,
     Encode,
@@ -31,6 +35,7 @@ from djinnd.text_jobs import (
     End,
     Failed,
     Forget,
+    GrammarChecked,
     Name,
     Named,
     Open,
@@ -68,6 +73,8 @@ class Serving:
                 return None
         try:
             return self._answer(message, fds)
+        except GrammarRejected as error:
+            return Failed("grammar_rejected", error.message[:_MOST_TOLD])
         except ModelRejected as error:
             return Failed("model_rejected", error.message[:_MOST_TOLD])
         except TextFailed as error:
@@ -78,7 +85,7 @@ class Serving:
             return Failed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
 
     def _answer(
-        self, message: Open | Encode | EncodeChat | Decode | Begin | Read | Name, fds: list[int]
+        self, message: Open | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | Name, fds: list[int]
     ) -> Answer | None:
         match message:
             case Open():
@@ -90,6 +97,8 @@ class Serving:
                 return _encoded(self._vocabulary(message.model), message)
             case Decode():
                 return _decoded(self._vocabulary(message.model), message)
+            case CheckGrammar():
+                return _checked(self._vocabulary(message.model), message)
             case Begin():
                 self._begin(message)
                 return None
@@ -147,6 +156,15 @@ def _decoded(vocabulary: Vocabulary, message: Decode) -> Decoded:
     return Decoded(texts)
 
 
+def _checked(vocabulary: Vocabulary, message: CheckGrammar) -> GrammarChecked:
+    """Compiled, and asked for the first mask: most of what a grammar takes, it takes by then."""
+    tokenizer = vocabulary.grammar_tokenizer
+    matcher = compiled(grammar_text(message.form), tokenizer)
+    matcher.compute_bitmask()
+    expect_sound(matcher)
+    return GrammarChecked(msgspec.msgpack.encode(table_of(tokenizer)) if message.wants_table else b"")
+
+
 def rehearse() -> None:
     """Everything once before the sandbox is closed: libraries are imported, and the machine is asked, at first use."""
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
@@ -159,6 +177,7 @@ def rehearse() -> None:
     reader.read(tokens)
     reader.finish()
     vocabulary.token_bytes.of(tokens)
+    compiled(grammar_text(OutputFormat("json_object")), vocabulary.grammar_tokenizer).compute_bitmask()
     _rehearse_chat()
 
 

@@ -1,0 +1,287 @@
+"""Requests whose output follows a grammar: which tokens may come next in each step, and which must.
+
+    Run with a grammar ─► Begin ─┬─────────────► state ──► mask ─► a token is chosen ─► Advance ─┐
+                                 │ the process     ▲                                             │ beside the
+                                 └ compiles it     └─────────────── the process ◄────────────────┘ next step
+
+Masks come while the device runs the step that needs them. A row whose mask is late gets no token: its request is held
+until the mask is there, and then its last token is run again. So nobody else waits for somebody's grammar, but for
+PATIENCE now and then.
+
+Tokens that must come are appended between two steps, and run in one chunk. Until that has been possible, steps choose
+them one after another, whatever the model says.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from djinn_client.errors import Busy, DjinnError, GrammarRejected, TextFailed
+from djinnd import messages
+from djinnd.core.batch import Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.engine.channel import Channel
+from djinnd.engine.grammar_process import GrammarProcess
+from djinnd.grammar_jobs import WORD, Advance, Begin, End, State
+from djinnd.model.sampler import Sampled
+from djinnd.model.token_masks import RowMasks
+from djinnd.scheduler.scheduler import Scheduler
+
+PATIENCE = 0.003  # seconds that a step may wait for masks, in all
+_PROCESSES = 64  # at a time
+_IDLE = 60.0  # seconds without a request, after which a process ends
+_LOOK_EVERY = 1.0  # seconds
+_HOLDER = "grammar"
+
+Key = tuple[int, int]  # tenant, and number of the tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Guided:
+    """`is_due`: the process has to say what follows the last token. `forced`: tokens that come next. `is_plain`: they
+    may be appended, as nothing is wanted of each step beside its token."""
+
+    request: Request
+    session: Session
+    process: GrammarProcess
+    slot: int
+    is_plain: bool
+    is_due: bool = True
+    asked: float = 0.0  # when that was asked
+    is_slow: bool = False  # it was late: the next time it is not waited for
+    is_held: bool = False
+    forced: list[int] = field(default_factory=list)
+    ended: bool = False  # behind those
+    error: str = ""
+
+    @property
+    def has_mask(self) -> bool:
+        return not self.is_due and not self.error and (bool(self.forced) or not self.ended)
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """[words]: a bit for each token, 1 where it may come next."""
+        row: npt.NDArray[np.uint32] = self.process.masks[self.slot]
+        if self.forced:
+            row = np.zeros_like(row)
+            row[self.forced[0] // WORD] = 1 << self.forced[0] % WORD
+        return row
+
+
+class Guidance:
+    """Belongs to the engine's thread. Empty, it costs a step nothing."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        channel: Channel,
+        limits: tuple[float, int],
+        fail: Callable[[Request, DjinnError], None],
+        finish: Callable[[Request | None], None],
+    ) -> None:
+        """`limits`: seconds and bytes of a process. `fail` and `finish` answer a request."""
+        self._scheduler = scheduler
+        self._channel = channel
+        self._limits = limits
+        self._fail = fail
+        self._finish = finish
+        self._runs: dict[int, Guided] = {}  # by request
+        self._processes: dict[Key, GrammarProcess] = {}
+        self._dying: list[GrammarProcess] = []
+        self._late: dict[int, Guided] = {}  # by request, in this step
+        self._to_act: dict[int, Guided] = {}  # something is to be done about them between steps
+        self._looked = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    # --- requests begin and end -------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, request: Request, message: messages.Run, vocab: int) -> None:
+        """Raises Busy, or TextFailed where there is no process to be had."""
+        grammar = message.grammar
+        assert grammar is not None
+        process = self._process((session.tenant, grammar.tokenizer), grammar, vocab)
+        if not process.free:
+            raise Busy("all masks of your grammars are in use: try again when a call has ended", retry_s=1.0)
+        is_plain = request.logprobs is None and not request.capture and not request.logits
+        run = Guided(request, session, process, process.free.pop(), is_plain)
+        self._runs[request.id] = run
+        given = session.tokens[len(session.tokens) - message.given :] if message.given else []
+        process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
+
+    def _process(self, key: Key, grammar: messages.Grammar, vocab: int) -> GrammarProcess:
+        process = self._processes.get(key)
+        if process is not None and not process.failure:
+            return process
+        if len(self._processes) >= _PROCESSES:
+            raise Busy(f"{_PROCESSES} grammar processes run already: try again in a minute", retry_s=_IDLE)
+        seconds, memory = self._limits
+        try:
+            process = GrammarProcess(grammar.fd, grammar.eos, vocab, seconds, memory, is_table=grammar.is_table)
+        except OSError as error:
+            raise TextFailed(f"no grammar process can be started: {error}") from error
+        self._processes[key] = process
+        self._channel.watch(process.fd)
+        return process
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        run = self._runs.pop(request.id, None)
+        if run is None:
+            return
+        self._to_act.pop(request.id, None)
+        process = run.process
+        process.forget(request.id)
+        process.free.append(run.slot)
+        process.idle_since = time.monotonic()
+        if not process.failure:
+            process.ask(End(request.id))
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Before a step is composed: what the processes have said has its effect."""
+        if not self._processes:
+            return
+        self._hear()
+        for run in [*self._to_act.values()]:
+            self._act(run)
+        now = time.monotonic()
+        if now - self._looked > _LOOK_EVERY:
+            self._looked = now
+            self._look_after(now)
+
+    def _act(self, run: Guided) -> None:
+        """Unless it cannot be done yet."""
+        request = run.request
+        if run.error:
+            self._fail(request, GrammarRejected(run.error, field="format"))
+            return
+        if run.is_held and not run.is_due:
+            run.is_held = False
+            self._scheduler.release(request.id, _HOLDER)
+        if run.forced and run.is_plain and len(run.session.tokens) > request.prompt_end:
+            appended, ended = self._scheduler.force(request.id, run.forced)
+            del run.forced[: len(appended)]
+            if appended:
+                self._channel.send(messages.Stepped([messages.Token(request.id, token) for token in appended]))
+            if ended is not None:
+                self._finish(ended)
+                return
+        if not run.forced:
+            del self._to_act[request.id]
+            if run.ended:
+                self._finish(self._scheduler.halt(request.id, len(run.session.tokens) - request.prompt_end))
+
+    def _hear(self) -> None:
+        for process in [*self._processes.values()]:
+            for state in process.hear():
+                self._take(state)
+            if process.failure:
+                self._bury(process)
+
+    def _take(self, state: State) -> None:
+        """Only noted, as it may come in the midst of a step."""
+        run = self._runs.get(state.run)
+        if run is None:
+            return
+        run.is_due, run.forced, run.ended, run.error = False, state.forced, state.ended, state.error
+        run.is_slow = run.is_slow and time.monotonic() - run.asked > PATIENCE
+        if run.forced or run.ended or run.error or run.is_held:
+            self._to_act[state.run] = run
+
+    def _bury(self, process: GrammarProcess) -> None:
+        """Its runs fail; the next one has another process."""
+        self._retire(process)
+        error = TextFailed(f"{process.failure}; the calls that it served have ended: simplify the format, or try again")
+        for run in [run for run in self._runs.values() if run.process is process]:
+            self._fail(run.request, error)
+
+    def _look_after(self, now: float) -> None:
+        self._dying = [process for process in self._dying if not process.is_gone]
+        busy = {run.process for run in self._runs.values()}
+        for process in [*self._processes.values()]:
+            process.check(now)
+            if process.failure:
+                self._bury(process)
+            elif process not in busy and now - process.idle_since > _IDLE:
+                self._retire(process)
+
+    def _retire(self, process: GrammarProcess) -> None:
+        self._channel.unwatch(process.fd)
+        process.kill()
+        self._dying.append(process)
+        self._processes = {key: each for key, each in self._processes.items() if each is not process}
+
+    # --- in a step --------------------------------------------------------------------------------------------------
+
+    def masks(self, rows: Sequence[Row]) -> RowMasks | None:
+        """Of those of the rows, all of which are about to get a token, that follow a grammar and have a mask."""
+        guided = [(index, run) for index, row in enumerate(rows) if (run := self._runs.get(row.request.id))]
+        if not guided:
+            return None
+        self._await([run for _, run in guided if run.is_due and not run.is_slow])
+        masked = [(index, run) for index, run in guided if run.has_mask]
+        self._late = {run.request.id: run for _, run in guided if not run.has_mask}
+        return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
+
+    def _await(self, due: list[Guided]) -> None:
+        """Until their masks are there, or the step's patience has come to an end."""
+        until = time.monotonic() + PATIENCE
+        while due and (rest := until - time.monotonic()) > 0:
+            processes = {run.process for run in due}
+            select.select([process.fd for process in processes], (), (), rest)
+            for process in processes:
+                for state in process.hear():
+                    self._take(state)
+            due = [run for run in due if run.is_due and not run.process.failure]
+
+    def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
+        """Says which of these rows, which the step has given tokens, are too late for theirs. The processes begin with
+        what follows the others."""
+        late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
+        unsound = set(sampled.unsound)
+        for index, row in enumerate(rows):
+            run = self._runs.get(row.request.id)
+            if run is None or index in unsound:
+                continue
+            if row.request.id in self._late:
+                late.append(index)
+            elif run.forced and run.forced[0] != sampled.tokens[index]:
+                run.error = "the format demands a token that min_tokens or logit_bias rule out"
+                self._to_act[row.request.id] = run
+                late.append(index)
+            elif run.forced:
+                del run.forced[0]
+            else:
+                run.is_due = True
+                advances.setdefault(run.process, []).append((row.request.id, sampled.tokens[index]))
+        now = time.monotonic()
+        for process, tokens in advances.items():
+            process.ask(Advance(tokens), [number for number, _ in tokens])
+            for number, _ in tokens:
+                self._runs[number].asked = now
+        return replace(sampled, late=late) if late else sampled
+
+    def hold_back(self) -> None:
+        """After the step: requests that were late get no row until their masks are there; nor do those that were late
+        the last time, and are likely to be so again."""
+        for run in self._late.values():
+            run.is_slow = run.is_due
+        self._late = {}
+        for number, run in self._runs.items():
+            if run.is_due and run.is_slow and not run.is_held:
+                run.is_held = True
+                self._scheduler.hold(number, _HOLDER)

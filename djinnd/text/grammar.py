@@ -1,0 +1,119 @@
+"""Grammars of outputs, as llguidance reads them, and the tokens that they are made of.
+
+A format's text is a stranger's. Nothing here parses it: `grammar_text` puts it into a larger text, which is compiled
+only where a process may die of it: in a text worker, and in a grammar process.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from djinn_client.errors import GrammarRejected
+from djinn_client.output_format import OutputFormat
+
+# Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's own default
+# is without end, and a small model that has begun with blanks goes on with them to its last token.
+_WHITESPACE = r" |\n[ \t]{0,24}"
+
+# What compiling a grammar and computing one mask may take; with those, a mask takes 15 ms at the most as a rule.
+# `verbose_errors` would put the whole grammar and the output so far into an error.
+LIMITS = LLParserLimits(verbose_errors=False)
+
+_MOST_TOLD = 1000  # characters of an error
+
+
+class TokenTable(msgspec.Struct):
+    """What a tokenizer's tokens stand for, without the tokenizer. `special`: ids that stand for no text."""
+
+    tokens: list[bytes]
+    special: list[int]
+
+
+def grammar_text(form: OutputFormat, *, forces: bool = True) -> str:
+    """The grammar of a format. `forces`: where only one text can follow, its tokens are those that the tokenizer makes
+    of it; False: the model chooses among all that spell it."""
+    match form.kind:
+        case "json_object":
+            start, schema = "start: @json", _with_options('{"type":"object"}', strict=True)
+        case "json_schema":
+            start, schema = "start: @json", _with_options(form.text, form.strict)
+        case "regex":
+            start, schema = f"start: /{_escaped(form.text)}/", ""
+        case "lark":
+            start, schema = form.text, ""
+    head = "%llguidance {}\n" if forces else '%llguidance {"no_forcing":true}\n'
+    parts = [f'{{"name":"output","lark_grammar":{json.dumps(head + start)}}}']
+    if schema:
+        parts.append(f'{{"name":"json","json_schema":{schema}}}')
+    return f'{{"grammars":[{",".join(parts)}]}}'
+
+
+def _escaped(regex: str) -> str:
+    """Of a regular expression between slashes: one inside would end it."""
+    return regex.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+
+
+def _with_options(schema: str, strict: bool) -> str:
+    """The schema's text with our options as its first key; the schema's own `x-guidance` comes later, and counts."""
+    body = schema.strip()
+    if not body.startswith("{"):
+        return body  # true, false, or no schema
+    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    if not strict:
+        options |= {"lenient": True, "coerce_one_of": True}
+    rest = body[1:].lstrip()
+    return f'{{"x-guidance":{json.dumps(options)}{"" if rest.startswith("}") else ","}{rest}'
+
+
+def open_tokenizer(content: str, eos: list[int]) -> LLTokenizer:
+    """Of a tokenizer.json. `eos`: the tokens that end an output; those that the tokenizer lacks do not count. It takes
+    a second for 100,000 tokens. Raises ValueError."""
+    tokenizer = LLTokenizer(content)
+    known = [token for token in eos if token < tokenizer.vocab_size]
+    return LLTokenizer(content, eos_token=known) if known else tokenizer
+
+
+def table_of(tokenizer: LLTokenizer) -> TokenTable:
+    tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+    return TokenTable(tokens, [token for token in range(len(tokens)) if tokenizer.is_special_token(token)])
+
+
+def tokenizer_of(table: TokenTable, eos: list[int]) -> LLTokenizer:
+    """Of a table that a stranger has made up. Grammars for it must not force tokens: only the tokenizer itself would
+    know which. Raises ValueError."""
+    known = [token for token in eos if token < len(table.tokens)]
+    return LLTokenizer(TokenizerWrapper(_Tokens(table, known)), eos_token=known or None)
+
+
+class _Tokens:
+    """What llguidance's wrapper asks of a tokenizer that is not its own."""
+
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, eos: list[int]) -> None:
+        self.eos_token_id = eos[0] if eos else None
+        self.tokens = table.tokens
+        self.special_token_ids = table.special
+
+    def __call__(self, text: bytes) -> list[int]:
+        if text == b"test":  # the wrapper asks whether bytes are taken
+            return []
+        raise AssertionError("a grammar that forces no tokens asks for none")
+
+
+def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Raises GrammarRejected."""
+    matcher = LLMatcher(tokenizer, grammar, limits=LIMITS)
+    expect_sound(matcher)
+    return matcher
+
+
+def expect_sound(matcher: LLMatcher) -> None:
+    """Raises GrammarRejected with llguidance's own words."""
+    if matcher.is_error():
+        raise GrammarRejected(
+            f"the format cannot be followed: {matcher.get_error().strip()[:_MOST_TOLD]}", field="format"
+        )
