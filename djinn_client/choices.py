@@ -34,7 +34,7 @@ def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[
     """The first output, with the others in it. A call that fails leaves the session as it was; the forks of one that is
     interrupted are closed by the daemon when limits.session_grace is over."""
     prefill = None
-    if request.text is not None or request.token_ids:
+    if request.chat is not None or request.text is not None or request.token_ids:
         prefill = yield from session.call_generate(_prefill_of(request))
         if prefill.finish_reason != "length":  # it has stopped at a breakpoint in the prompt
             return prefill
@@ -71,7 +71,8 @@ def _prefill_of(request: Generate) -> Generate:
 
 
 def _request_of(request: Generate, session: str, index: int) -> Generate:
-    """For one output. Each has a seed of its own: the first one the caller's, the next ones those that follow."""
+    """For one output: of a chat with its messages, all of whose tokens the session has. Each has a seed of its own: the
+    first one the caller's, the next ones those that follow."""
     sampling = request.sampling
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)

@@ -27,8 +27,8 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens           at most so many new tokens, for which the context must have room; None: to the end of the
                          context; 0: the prompt is computed, and that is all. Without this option, 256, or fewer at the
                          end of the context
-    n                    so many outputs of one prompt, at most 128, in the reply's `choices`; default 1; of `generate`
-                         only
+    n                    so many outputs of one prompt, at most 128, in the reply's `choices`; default 1; for
+                         `generate` and `chat` only
     temperature          0 (the default) is greedy; sampling draws from softmax(logits / temperature)
     top_k                only the k likeliest tokens; 0 (the default) is off
     top_p                only the likeliest tokens that together have this probability; 1 (the default) is off
@@ -155,7 +155,7 @@ def generate_request(
     if unknown := sorted(fields.keys() - GenerateOptions.__annotations__.keys()):
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(GenerateOptions.__annotations__)}")
     if fields.pop("n", 1) != 1:
-        raise InvalidRequest("n is an option of generate alone: fork the session, and call each fork", field="n")
+        raise InvalidRequest("n is for generate and chat: fork the session, and call each fork", field="n")
     sampling = {name: fields.pop(name) for name in _SAMPLING & fields.keys()}
     form = output_format(*(fields.pop(name, None) for name in ("response_format", "regex", "grammar")))
     if isinstance(fields.get("stop"), str):

@@ -95,6 +95,7 @@ class Generated(Reply, tag="generated"):
     captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
     token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
+    notes: list[str] = []  # what the caller should know
     others: list[Generated] = []  # of a call with n: see choices
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
 

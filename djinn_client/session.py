@@ -128,9 +128,11 @@ class SessionSteps:
             return fork
 
     def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
-        n = options.get("n", 1)
-        expect_count(n)
         request = generate_request(self.info.id, prompt, {**options, "n": 1}, stream=False)
+        return (yield from self._generate(request, options.get("n", 1)))
+
+    def _generate(self, request: Generate, n: int) -> Steps[Generated]:
+        expect_count(n)
         if n == 1:
             return (yield from self.call_generate(request))
         self._expect_no_interventions("generate with n")
@@ -169,10 +171,10 @@ class SessionSteps:
 
     def chat(self, said: str | Iterable[Message], options: ChatOptions) -> Steps[Generated]:
         messages = history(said, self.messages)
-        answer = yield from self.call(chat_request(self.info.id, messages, options, stream=False), Generated)
-        close_all(answer.fds)
-        self._answered(messages, options, answer.message)
-        return answer.message
+        request = chat_request(self.info.id, messages, {**options, "n": 1}, stream=False)
+        result = yield from self._generate(request, options.get("n", 1))
+        self._answered(messages, options, result)
+        return result
 
     def chat_stream(self, said: str | Iterable[Message], options: ChatOptions) -> StreamSteps:
         messages = history(said, self.messages)

@@ -22,6 +22,7 @@ from djinnd.server.common_prefix import common_prefix
 from djinnd.server.formats import Formats, Guide, check_format
 from djinnd.server.model import Model
 from djinnd.server.models import Models
+from djinnd.server.notes import notes_on
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
@@ -45,6 +46,8 @@ class WorkRequests:
             kept = len(session.tokens)
             if request.chat is not None:
                 kept = common_prefix(session.tokens, prompt.tokens)
+                if request.max_tokens == 0:  # there must be something to compute
+                    kept = min(kept, len(prompt.tokens) - 1)
                 prompt = prompt._replace(tokens=prompt.tokens[kept:])
             guide = await self._formats.guide(model.described[1], session.user, request.format)
             return await self._run(call, session, place, request, model, prompt, kept, guide)
@@ -100,8 +103,12 @@ class WorkRequests:
             engine.send(Truncate(session.id, kept))
         run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking, guide)
         answer = await self._carrying.answer(call, run)
-        if request.token_bytes and request.prompt_logprobs is not None and isinstance(answer.message, Generated):
-            await self._name_prompt(answer.message, text, session, prompt.tokens)
+        reply = answer.message
+        if isinstance(reply, Generated):
+            if request.token_bytes and request.prompt_logprobs is not None:
+                await self._name_prompt(reply, text, session, prompt.tokens)
+            ends = text.eos | text.turn_ends
+            reply.notes = notes_on(request, reply, session.tokens, ends, text.told.has_chat)
         return answer
 
     async def _name_prompt(

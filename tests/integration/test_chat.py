@@ -69,3 +69,22 @@ def test_a_stream_brings_the_same(s: djinn.Session, chatty: Daemon) -> None:
         assert "".join(piece.text for piece in stream) == whole.text
         assert stream.result.message == whole.message
         assert t.messages == s.messages
+
+
+def test_a_text_that_the_model_ends_at_once_is_told_of_chat(s: djinn.Session) -> None:
+    end = s.chat("x", max_tokens=1, logit_bias={0: 100.0})
+    assert end.notes == [], "an answer may be empty"
+    reply = s.generate("What is the capital of France?", max_tokens=8, logit_bias={0: 100.0})
+    assert reply.finish_reason == "stop" and "chat() renders your text" in reply.notes[0]
+    assert s.generate("More.", max_tokens=1).notes == []
+
+
+def test_several_answers_of_one_chat(s: djinn.Session, chatty: Daemon) -> None:
+    answer = s.chat("def f():", n=3, max_tokens=6, temperature=1.0, seed=5)
+    assert s.messages[-1]["content"] == answer.text
+    with djinn.Session(MODEL, address=chatty.address) as t:
+        for number, choice in enumerate(answer.choices):
+            again = t.chat(s.messages[:1], max_tokens=6, temperature=1.0, seed=5 + number)
+            assert (again.message, again.token_ids) == (choice.message, choice.token_ids)
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) > 1
+    assert s.chat(s.messages, max_tokens=0).usage.generated_tokens == 0

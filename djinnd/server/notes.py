@@ -1,0 +1,21 @@
+"""What the caller of a generation should know about its reply, beside what it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from djinn_client.protocol import Generate, Generated
+
+WANTS_CHAT = (
+    "the first token ended the output. This model has a chat template: chat() renders your text as a message and has "
+    "it answered, while generate() only continues it"
+)
+
+
+def notes_on(
+    request: Generate, reply: Generated, tokens: Sequence[int], ends: Collection[int], has_chat: bool
+) -> list[str]:
+    """`tokens`: the session's; `ends`: tokens with which the model ends a text or an answer."""
+    is_one_token = reply.finish_reason == "stop" and reply.usage.generated_tokens == 1
+    wants_chat = has_chat and request.text is not None and is_one_token and tokens[-1] in ends
+    return [WANTS_CHAT] if wants_chat else []
