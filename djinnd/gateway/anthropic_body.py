@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from djinn_client.bounds import Whole
 from djinn_client.chat import FUNCTION, ChatInput
 from djinn_client.protocol import Generate, Sampling
 from djinnd.gateway.errors import HttpError
@@ -49,7 +50,7 @@ class ToolChoice(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Whole | None = None
 
 
 class WantedFormat(msgspec.Struct):
@@ -109,12 +110,12 @@ class ChatFields(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(ChatFields, kw_only=True):
-    max_tokens: int
+    max_tokens: Whole
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
 
     def generation(self) -> Generate:
         """A Generate without a session. Raises HttpError."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from djinn_client.bounds import Whole
 from djinn_client.chat import ChatInput
 from djinn_client.protocol import Generate, Sampling
 from djinnd.gateway.errors import HttpError
@@ -19,13 +20,13 @@ class Options(msgspec.Struct):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
-    num_predict: int | None = None
+    seed: Whole | None = None
+    num_predict: Whole | None = None
     stop: str | list[str] | None = None
 
     def sampling(self) -> Sampling:

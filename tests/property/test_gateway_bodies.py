@@ -1,0 +1,74 @@
+"""Bodies of Anthropic's and Ollama's APIs: whatever a client sends becomes a request of the daemon's, or is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from djinn_client.protocol import Generate, encode
+from djinnd.gateway.anthropic_body import MessagesBody
+from djinnd.gateway.errors import HttpError
+from djinnd.gateway.ollama_body import ChatBody, GenerateBody
+
+KEYS = sorted(
+    {
+        *("role", "content", "type", "text", "id", "name", "input", "tool_use_id", "thinking", "function", "arguments"),
+        *("user", "assistant", "system", "tool", "tool_use", "tool_result", "auto", "enabled", "budget_tokens"),
+        *("format", "schema", "effort", "json_schema", "input_schema", "num_predict", "seed", "top_k", "stop"),
+    }
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats()
+    | st.sampled_from(KEYS)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+texts = st.sampled_from(["", "a", "\ud7ff\uffff", "<tool_call>"])
+blocks = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional={"text": texts, "thinking": texts, "id": texts, "name": texts, "input": values, "content": values},
+)
+roles = st.sampled_from(["user", "assistant", "tool", "system", ""])
+messages = st.lists(
+    st.fixed_dictionaries({"role": roles, "content": texts | st.lists(blocks, max_size=3) | values}), max_size=3
+)
+
+
+def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
+    """Of any shape, but with fields that the call knows."""
+    fields = {field.name: values for field in msgspec.structs.fields(kind)}
+    likely: dict[str, st.SearchStrategy[Any]] = {"model": texts, "messages": messages, "max_tokens": st.integers(-1, 9)}
+    likely = {name: strategy for name, strategy in likely.items() if name in fields}
+    others = {name: strategy for name, strategy in fields.items() if name not in likely}
+    return st.fixed_dictionaries(likely, optional=others)
+
+
+def request_of(body: dict[str, Any], kind: type[Any]) -> Generate | None:
+    """None: it is refused."""
+    try:
+        read = msgspec.json.decode(json.dumps(body), type=kind)
+        if isinstance(read, MessagesBody):
+            return read.generation()
+        prompt = read.chat() if isinstance(read, GenerateBody) or read.messages else None
+        wanted: Generate = read.generation(chat=prompt)
+        return wanted
+    except (msgspec.DecodeError, HttpError):
+        return None
+
+
+@given(
+    st.sampled_from([MessagesBody, ChatBody, GenerateBody]).flatmap(lambda kind: st.tuples(bodies(kind), st.just(kind)))
+)
+def test_a_body_becomes_a_request_or_is_refused(case: tuple[dict[str, Any], type[Any]]):
+    wanted = request_of(*case)
+    if wanted is not None:
+        encode(wanted)
+        assert wanted.chat is None or isinstance(json.loads(wanted.chat.messages), list)
