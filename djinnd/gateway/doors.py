@@ -10,6 +10,7 @@ from djinnd.gateway import auth
 from djinnd.gateway.daemon import Daemon, Pool
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.http_request import HttpRequest
+from djinnd.gateway.peer_user import is_own
 
 _SOON = 1.0  # seconds, after which a refused client may try again
 
@@ -48,6 +49,8 @@ class Doors:
                 else "this request needs a token: Authorization: Bearer djn_…"
             )
         auth.expect_own_machine(request.client, request.headers, self.http.cors)
+        if request.client is not None and not is_own(request.scope["client"], request.scope["server"]):
+            raise auth.unauthorised("only the gateway's own Unix user needs no token: Authorization: Bearer djn_…")
         return ""
 
 

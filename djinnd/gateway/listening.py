@@ -29,7 +29,7 @@ def listeners(http: Http) -> list[socket.socket]:
         expect_safe(host, http)
         found.append(_tcp(host, port))
     if http.socket:
-        found.append(_unix(http.socket))
+        found.append(_unix(http.socket, 0o177 if http.loopback_without_token else 0o117))
     return found
 
 
@@ -82,10 +82,11 @@ def _tcp(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
-def _unix(path: str) -> socket.socket:
-    """For its owner and group, as the daemon's own socket. Whatever listened there before and is gone is replaced."""
+def _unix(path: str, umask: int) -> socket.socket:
+    """For its owner, and, where everybody needs a token, its group. Whatever listened there before and is gone is
+    replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o117)
+    before = os.umask(umask)
     try:
         _remove_stale(path)
         sock.bind(path)

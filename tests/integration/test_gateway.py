@@ -9,6 +9,8 @@ import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from djinn_client import Session
 from tests.support.daemon import Daemon, wait_for
 from tests.support.gateway import Gateway
+from tests.support.other_user import as_user, only_root
 
 MODEL = "djinn-tiny"
 GREEDY = {"model": MODEL, "temperature": 0}
@@ -186,3 +189,22 @@ def test_the_daemon_s_own_gateway_comes_and_goes_with_it(start_daemon):
     wait_for(lambda: len(find()) == 2)
     with urllib.request.urlopen("http://{}:{}/v1/models".format(*find()[-1])) as answer:
         assert answer.status == 200
+
+
+@only_root
+def test_other_users_of_this_machine_need_a_token(daemon, gateway):
+    address = gateway.address
+
+    def status(**headers: str) -> int:
+        """Of a request by another user."""
+        with closing(HTTPConnection(*address, timeout=60)) as other:
+            with as_user():
+                other.connect()
+            other.request("GET", "/v1/models", headers=headers)
+            return other.getresponse().status
+
+    with daemon.client() as admin:
+        token = {"authorization": f"Bearer {admin.add_token('http').token}"}
+        assert [status(), status(**token)] == [401, 200]
+        admin.revoke_token("http")
+        assert status(**token) == 401
