@@ -18,7 +18,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     model: str
     priority: Class
     user: int
-    state: str  # idle, stopped, waiting, arriving, paused, queued, running, held, detached
+    state: str  # idle, stopped, waiting, arriving, paused, queued, running, held, detached, kept
     tokens: int
     kv_tokens: int  # tokens whose KV is on the device
     pages: int  # held on the device

@@ -27,6 +27,8 @@ from djinn_client import replies, requests, signals
 from djinn_client.bounds import LARGE, PACKED_FROM, expect_few_values, pack, unpack, whole_at
 from djinn_client.breakpoints import *  # noqa: F403
 from djinn_client.chat import *  # noqa: F403
+from djinn_client.conversations import Conversation as Conversation
+from djinn_client.conversations import RecordInfo as RecordInfo
 from djinn_client.edits import *  # noqa: F403
 from djinn_client.errors import FrameTooLarge, ProtocolError, VersionMismatch
 from djinn_client.infos import *  # noqa: F403
@@ -115,6 +117,11 @@ ClientMessage = (
     | requests.ForkSession
     | requests.CloseSession
     | requests.Generate
+    | requests.KeepRecord
+    | requests.GetRecord
+    | requests.DropRecord
+    | requests.ListRecords
+    | requests.Embed
     | requests.AddBreakpoint
     | requests.EndBreakpoints
     | requests.ListBreakpoints
@@ -166,6 +173,10 @@ ServerMessage = (
     | replies.Progress
     | replies.Piece
     | replies.Generated
+    | replies.RecordKept
+    | replies.Record
+    | replies.Records
+    | replies.Embedded
     | replies.BreakpointAdded
     | replies.Breakpoints
     | replies.EditAdded

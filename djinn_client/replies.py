@@ -8,6 +8,7 @@ import msgspec
 
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.chat import ChatDelta, ChatMessage
+from djinn_client.conversations import RecordInfo
 from djinn_client.edits import Captured, EditInfo
 from djinn_client.image import Image
 from djinn_client.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
@@ -68,6 +69,7 @@ class Usage(msgspec.Struct, frozen=True):
     generated_tokens: int = 0
     session_tokens: int = 0  # in the session after the call
     computed_tokens: int = 0  # that the model ran for the prompt: less than the context where KV was kept
+    cached_tokens: int = 0  # before the first generated token, that the model did not have to run
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -98,6 +100,7 @@ class Generated(Reply, tag="generated"):
     notes: list[str] = []  # what the caller should know
     others: list[Generated] = []  # of a call with n: see choices
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
+    session: str = ""  # that the daemon chose, for a call with a conversation
 
     @property
     def choices(self) -> list[Generated]:
@@ -119,6 +122,32 @@ class EditAdded(Reply, tag="edit_added"):
 
 class Edits(Reply, tag="edit_list"):
     edits: list[EditInfo]
+
+
+class RecordKept(Reply, tag="record_kept"):
+    record: str
+
+
+class Record(Reply, tag="record"):
+    record: str
+    model: str
+    session: str
+    length: int
+    created: float
+    body: bytes
+
+
+class Records(Reply, tag="record_list"):
+    records: list[RecordInfo]
+
+
+class Embedded(Reply, tag="embedded"):
+    """`vectors`: float32, row-major, a row of `width` for each input. `tokens`: of each input."""
+
+    vectors: bytes
+    width: int
+    tokens: list[int]
+    pooling: str
 
 
 class Logits(Reply, tag="logits"):

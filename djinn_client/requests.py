@@ -9,6 +9,7 @@ import msgspec
 from djinn_client.bounds import Name, Names, PackedTokens, TokenList, Whole, Wholes
 from djinn_client.breakpoints import HitInfo, When
 from djinn_client.chat import ChatInput
+from djinn_client.conversations import Conversation, RecordName
 from djinn_client.edits import Captured, Op
 from djinn_client.image import Dtype
 from djinn_client.infos import Tier
@@ -24,6 +25,7 @@ DEFAULT_TOKENS = 256
 FileName = Annotated[str, msgspec.Meta(max_length=255)]
 MAX_TEMPLATE = 1 << 20  # characters of a chat template
 TemplateText = Annotated[str, msgspec.Meta(max_length=MAX_TEMPLATE)]
+MAX_INPUTS = 2048  # of one Embed
 Files = Annotated[dict[Name, Whole], msgspec.Meta(max_length=256)]
 
 
@@ -71,9 +73,11 @@ class CloseSession(Request, tag="close"):
 class Generate(Request, tag="generate"):
     """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates. With
     `chat`, the messages are the whole session: it keeps the tokens that it has in common with them, and loses the
-    others."""
+    others. With a conversation in the place of the session, the daemon chooses the session, and the prompt is all of
+    its text."""
 
-    session: Name
+    session: Name = ""
+    conversation: Conversation | None = None
     text: str | None = None
     chat: ChatInput | None = None  # in the place of text and token ids
     token_ids: TokenList | None = None
@@ -106,6 +110,43 @@ class Generate(Request, tag="generate"):
             return DEFAULT_TOKENS
         assert self.max_tokens is not None
         return self.max_tokens
+
+
+class KeepRecord(Request, tag="keep_record"):
+    """Keeps the point at which the session is, an idle one of the caller's, with `body`, of which the daemon reads
+    nothing. Answered by RecordKept. The record does not need the session: a call can go on from it when that is gone.
+    A record of the caller's that has the same name is replaced."""
+
+    session: Name
+    body: bytes = b""
+    record: RecordName = ""  # its name; "": the daemon makes one up
+
+
+class GetRecord(Request, tag="get_record"):
+    """Answered by Record."""
+
+    record: RecordName
+
+
+class DropRecord(Request, tag="drop_record"):
+    """Answered by Done."""
+
+    record: RecordName
+
+
+class ListRecords(Request, tag="list_records"):
+    """Answered by Records: the caller's, the oldest first."""
+
+
+class Embed(Request, tag="embed"):
+    """Answered by Embedded: a vector for each text, or for each of `packed`, which has token ids of 32 bits each. The
+    model's final norm gives a row for each token; `pooling` takes the mean of the rows, or the last row."""
+
+    model: Name
+    texts: Annotated[list[str], msgspec.Meta(max_length=MAX_INPUTS)] = []
+    packed: Annotated[list[PackedTokens], msgspec.Meta(max_length=MAX_INPUTS)] = []
+    pooling: Literal["", "mean", "last"] = ""  # "": as configured for the model
+    normalize: bool = True  # to length 1
 
 
 class Forward(Request, tag="forward"):

@@ -23,7 +23,7 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
     for session in sessions:
         if not session.attached <= connected:
             yield f"session {session.id} is attached to a connection that is gone"
-        if (session.grace is None) == (not session.attached):
+        if (session.grace is None) == (not session.attached and session.kept is None):
             yield f"session {session.id} has {len(session.attached)} connections and a wrong grace timer"
         if session.call is not None and session.call not in session.call.client.calls.values():
             yield f"session {session.id} is at work for a request that is over"

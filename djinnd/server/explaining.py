@@ -50,7 +50,7 @@ class Explaining:
         except (SessionLost, ModelNotFound) as error:
             return self._why(session, error.message, {})
         model = self._models.model_of(session)
-        if session.call is None and not session.attached and not session.is_paused:
+        if session.grace is not None and session.call is None and not session.is_paused:
             return self._detached(session)
         if model is None or model.engine is None:
             return self._without_engine(session, model)
@@ -60,7 +60,7 @@ class Explaining:
         return None
 
     def _detached(self, session: SessionRecord) -> Why:
-        assert session.grace is not None
+        assert session.grace is not None  # and so nobody is attached to it
         left = max(0.0, session.grace.when() - asyncio.get_running_loop().time())
         told = f"no client is attached to it: it is closed in {left:,.0f} s unless one comes"
         return self._why(session, told, {"closed_in_s": round(left, 3)})

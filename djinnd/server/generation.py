@@ -147,6 +147,7 @@ class Generation:
                 generated_tokens=len(self._tokens) - self._prompt_end,
                 session_tokens=len(self._tokens),
                 computed_tokens=computed,
+                cached_tokens=max(0, self._prompt_end - computed),
             ),
             timings=Timings(
                 queued=max(0.0, self._started - self._received) if self._started else 0.0,

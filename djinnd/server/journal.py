@@ -37,6 +37,7 @@ from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
+from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import JournalFile, KeptSession
 from djinnd.server.journal_space import COPIES
@@ -72,6 +73,7 @@ class Kept(NamedTuple):
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # likewise
+    conversations: dict[str, Conversed]  # likewise
     now: float  # the journal's time, as in `sessions`
 
 
@@ -112,7 +114,8 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
         file = self._file
-        kept = Kept(file.sessions(), file.prefixes(), file.edits(), file.breakpoints(), file.clock.now())
+        parts = (file.edits(), file.breakpoints(), file.conversations())
+        kept = Kept(file.sessions(), file.prefixes(), *parts, file.clock.now())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -198,6 +201,9 @@ class Journal:
 
     def reclassified(self, session: Journalled) -> None:
         self._note(Reclassified(session.id, session.priority))
+
+    def conversed(self, session: str, key: str, prompt: int) -> None:
+        self._note(Conversed(session, key, prompt))
 
     def edited(self, session: str, edit: Edit, names: Sequence[str]) -> None:
         if self._thread is not None:

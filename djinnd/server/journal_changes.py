@@ -9,6 +9,7 @@ import msgspec
 
 from djinn_client.protocol import Class
 from djinnd.server.journal_breakpoints import BreakpointChange
+from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import EditChange
 
 
@@ -54,7 +55,7 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
     prefix: str
 
 
-Change = Opened | Extended | Reclassified | Closed | EditChange | BreakpointChange | Published | Withdrawn
+Change = Opened | Extended | Reclassified | Conversed | Closed | EditChange | BreakpointChange | Published | Withdrawn
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from djinnd.server import journal_breakpoints, journal_edits
+from djinnd.server import journal_breakpoints, journal_conversations, journal_edits
 from djinnd.server.journal_examination import Examined, changes_in, examine
 from djinnd.server.journal_rows import CHANGE, CHECKSUMS, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row, Table, register
 from djinnd.server.socket_path import StartError
@@ -41,6 +41,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     journal_edits.TABLES,
     journal_breakpoints.TABLES,
     CHECKSUMS,
+    journal_conversations.TABLES,
 )
 VERSION = len(_UPGRADES)
 

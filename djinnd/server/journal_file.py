@@ -2,6 +2,7 @@
 
     change       what has happened since the last fold, a row a commit
     session      the sessions as they were at the last fold
+    conversation   which of them the daemon keeps: see journal_conversations.py
     edit, edit_count   their edits, likewise: see journal_edits.py
     breakpoint   and breakpoints: see journal_breakpoints.py
     prefix       public prefixes, likewise
@@ -32,7 +33,7 @@ from pathlib import Path
 import msgspec
 
 from djinn_client.protocol import Class
-from djinnd.server import journal_breakpoints, journal_edits
+from djinnd.server import journal_breakpoints, journal_conversations, journal_edits
 from djinnd.server.breakpoint_list import BreakpointList
 from djinnd.server.edit_list import EditList
 from djinnd.server.journal_breakpoints import BreakpointFold, BreakpointsEnded, Broken, Stopped
@@ -47,6 +48,7 @@ from djinnd.server.journal_changes import (
     Withdrawn,
 )
 from djinnd.server.journal_clock import JournalClock, resumed
+from djinnd.server.journal_conversations import ConversationFold, Conversed
 from djinnd.server.journal_database import damaged_files, open_database
 from djinnd.server.journal_edits import Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.journal_examination import Examined, changes_in
@@ -139,6 +141,10 @@ class JournalFile:
         """Likewise."""
         return journal_breakpoints.read_breakpoints(self._db)
 
+    def conversations(self) -> dict[str, Conversed]:
+        """Likewise."""
+        return journal_conversations.read_conversations(self._db)
+
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
         encoded, at = _encoder.encode(changes), self.clock.now()
@@ -218,8 +224,9 @@ class JournalFile:
             return self._image(session, images) is not None
 
         edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
+        conversations = ConversationFold(self._db, exists)
         for at, change in self._unfolded:
-            self._apply(change, at, images, prefixes, edits, breakpoints)
+            self._apply(change, at, images, prefixes, edits, breakpoints, conversations)
         gone = [(name,) for name, image in images.items() if image is None]
         withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
         published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
@@ -228,7 +235,8 @@ class JournalFile:
             self._db.executemany("DELETE FROM session WHERE id = ?", gone)
             edits.write()
             breakpoints.write()
-            for name in edits.touched | breakpoints.touched:
+            conversations.write()
+            for name in edits.touched | breakpoints.touched | conversations.touched:
                 if (image := images[name]) is not None:
                     image.parts = self._count_parts(name)
             kept = [_row(image) for image in images.values() if image is not None]
@@ -270,6 +278,7 @@ class JournalFile:
         prefixes: dict[str, Published | None],
         edits: EditFold,
         breakpoints: BreakpointFold,
+        conversations: ConversationFold,
     ) -> None:
         match change:
             case Opened(session, user, model, shared, priority, created):
@@ -282,6 +291,9 @@ class JournalFile:
                 images[session] = None
                 edits.closed(session)
                 breakpoints.closed(session)
+                conversations.closed(session)
+            case Conversed():
+                conversations.apply(change)
             case Edited() | EditsEnded() | EditsCut():
                 edits.apply(change)
             case Broken() | BreakpointsEnded() | Stopped():

@@ -100,12 +100,14 @@ EDIT = Table("edit", ("session", "number", "names", "edit"))
 EDIT_COUNT = Table("edit_count", ("session", "given"))
 BREAKPOINT = Table("breakpoint", ("session", "list"))
 PREFIX = Table("prefix", ("id", "model", "user", "created", "tokens"))
-PARTS = (EDIT, EDIT_COUNT, BREAKPOINT)  # rows that belong to a session, which says how many there are
+CONVERSATION = Table("conversation", ("session", "key", "prompt"))
+PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows that belong to a session, which says how many there are
 
 # From version 5, which had no checksums.
-_COUNT_PARTS = " + ".join(f"(SELECT count(*) FROM {part.name} WHERE session = session.id)" for part in PARTS)
+_PARTS = (EDIT, EDIT_COUNT, BREAKPOINT)
+_COUNT_PARTS = " + ".join(f"(SELECT count(*) FROM {part.name} WHERE session = session.id)" for part in _PARTS)
 CHECKSUMS = (
     "CREATE TABLE mark (id INTEGER PRIMARY KEY, number INTEGER, at REAL, wall REAL, checksum BLOB);"
     f"ALTER TABLE session ADD COLUMN parts INTEGER; UPDATE session SET parts = {_COUNT_PARTS};"
-    + "".join(table.add_checksums for table in (CHANGE, SESSION, *PARTS, PREFIX))
+    + "".join(table.add_checksums for table in (CHANGE, SESSION, *_PARTS, PREFIX))
 )

@@ -69,6 +69,10 @@ class Tenant:
         quota = self.quota
         return TenantLimits(self.user, quota.weight, quota.device_kv, quota.host_kv, quota.disk_kv)
 
+    def most_sessions(self, most: int) -> int:
+        """That the tenant may have, where nobody may have more than that."""
+        return most if self.quota.sessions is None else min(self.quota.sessions, most)
+
     def expect_session(self, own: int, priority: Class) -> None:
         """There is room for one more of this class, where the tenant has `own`. Raises QuotaExceeded."""
         self.expect_class(priority)
@@ -130,7 +134,7 @@ class Tenant:
             weight=quota.weight,
             highest_class=quota.highest_class,
             sessions=sessions,
-            sessions_limit=most_sessions if quota.sessions is None else min(quota.sessions, most_sessions),
+            sessions_limit=self.most_sessions(most_sessions),
             device_kv=held.device_kv if held else 0,
             device_kv_limit=quota.device_kv,
             host_kv=held.host_kv if held else 0,

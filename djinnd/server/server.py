@@ -198,7 +198,7 @@ class Server:
         self._tokens.start()
         self._name_unknown_users()
         self._metrics.start()
-        self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now)
+        self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now, kept.conversations)
         self._prefixes.restore(kept.prefixes)
         _make_folder(self._page_folder)
         adopted = self._arena.adopt()

@@ -21,8 +21,10 @@ from djinnd.config import Limits
 from djinnd.core.edits import FOREVER, Edit, now
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.client import Call, Client
+from djinnd.server.conversations import Conversations, Kept, kept_again
 from djinnd.server.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.journal import Journal
+from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_file import KeptSession
 from djinnd.server.journal_space import expect_space
 from djinnd.server.latency import Latencies, SessionLatency
@@ -42,8 +44,9 @@ TOKEN_BYTES = 4
 class SessionRecord:
     """`tokens`: every prompt's and every generated token that stays; who appends calls `changed` before it is told.
     `shared`: its model is one that a client shares. `salt`: some of its KV was a client's; the journal does not have
-    it. `is_paused` outlives the engine, and not the daemon. `woken_at`: when its client last said that it will compute,
-    0 where it has said since that it waits. Times are CLOCK_MONOTONIC."""
+    it. `kept`: the daemon keeps it for a program that knows no sessions, see conversations.py. `is_paused` outlives the
+    engine, and not the daemon. `woken_at`: when its client last said that it will compute, 0 where it has said since
+    that it waits. Times are CLOCK_MONOTONIC."""
 
     id: str
     user: int
@@ -56,6 +59,7 @@ class SessionRecord:
     tenant: Tenant  # the user's
     shared: bool = False
     salt: bytes = b""
+    kept: Kept | None = None
     is_lost: bool = False  # with the engine that had KV which nobody can compute
     is_restored: bool = False  # by this daemon, and not used yet: its model's checkpoint may have changed meanwhile
     is_paused: bool = False
@@ -194,6 +198,16 @@ class SessionRecord:
             raise SessionBusy(f"session {self.id} is at work on another call: wait for it, or open a second session")
 
     @property
+    def is_free(self) -> bool:
+        """A conversation may go on with it."""
+        return self.call is None and self.is_servable and not self.is_paused
+
+    @property
+    def is_plain(self) -> bool:
+        """What it generates follows from its tokens alone."""
+        return not (self.edits.edits or self.breakpoints.breakpoints or self.salt)
+
+    @property
     def is_servable(self) -> bool:
         """False: no engine can have it any more."""
         return not (self.is_orphan or self.is_lost)
@@ -227,6 +241,7 @@ class SessionTable:
         self._sweep: asyncio.TimerHandle | None = None
         self._on_close = on_close
         self._sessions: dict[str, SessionRecord] = {}
+        self.conversations: Conversations[SessionRecord] = Conversations()
         self.latency: dict[Class, Latencies] = {name: Latencies() for name in CLASSES}
 
     def __iter__(self) -> Iterator[SessionRecord]:
@@ -270,6 +285,32 @@ class SessionTable:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
         return tenant
 
+    def make_room(self, user: int, nbytes: int, sessions: int = 0) -> None:
+        """For so many bytes more in the journal, and so many more sessions, of the user's: kept sessions give way."""
+        tenant = self._quotas.tenant(user, time.monotonic())
+        most = tenant.most_sessions(self.limits.sessions_per_user)
+        while (
+            not tenant.ledger.has_room(JOURNAL_BYTES, nbytes)
+            or (sessions and self.count(user) + sessions > most)
+            or (sessions and len(self) + sessions > self.limits.sessions)
+        ):
+            longest_idle = self.conversations.give_way(user)
+            if longest_idle is None:
+                return
+            self.close(longest_idle)
+
+    def keep(self, session: SessionRecord, kept: Kept) -> None:
+        """The daemon keeps it for its user's next call, and no more of that kind than limits.conversations_per_user."""
+        is_new, session.kept = session.kept is None, kept
+        if is_new:
+            self.conversations.add(session)
+        self._journal.conversed(session.id, kept.key, kept.prompt)
+        while self.conversations.count(session.user) > self.limits.conversations_per_user:
+            longest_idle = self.conversations.give_way(session.user)
+            if longest_idle is None:
+                return
+            self.close(longest_idle)
+
     def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
         """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
@@ -288,9 +329,10 @@ class SessionTable:
         edits: Mapping[str, EditList],
         breakpoints: Mapping[str, BreakpointList],
         clock: float,
+        conversations: Mapping[str, Conversed] | None = None,
     ) -> None:
-        """At start: what the journal has, detached. Edits and breakpoints: by session. `clock`: the journal's time.
-        Limits hold for what is opened after that."""
+        """At start: what the journal has, detached. Edits, breakpoints and conversations: by session. `clock`: the
+        journal's time. Limits hold for what is opened after that."""
         now = time.monotonic()
         for was in kept:
             age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # of an older version: wall clocks
@@ -311,13 +353,25 @@ class SessionTable:
                 else:
                     session.breakpoints.hit = None  # a call that went on from there was cut short
             self._sessions[session.id] = session
-            self._detached(session)
+            conversed = (conversations or {}).get(was.id)
+            if conversed is None:
+                self._detached(session)
+            else:
+                session.kept = kept_again(conversed.key, conversed.prompt, session.tokens)
+                self.conversations.add(session)
         self._close_expired()
 
     def open(
-        self, client: Client, model: str, priority: Class, shared: bool = False, salt: bytes = b""
+        self,
+        client: Client,
+        model: str,
+        priority: Class,
+        shared: bool = False,
+        salt: bytes = b"",
+        attached: bool = True,
     ) -> SessionRecord:
-        """Attached to the client. Raises as expect_room."""
+        """Attached to the client, unless the daemon is to keep it. Raises as expect_room."""
+        self.make_room(client.user, 0 if salt else SESSION_BYTES, sessions=1)
         tenant = self.expect_room(client.user, priority)
         if not salt:
             self.expect_journal(tenant, SESSION_BYTES)
@@ -331,7 +385,8 @@ class SessionTable:
         if not salt:
             self._journal.opened(session)
             session.charge_journal()
-        self.attach(session, client)
+        if attached:
+            self.attach(session, client)
         told = (session.id, client.user, client.name, model, priority)
         log.info("session_opened session=%s user=%d name=%s model=%s class=%s", *told)
         return session
@@ -343,6 +398,10 @@ class SessionTable:
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
+        parent.used = time.monotonic()
+        self.make_room(parent.user, parent.journal_bytes + SESSION_BYTES, sessions=1)
+        if parent.is_closed:
+            raise SessionBusy(f"session {parent.id} would have to give way to its fork: close another session first")
         self.expect_journal(parent.tenant, parent.journal_bytes)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
@@ -397,6 +456,7 @@ class SessionTable:
             session.grace.cancel()
         if session.call is not None:
             session.call.cancel()
+        self.conversations.remove(session)
         session.tenant.ledger.release(JOURNAL_BYTES, session.charged)
         self._journal.freed(session.charged)
         session.is_closed = True
@@ -406,13 +466,16 @@ class SessionTable:
         self._on_close(session)
 
     def _detached(self, session: SessionRecord) -> None:
+        """Nobody is attached to it any more. One that is kept needs nobody."""
+        if session.kept is not None:
+            return
         loop = asyncio.get_running_loop()
         session.grace = loop.call_later(self.limits.session_grace, self.close, session)
 
     def _close_detached(self, user: int) -> None:
         """The longest unused of those that the user has too many of. What a restart has left is not counted: whoever
         had it is about to come back."""
-        detached = [s for s in self if s.user == user and not s.attached and not s.is_restored]
+        detached = [s for s in self if s.user == user and not (s.attached or s.kept or s.is_restored)]
         excess = len(detached) - self.limits.detached_per_user
         if excess > 0:
             log.info("detached_limit user=%d detached=%d closed=%d", user, len(detached), excess)
@@ -421,9 +484,9 @@ class SessionTable:
 
     def _close_expired(self) -> None:
         """Now and then, those that were not used for their time to live: 0 is none, and may be another one later."""
-        limit = self.limits.session_ttl or math.inf
-        oldest = time.monotonic() - limit
+        limit, now = self.limits.session_ttl or math.inf, time.monotonic()
+        kept_limit = self.limits.conversation_ttl or math.inf
         for session in self:
-            if session.call is None and session.used < oldest:
+            if session.call is None and session.used < now - (limit if session.kept is None else kept_limit):
                 self.close(session)
-        self._sweep = asyncio.get_running_loop().call_later(min(_SWEEP, limit), self._close_expired)
+        self._sweep = asyncio.get_running_loop().call_later(min(_SWEEP, limit, kept_limit), self._close_expired)

@@ -268,7 +268,9 @@ def _state(session: SessionRecord, use: SessionUse | None) -> str:
         state = session.call.run.state if session.call.run else "queued"
         return "arriving" if (state, told) == ("queued", "arriving") else state
     if not session.attached:
-        return "detached"
+        if session.kept is None:
+            return "detached"
+        return told if told in ("waiting", "arriving") else "kept"
     if told in ("waiting", "arriving"):
         return told
     return "idle" if session.breakpoints.hit is None else "stopped"

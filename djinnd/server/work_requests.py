@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from djinn_client.bounds import pack
-from djinn_client.errors import DjinnError
+from djinn_client.conversations import Conversation
+from djinn_client.errors import DjinnError, InvalidRequest
 from djinn_client.protocol import Forward, Generate, Generated
 from djinnd.messages import Resume, Truncate
 from djinnd.server import admission
@@ -19,6 +20,7 @@ from djinnd.server.capturing import capturing_of
 from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
 from djinnd.server.common_prefix import common_prefix
+from djinnd.server.conversing import Conversing
 from djinnd.server.formats import Formats, Guide, check_format
 from djinnd.server.model import Model
 from djinnd.server.models import Models
@@ -37,8 +39,13 @@ class WorkRequests:
         self._formats = Formats(texts)
         self._queue = queue
         self._carrying = carrying
+        self._conversing = Conversing(sessions, models)
 
     async def generate(self, call: Call, request: Generate) -> Answer:
+        if request.conversation is not None:
+            return await self._converse(call, request, request.conversation)
+        if not request.session:
+            raise InvalidRequest("a call needs a session, or a conversation", field="session")
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:
             model = await self._models.once_ready(session)
@@ -51,6 +58,22 @@ class WorkRequests:
                 prompt = prompt._replace(tokens=prompt.tokens[kept:])
             guide = await self._formats.guide(model.described[1], session.user, request.format)
             return await self._run(call, session, place, request, model, prompt, kept, guide)
+
+    async def _converse(self, call: Call, request: Generate, conversation: Conversation) -> Answer:
+        """The daemon chooses the session, when it has the prompt's tokens."""
+        if request.session:
+            raise InvalidRequest("give a session or a conversation, not both", field="conversation")
+        with self._placed(call) as place:
+            model = await self._conversing.model(call, conversation)
+            prompt = await self._prompt(call.client.user, request, model, 0)
+            guide = await self._formats.guide(model.described[1], call.client.user, request.format)
+            await self._models.ready(model.name)
+            model = self._models.find_open(model.name, call.client)
+            is_scored = request.prompt_logprobs is not None
+            with self._conversing.session(call, conversation, model, prompt.tokens, is_scored) as (session, kept):
+                rest = prompt._replace(tokens=prompt.tokens[kept:])
+                answer = await self._run(call, session, place, request, model, rest, kept, guide)
+                return self._conversing.told(session, conversation, len(prompt.tokens), answer)
 
     async def _prompt(self, user: int, request: Generate, model: Model, before: int) -> Prompt:
         """The tokens that the request brings for a session that has `before` tokens: of a chat all tokens of the
@@ -83,6 +106,7 @@ class WorkRequests:
     ) -> Answer:
         """Behind the first `kept` tokens of the session; the others go when an engine is there."""
         (info, text), count = model.described, len(prompt.tokens)
+        self._sessions.make_room(session.user, TOKEN_BYTES * count)
         self._sessions.expect_journal(session.tenant, TOKEN_BYTES * count)
         breaking = breakpoints_of(request, count, session, info, kept)
         if request.prompt_logprobs is not None:
@@ -141,7 +165,13 @@ class WorkRequests:
     def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:
         """Before any work is done for it. Raises SessionBusy, QuotaExceeded, Busy."""
         call.client.expect_class(session.priority)
-        with session.in_use(call):
-            session.tenant.expect_tokens(call.received)
-            with self._queue.place(session.user, call.received) as place:
-                yield place
+        with session.in_use(call), self._placed(call, session) as place:
+            yield place
+
+    @contextmanager
+    def _placed(self, call: Call, session: SessionRecord | None = None) -> Iterator[Place]:
+        """In the queue, for the session's user; without a session, for the caller. Raises QuotaExceeded, Busy."""
+        tenant = call.client.tenant if session is None else session.tenant
+        tenant.expect_tokens(call.received)
+        with self._queue.place(tenant.user, call.received) as place:
+            yield place

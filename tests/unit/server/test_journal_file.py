@@ -17,6 +17,7 @@ from djinnd.server import journal_database, journal_file
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
 from djinnd.server.journal_breakpoints import BreakpointsEnded, Broken, Stopped
 from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
+from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import NAME, JournalFile
 from djinnd.server.socket_path import StartError
@@ -142,7 +143,7 @@ def make_older(folder: Path, version: int, *lacking: str) -> None:
         for table in tables:
             db.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
         db.execute("ALTER TABLE session DROP COLUMN parts")
-        db.executescript("".join(f"DROP TABLE {table};" for table in ("mark", *lacking)))
+        db.executescript("".join(f"DROP TABLE {table};" for table in ("mark", "conversation", *lacking)))
         db.execute(f"PRAGMA user_version = {version}")
     db.close()
 
@@ -270,6 +271,30 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
     assert found() == {"one": BreakpointList((two,), 2, hit), "two": BreakpointList((one,), 1)}
     write(tmp_path, [Closed("one"), Stopped("one", hit)])
     assert found() == {"two": BreakpointList((one,), 1)}
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, folds: bool) -> None:
+    def found() -> dict[str, Conversed]:
+        write(tmp_path)  # which folds what there is
+        file = JournalFile(str(tmp_path))
+        try:
+            return file.conversations()
+        finally:
+            file.close()
+
+    file = JournalFile(str(tmp_path))
+    for changes in (
+        [ONE, TWO, Conversed("one", "", 5), Conversed("two", "key", 7)],
+        [Conversed("one", "", 9), Conversed("gone", "", 1)],
+    ):
+        file.append(changes)
+        if folds:
+            file.fold()
+    file.close()
+    assert found() == {"one": Conversed("one", "", 9), "two": Conversed("two", "key", 7)}
+    write(tmp_path, [Closed("one"), Conversed("one", "", 10)])
+    assert found() == {"two": Conversed("two", "key", 7)}
 
 
 def test_a_journal_that_knew_no_breakpoints_is_read_and_written(tmp_path: Path) -> None:

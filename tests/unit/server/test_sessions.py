@@ -16,6 +16,7 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.server.breakpoint_list import Breakpoint
 from djinnd.server.edit_list import PART_BYTES
 from djinnd.server.journal import Journal
+from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_file import KeptSession
 from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Quotas
@@ -504,3 +505,67 @@ def test_while_the_disk_is_nearly_full_who_has_most_is_refused(table, monkeypatc
     sessions.expect_journal(small.tenant, 100_000)
     large.end_edits([1], 0)
     sessions.expect_journal(large.tenant, 0)
+
+
+# --- kept sessions --------------------------------------------------------------------------------------------------
+
+
+def kept_session(sessions, prompt=(1, 2, 3), key="", user=1):
+    session = sessions.open(FakeClient(user), "m", "agent", attached=False)
+    session.tokens = list(prompt)
+    sessions.keep(session, sessions.conversations.choose(user, "m", key, session.tokens).kept)
+    return session
+
+
+def test_kept_sessions_give_way_to_others(table):
+    sessions, closed = table(sessions_per_user=3)
+    first, second = kept_session(sessions), kept_session(sessions)
+    first.used, second.used = 2.0, 1.0
+    for _ in range(3):
+        sessions.open(FakeClient(1), "m", "agent")
+    assert closed == [second, first]
+    with pytest.raises(NotPermitted):
+        sessions.open(FakeClient(1), "m", "agent")
+
+
+def test_not_those_at_work_nor_another_user_s(table):
+    sessions, closed = table(sessions_per_user=1, sessions=2)
+    kept_session(sessions, user=2)
+    with kept_session(sessions).in_use(FakeCall()), pytest.raises(NotPermitted):
+        sessions.open(FakeClient(1), "m", "agent")
+    assert closed == []
+
+
+def test_the_longest_idle_of_too_many_goes(table):
+    sessions, closed = table(conversations_per_user=2)
+    first, second = kept_session(sessions), kept_session(sessions)
+    first.used = 0.0
+    third = kept_session(sessions)
+    assert closed == [first]
+    assert set(sessions.conversations) == {second, third}
+
+
+def test_a_kept_session_needs_nobody_to_be_attached():
+    async def play():
+        sessions = SessionTable(Limits(session_grace=0, detached_per_user=1), UNLIMITED, closed.append, Journal(""))
+        session, client = kept_session(sessions), FakeClient(1)
+        sessions.attach(session, client)
+        sessions.detach(client)
+        await asyncio.sleep(0.01)
+        assert closed == [] and session.grace is None
+
+    closed = []
+    asyncio.run(play())
+
+
+def test_a_kept_session_ends_after_its_own_time():
+    async def play(ttl):
+        limits = Limits(conversation_ttl=ttl, session_ttl=0)
+        sessions = SessionTable(limits, UNLIMITED, lambda _: None, Journal(""))
+        conversations = {name: Conversed(name, "", 3) for name in ("old", "young")}
+        old = kept("old", used=time.time() - 101)
+        sessions.restore([kept("young"), old], {}, {}, time.time(), conversations)
+        return [session.id for session in sessions]
+
+    assert asyncio.run(play(100)) == ["young"]
+    assert asyncio.run(play(0)) == ["young", "old"]

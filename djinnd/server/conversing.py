@@ -1,0 +1,113 @@
+"""The session of a call whose program knows no sessions: found, cut to what the prompt has of it, and kept afterwards.
+
+Which session that is, conversations.py decides. Here it is done, in the session table and in the engine. Nothing is
+awaited between the choice and the call's `in_use`, so that no two calls get the same session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from djinn_client.conversations import Conversation
+from djinn_client.protocol import CLASSES, Class, Generated
+from djinnd.messages import SetClass, Signal, Truncate
+from djinnd.server import edit_admission
+from djinnd.server.client import Answer, Call
+from djinnd.server.common_prefix import common_prefix
+from djinnd.server.loader import open_in
+from djinnd.server.model import Model
+from djinnd.server.models import Models, expect_open
+from djinnd.server.sessions import SessionRecord, SessionTable
+
+_MAX_LEARNT = 48  # characters of a key by which waits are learnt
+
+
+class Taken(NamedTuple):
+    """The session, and how many of its first tokens the prompt begins with; the others are to be cut."""
+
+    session: SessionRecord
+    kept: int
+
+
+class Conversing:
+    def __init__(self, sessions: SessionTable, models: Models) -> None:
+        self._sessions = sessions
+        self._models = models
+
+    async def model(self, call: Call, conversation: Conversation) -> Model:
+        """Which has been ready. Raises as for a session that is opened."""
+        conversation.validate()
+        call.client.tenant.expect_class(call.client.class_for(conversation.priority))
+        model = await self._models.named(conversation.model, call.client)
+        expect_open(model)
+        if model.info is None:
+            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        return self._models.find_open(model.name, call.client)
+
+    @contextmanager
+    def session(
+        self, call: Call, conversation: Conversation, model: Model, prompt: list[int], is_scored: bool
+    ) -> Iterator[Taken]:
+        """In use by the call. The model is ready. `is_scored`: log probabilities of the whole prompt are wanted, so all
+        of it is computed. Raises as for a session that is opened."""
+        sessions = self._sessions
+        chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt)
+        session = chosen or self._open(call, conversation, model)
+        with session.in_use(call):
+            try:
+                sessions.keep(session, kept)
+                self._reclassify(call, session, conversation)
+                common = common_prefix(session.tokens, prompt)
+                self._expect_fit(session, model, common)
+                yield Taken(session, 0 if is_scored else common)
+            except BaseException:
+                if not session.tokens:
+                    sessions.close(session)
+                raise
+
+    def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
+        """The call has ended: its reply says which session it was, and counts all tokens of the prompt."""
+        reply = answer.message
+        assert isinstance(reply, Generated)
+        reply.session = session.id
+        reply.usage = msgspec.structs.replace(reply.usage, prompt_tokens=prompt)
+        self._wait(session, conversation)
+        return answer
+
+    def _open(self, call: Call, conversation: Conversation, model: Model) -> SessionRecord:
+        priority = call.client.class_for(conversation.priority)
+        is_shared = model.share is not None
+        session = self._sessions.open(call.client, model.name, priority, shared=is_shared, attached=False)
+        if model.engine is not None:
+            open_in(model.engine, session)
+        return session
+
+    def _reclassify(self, call: Call, session: SessionRecord, conversation: Conversation) -> None:
+        """As the call asks; else as it was, where the caller may have that."""
+        highest = call.client.class_for(conversation.priority)
+        kept: Class = max(session.priority, highest, key=CLASSES.index)
+        priority = conversation.priority or kept
+        if priority != session.priority:
+            self._sessions.set_class(session, priority)
+            self._models.tell(session, SetClass(session.id, session.priority))
+
+    def _expect_fit(self, session: SessionRecord, model: Model, kept: int) -> None:
+        """A session that an earlier daemon has left may be of another checkpoint: it keeps the prompt's tokens only.
+        Raises InvalidRequest for edits that do not fit."""
+        if session.is_restored:
+            edit_admission.check_fit(session.edits, model.described[0])
+            session.cut(kept)
+            self._models.tell(session, Truncate(session.id, kept))
+            session.is_restored = False
+
+    def _wait(self, session: SessionRecord, conversation: Conversation) -> None:
+        """Its pages may leave the device until the next call, if that is known to come later."""
+        if not conversation.expected_wait_s:
+            return
+        session.woken_at = 0.0
+        learnt = f"conversation {conversation.key[:_MAX_LEARNT]}"
+        self._models.tell(session, Signal(session.id, True, conversation.expected_wait_s, learnt))
