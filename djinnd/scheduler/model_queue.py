@@ -335,7 +335,8 @@ class ModelQueue:
             self.residence.leave_soon(session)
 
     def why(self, session: Session, now: float) -> Explanation:
-        return explain(session, self.residence, self.composer.in_order(now), self.composer.served, now)
+        order, limit = self.composer.in_order(now), self.limit_of(session.tenant)
+        return explain(session, self.residence, order, self.composer.served, now, limit)
 
     def load(self) -> ModelLoad:
         kv_tokens = sum(session.computed for session in self.sessions.values())

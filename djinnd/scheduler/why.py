@@ -28,9 +28,10 @@ class Explanation:
 
 
 def explain(
-    session: Session, residence: Residence, order: Iterable[Session], last_step: int, now: float
+    session: Session, residence: Residence, order: Iterable[Session], last_step: int, now: float, limit: int
 ) -> Explanation:
-    """`order`: the model's active sessions; `last_step`: that had a row of any of them."""
+    """`order`: the model's active sessions; `last_step`: that had a row of any of them; `limit`: tokens that the
+    session can reach."""
     request = session.request
     if session.paused:
         return Explanation("paused", "it is paused: resume it")
@@ -41,7 +42,8 @@ def explain(
     if request.state is RequestState.HELD:
         return Explanation("held", "its client has not read what it was sent: it goes on when that has been read")
     if session.touched == last_step and last_step and not residence.is_leaving(session):
-        left = request.max_tokens - max(len(session.tokens) - request.prompt_end, 0)
+        length = len(session.tokens)
+        left = max(0, min(request.max_tokens - max(length - request.prompt_end, 0), limit - length))
         return Explanation("running", "it had a row in the model's last step", {"step": last_step, "tokens_left": left})
     return _passed_over(session, residence, order, now)
 

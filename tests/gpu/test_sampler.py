@@ -27,6 +27,8 @@ KINDS = [
     Sampling(temperature=1.0, top_k=100, top_p=0.95, min_p=0.02),
     Sampling(repetition_penalty=1.4),
     Sampling(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, min_p=0.05),
+    Sampling(frequency_penalty=0.5, logit_bias={7: 9.0, 9: -100.0}),
+    Sampling(temperature=1.1, logit_bias={11: 5.0}, min_tokens=99, top_k=40),
 ]
 
 
@@ -37,7 +39,8 @@ def mixed(rows: int, kinds: list[Sampling] = KINDS, logprobs: int | None = 3) ->
         kind = kinds[row % len(kinds)]
         fields = {name: getattr(kind, name) for name in Sampling.__struct_fields__ if name != "seed"}
         prompt, output = range(row, row + 200), range(row * 3, row * 3 + 50)
-        sessions.append(wanting(Sampling(**fields, seed=row), prompt, output, logprobs if row % 2 else None))
+        told = logprobs if row % 2 else None
+        sessions.append(wanting(Sampling(**fields, seed=row), prompt, output, told, stop_tokens=[2, 11]))
     return sessions
 
 

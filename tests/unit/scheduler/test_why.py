@@ -21,6 +21,15 @@ def test_a_session_in_the_last_step_is_running() -> None:
         assert "model's last step" in why.reason and why.ahead == []
 
 
+def test_no_more_tokens_are_left_than_the_session_can_reach() -> None:
+    device = VirtualDevice()
+    device.open("s", max_tokens=1 << 30)
+    device.step()
+    limit = device.scheduler._queues["m"].limit
+    session = device.scheduler.session("s")
+    assert device.scheduler.why("s").figures["tokens_left"] == limit - len(session.tokens)
+
+
 def test_one_without_a_call_is_idle_and_has_its_pages() -> None:
     device = VirtualDevice()
     device.open("s", prompt=3 * PAGE, max_tokens=1)
