@@ -1,7 +1,7 @@
 """The tokens as the event loop has them: asked at each Hello, changed by administrators, written to disk.
 
 A change is on the disk before its sender is told. `beat` is called about once a second: it has connections with expired
-tokens closed, and writes when tokens were last used, once a minute at the most.
+tokens closed, logs how many guesses were refused, and writes when tokens were last used, once a minute at the most.
 """
 
 from __future__ import annotations
@@ -106,14 +106,18 @@ class Tokens:
                 token = self._book.get(bearer.token)
                 if token is None or token.is_expired(now):
                     connection.dismiss(NotAuthenticated(REVOKED))
+        self._tell_refusals()
         if self._wants_writing and time.monotonic() - self._written_at >= WRITE_USES_EVERY:
             self._written_at = time.monotonic()
             self._saving = asyncio.create_task(self._write_if_wanted())
 
     def _count_refusal(self) -> None:
         self._refused += 1
+        self._tell_refusals()
+
+    def _tell_refusals(self) -> None:
         now = time.monotonic()
-        if now - self._told_at >= TELL_REFUSALS_EVERY:
+        if self._refused and now - self._told_at >= TELL_REFUSALS_EVERY:
             log.warning("tokens_refused count=%d", self._refused)
             self._refused, self._told_at = 0, now
 

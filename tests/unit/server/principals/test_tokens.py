@@ -127,12 +127,20 @@ def test_when_a_token_was_used_is_written_now_and_then(tmp_path: Path, monkeypat
     asyncio.run(act())
 
 
-def test_a_flood_of_guesses_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_guesses_is_two_lines_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def act() -> None:
         made = started(tmp_path)
         for _ in range(1000):
             with pytest.raises(NotAuthenticated):
                 made.authenticate("djn_x")
+        made.beat()
+        now = tokens.time.monotonic()
+        monkeypatch.setattr(tokens.time, "monotonic", lambda: now + tokens.TELL_REFUSALS_EVERY)
+        made.beat()
+        made.beat()
 
     asyncio.run(act())
-    assert [record.getMessage() for record in caplog.records] == ["tokens_refused count=1"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["tokens_refused count=1", "tokens_refused count=999"]
