@@ -9,6 +9,7 @@ import msgspec
 
 from djinn_client.bounds import Whole
 from djinn_client.chat import FUNCTION, ChatInput
+from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generate, Sampling
 from djinnd.gateway.errors import HttpError
 
@@ -90,10 +91,14 @@ class ChatFields(msgspec.Struct, kw_only=True):
             parallel_tools=not choice.disable_parallel_tool_use,
         )
 
-    def expect_possible(self) -> None:
+    def output_format(self) -> OutputFormat | None:
         """Raises HttpError."""
-        if self.output_config is not None and self.output_config.format is not None:
-            raise HttpError(400, "output_config.format is not supported yet", param="output_config.format")
+        wanted = self.output_config.format if self.output_config else None
+        if wanted is None:
+            return None
+        if wanted.type != "json_schema" or wanted.schema is None:
+            raise HttpError(400, "output_config.format must be a json_schema, with a schema", param="output_config")
+        return OutputFormat("json_schema", json.dumps(wanted.schema), strict=False)
 
     def ignored(self) -> list[str]:
         """Fields inside others that have no effect; the response names them."""
@@ -132,6 +137,7 @@ class MessagesBody(ChatFields, kw_only=True):
                 top_k=max(self.top_k or 0, 0),
             ),
             stop=self.stop_sequences or [],
+            format=self.output_format(),
         )
 
 

@@ -21,7 +21,6 @@ _FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
 async def create(request: HttpRequest) -> Reply:
     body = request.body(MessagesBody)
     request.ignored.update(body.ignored())
-    body.expect_possible()
     wanted = body.generation()
     if body.stream:
         return Stream(_events(request, body.model, wanted), anthropic_reply.failed, _FRAMING)

@@ -9,6 +9,7 @@ import msgspec
 
 from djinn_client.bounds import Whole
 from djinn_client.chat import ChatInput
+from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generate, Sampling
 from djinnd.gateway.errors import HttpError
 
@@ -101,8 +102,6 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
     def generation(self, **prompt: Any) -> Generate:
         """A Generate without a session. Raises HttpError."""
-        if self.format:
-            raise HttpError(400, "format is not supported yet", param="format")
         options = self.read_options()
         return Generate(
             id=0,
@@ -110,6 +109,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
             max_tokens=options.most_tokens,
             sampling=options.sampling(),
             stop=options.stops,
+            format=_output_format(self.format),
             **prompt,
         )
 
@@ -198,6 +198,17 @@ def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
 
 def _arguments(arguments: dict[str, Any] | str) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _output_format(wanted: str | dict[str, Any] | None) -> OutputFormat | None:
+    """Raises HttpError."""
+    if not wanted:
+        return None
+    if isinstance(wanted, dict):
+        return OutputFormat("json_schema", json.dumps(wanted), strict=False)
+    if wanted != "json":
+        raise HttpError(400, f'format must be "json" or a JSON schema, and not {wanted[:40]!r}', param="format")
+    return OutputFormat("json_object")
 
 
 def _expect_no_images(where: str, images: list[Any] | None) -> None:

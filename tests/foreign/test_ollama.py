@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from urllib.request import urlopen
 
@@ -13,6 +14,14 @@ MODEL = "djinn-tiny"
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "def add(a, b):"}]
 OPTIONS: dict[str, Any] = {"temperature": 0, "num_predict": 12}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": ASK, "options": OPTIONS}
+
+
+COUNT = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +77,11 @@ def test_a_raw_prompt_goes_without_the_template(client):
 def test_an_empty_prompt_loads_the_model(client):
     assert client.generate(MODEL, "").done_reason == "load"
     assert client.chat(MODEL, []).done_reason == "load"
+
+
+def test_a_schema_for_the_output(client):
+    answer = client.chat(**CHAT | {"format": COUNT, "options": OPTIONS | {"num_predict": 64}})
+    assert 1 <= json.loads(answer.message.content)["count"] <= 9
 
 
 @pytest.mark.parametrize(

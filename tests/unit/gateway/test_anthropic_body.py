@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from djinn_client.output_format import OutputFormat
 from djinnd.gateway.anthropic_body import CountBody, MessagesBody
 from djinnd.gateway.errors import HttpError
 
@@ -95,6 +96,7 @@ def test_claude_code_recognises_the_refusal_of_a_system_message():
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "'web_search' would have to run on the server",
         ),
+        ({"output_config": {"format": {"type": "xml"}}}, "must be a json_schema"),
         ({"tool_choice": {"type": "some"}}, "'some' is none of auto"),
     ],
 )
@@ -138,6 +140,12 @@ def test_how_tokens_are_chosen():
     assert (wanted.max_tokens, wanted.stop) == (9, ["END"])
     assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k) == (0.5, 0.9, 5)
     assert body().generation().sampling.temperature == 1.0
+
+
+def test_a_schema_for_the_output():
+    schema = {"type": "object"}
+    wanted = body(output_config={"format": {"type": "json_schema", "schema": schema}}).generation()
+    assert wanted.format == OutputFormat("json_schema", json.dumps(schema), strict=False)
 
 
 def test_tokens_are_counted_without_max_tokens():

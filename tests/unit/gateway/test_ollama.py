@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generated, ModelInfo, Piece, Timings, TokenizerInfo, Usage
 from djinnd.gateway import ollama_models, ollama_reply
 from djinnd.gateway.errors import HttpError, Problem
@@ -32,9 +33,10 @@ def lines(*replies: Piece | Generated) -> list[dict[str, Any]]:
 
 
 def test_a_chat():
-    wanted = body(options={"num_predict": 7, "stop": ["END"], "seed": 3, "temperature": 0}).generation()
+    wanted = body(format="json", options={"num_predict": 7, "stop": ["END"], "seed": 3, "temperature": 0}).generation()
     assert (wanted.max_tokens, wanted.stop, wanted.sampling.seed) == (7, ["END"], 3)
     assert wanted.sampling.temperature == 0
+    assert wanted.format == OutputFormat("json_object")
     assert body().model_name == "m" and body().is_streamed
 
 
@@ -83,6 +85,7 @@ def test_thinking_becomes_an_argument_of_the_template(think: Any, told: Any):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"format": "xml"}, "not 'xml'"),
         ({"options": {"top_k": "many"}}, "options"),
         ({"messages": [{"role": "user", "images": ["aGk="]}]}, "images cannot be read"),
     ],
