@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_templates import TOOLS
+from tests.support.chat_families import TOOLS
 from tests.support.gateway import Gateway
 
 

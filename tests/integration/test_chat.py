@@ -9,7 +9,7 @@ import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_templates import TURNS
+from tests.support.chat_families import TURNS
 from tests.support.daemon import Daemon
 
 PAGE = 16

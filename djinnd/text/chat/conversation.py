@@ -56,8 +56,9 @@ _TESTS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|map
 _TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)", re.IGNORECASE)
 
 
-def read_conversation(chat: ChatInput, tastes: Tastes) -> Conversation:
-    """Raises InvalidRequest for what is no conversation, and for parts that no text model takes."""
+def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool = False) -> Conversation:
+    """`text_arguments`: those of tool calls stay the texts that they are. Raises InvalidRequest for what is no
+    conversation, and for parts that no text model takes."""
     messages = _list("messages", chat.messages)
     if not messages:
         raise InvalidRequest("a chat needs at least one message", field="messages")
@@ -68,31 +69,13 @@ def read_conversation(chat: ChatInput, tastes: Tastes) -> Conversation:
         if name in _OURS or name.endswith("_token"):
             raise InvalidRequest(f"{name} is no argument of a template: the daemon gives it", field="arguments")
     tools = [_tool(index, each) for index, each in enumerate(_list("tools", chat.tools))] if chat.tools else []
-    read = [_message(index, each, tastes) for index, each in enumerate(messages)]
+    read = [_message(index, each, tastes, text_arguments) for index, each in enumerate(messages)]
     return Conversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
 
 
 def read_tools(text: bytes) -> Tools:
     """Name → schema of the parameters, of tools that `read_conversation` has let pass."""
     return tools_by_name(_list("tools", text))
-
-
-def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with the arguments of tool calls as JSON texts, for templates that put them between other texts."""
-    return [
-        message
-        if "tool_calls" not in message
-        else message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-        for message in messages
-    ]
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        return call
-    text = msgspec.json.encode(function["arguments"]).decode()
-    return call | {"function": function | {"arguments": text}}
 
 
 def _list(what: str, text: bytes) -> list[Any]:
@@ -128,7 +111,7 @@ def _inside(value: object) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _message(index: int, given: Any, tastes: Tastes) -> dict[str, Any]:
+def _message(index: int, given: Any, tastes: Tastes, text_arguments: bool) -> dict[str, Any]:
     """Keys that are null are left out, as transformers does: many templates would write "None"."""
     where = f"message {index}"
     if not isinstance(given, dict):
@@ -150,7 +133,7 @@ def _message(index: int, given: Any, tastes: Tastes) -> dict[str, Any]:
         _expect_text(where, "reasoning_content", reasoning)
         message |= {"thinking": reasoning, "reasoning_content": reasoning}
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(where, message["tool_calls"])
+        message["tool_calls"] = _tool_calls(where, message["tool_calls"], text_arguments)
     return message
 
 
@@ -174,20 +157,19 @@ def _part(where: str, part: Any) -> str:
     return str(part["text"])
 
 
-def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: Any, text_arguments: bool) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequest(f"{where}: tool_calls must be a list", field="messages")
-    return [_tool_call(where, call) for call in calls]
+    return [_tool_call(where, call, text_arguments) for call in calls]
 
 
-def _tool_call(where: str, call: Any) -> dict[str, Any]:
+def _tool_call(where: str, call: Any, text_arguments: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidRequest(f"{where}: a tool call must be an object with a function", field="messages")
     _expect_text(where, "the name of a tool call", function.get("name"))
-    arguments = function.get("arguments")
-    arguments = {} if arguments in (None, "") else arguments
-    if isinstance(arguments, str):
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str) and not text_arguments:
         arguments = _arguments(arguments)
     return {"type": "function", **call, "function": function | {"arguments": arguments}}
 

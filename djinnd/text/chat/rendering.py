@@ -12,7 +12,7 @@ from jinja2 import nodes
 from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
 from djinnd.text.chat.control import ControlStrings, Span
-from djinnd.text.chat.conversation import Conversation, Tastes, read_conversation, with_text_arguments
+from djinnd.text.chat.conversation import Conversation, Tastes, read_conversation
 from djinnd.text.chat.environment import ENVIRONMENT
 from djinnd.text.chat.templates import no_template, template_for
 
@@ -42,17 +42,11 @@ class Template:
         self.control = ControlStrings(tokens.special, [each for each in tokens.others if each in literals])
 
     def render(self, conversation: Conversation, variables: Mapping[str, Any], goes_on: bool) -> str:
-        """Raises InvalidRequest with what the template says, or with what it failed on."""
+        """Raises InvalidRequest for a text that is too long, and whatever the template fails on."""
         told = {"tools": conversation.tools, "documents": None, **variables, **conversation.arguments}
         told["add_generation_prompt"] = not goes_on
-        try:
-            return self._render(conversation.messages, told)
-        except TypeError:  # it may put a tool call's arguments between other texts
-            return self._render(with_text_arguments(conversation.messages), told)
-
-    def _render(self, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
         parts, length = [], 0
-        for part in self._compiled.generate(messages=messages, **told):
+        for part in self._compiled.generate(messages=conversation.messages, **told):
             length += len(part)
             if length > MAX_RENDERED:
                 raise InvalidRequest(f"the chat has more than {MAX_RENDERED:,} characters", field="messages")
@@ -93,7 +87,10 @@ class ChatTemplates:
             raise InvalidRequest(no_template(), field="chat")
         template = self._of(template_for(self._texts, has_tools=bool(chat.tools) and chat.tool_choice != "none"))
         try:
-            return self._spans(template, chat)
+            try:
+                return self._spans(template, chat)
+            except TypeError:  # it puts the arguments of tool calls between other texts
+                return self._spans(template, chat, text_arguments=True)
         except InvalidRequest:
             raise
         except jinja2.TemplateError as error:
@@ -102,8 +99,8 @@ class ChatTemplates:
             told = f"the chat template failed on these messages: {type(error).__name__}: {error}"
             raise InvalidRequest(told[:MOST_TOLD], field="chat") from error
 
-    def _spans(self, template: Template, chat: ChatInput) -> list[Span]:
-        conversation = read_conversation(chat, template.tastes)
+    def _spans(self, template: Template, chat: ChatInput, text_arguments: bool = False) -> list[Span]:
+        conversation = read_conversation(chat, template.tastes, text_arguments=text_arguments)
         messages, tools, arguments = (
             template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
         )
