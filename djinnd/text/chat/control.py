@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 PARTS, EDGE = "\ufdd0", "\ufdd1"
-_ESCAPED = {mark: f"\\u{ord(mark):x}" for mark in (PARTS, EDGE)}  # as tojson(ensure_ascii=True) writes it
+_ESCAPED_PARTS, _ESCAPED_EDGE = (f"\\u{ord(mark):x}" for mark in (PARTS, EDGE))  # by tojson(ensure_ascii=True)
 
 
 class Span(NamedTuple):
@@ -37,7 +37,10 @@ class ControlStrings:
         edged = {each for each in (*special, *added) if each.strip()} - parted
         self._parted = frozenset(parted)
         self._any = re.compile(f"{_any_of(parted | edged)}|[{PARTS}{EDGE}]") if parted | edged else _MARKS
-        self._marked = re.compile(f"{EDGE}({_any_of(edged)}){EDGE}|(.(?:{PARTS}.)+)|[{PARTS}{EDGE}]", re.DOTALL)
+        edge, escaped = f"(?:{EDGE}|{re.escape(_ESCAPED_EDGE)})", _any_of(_ESCAPED_PARTS.join(each) for each in parted)
+        self._marked = re.compile(
+            f"{edge}({_any_of(edged)}){edge}|(.(?:{PARTS}.)+|{escaped})|[{PARTS}{EDGE}]", re.DOTALL
+        )
 
     def mark(self, value: Any) -> Any:
         """The same JSON value with its texts marked. Marks that are there already go."""
@@ -51,13 +54,11 @@ class ControlStrings:
 
     def spans(self, rendered: str) -> Iterator[Span]:
         """Of a text that was rendered from marked values; together they are the text without the marks."""
-        for mark, escaped in _ESCAPED.items():
-            rendered = rendered.replace(escaped, mark) if EDGE in rendered or PARTS in rendered else rendered
         at = 0
         for found in self._marked.finditer(rendered):
             if found.start() > at:
                 yield Span(rendered[at : found.start()], True)
-            kept = (found[1] or found[2] or "").replace(PARTS, "")
+            kept = (found[1] or found[2] or "").replace(PARTS, "").replace(_ESCAPED_PARTS, "")
             if kept:
                 yield Span(kept, False)
             at = found.end()
