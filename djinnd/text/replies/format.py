@@ -78,11 +78,6 @@ class ReplyFormat(Protocol):
         where no call can be forced in this format."""
         ...
 
-    def content_grammar(self, content: str, prompt: str, special: Mapping[str, int]) -> str:
-        """A grammar of a reply whose content is what the grammar named `content` allows. Reasoning may come before it,
-        as the format writes that."""
-        ...
-
 
 def cannot_force(name: str) -> InvalidRequest:
     return InvalidRequest(

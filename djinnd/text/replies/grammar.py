@@ -39,18 +39,11 @@ def arguments(parameters: Schema) -> Json:
 
 
 @dataclass(frozen=True)
-class Grammar:
-    """What another grammar allows, which comes along under this name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Space:
     """White space, or none."""
 
 
-Piece = str | Json | Until | Maybe | Either | Space | Grammar  # a text is meant literally
+Piece = str | Json | Until | Maybe | Either | Space  # a text is meant literally
 Pieces = tuple[Piece, ...]
 
 
@@ -88,13 +81,6 @@ def lark(
     return "\n".join(writer.rules) + "\n"
 
 
-def one_rule(pieces: Pieces, special: Mapping[str, int]) -> str:
-    """A reply of these pieces."""
-    writer = _Writer(special)
-    writer.rules.append(f"start: {writer.write(pieces)}")
-    return "\n".join(writer.rules) + "\n"
-
-
 class _Writer:
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules: list[str] = []
@@ -113,8 +99,6 @@ class _Writer:
                 return f"%json {json.dumps(schema)}"
             case Until(end):
                 return self._until(end)
-            case Grammar(name):
-                return f"@{name}"
             case Space():
                 return r"/\s{0,4}/"
             case Maybe(inner):

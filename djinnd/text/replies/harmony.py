@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.grammar import Grammar, Maybe, Pieces, Until, lark, one_rule
+from djinnd.text.replies.grammar import Maybe, Pieces, Until, lark
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments
 from djinnd.text.replies.output import Output
@@ -82,20 +82,14 @@ class HarmonyFormat:
 
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         """One call: the marker that ends a call ends the reply, too."""
+        think: Pieces = (Until("<|end|>"), f"{START}assistant")
+        opened = self.begins_reasoning(prompt)
+        before = think if opened else (Maybe((f"{CHANNEL}analysis{MESSAGE}", *think)),)
         calls: list[Pieces] = [
             (f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}", argument_grammar(parameters))
             for name, parameters in tools.items()
         ]
-        return lark(self._before(prompt), calls, ("", "", ""), False, special)
-
-    def content_grammar(self, content: str, prompt: str, special: Mapping[str, int]) -> str:
-        if _opened(prompt)[1] and not self.begins_reasoning(prompt):
-            return one_rule((Grammar(content),), special)
-        return one_rule((*self._before(prompt), f"{CHANNEL}final{MESSAGE}", Grammar(content)), special)
-
-    def _before(self, prompt: str) -> Pieces:
-        think: Pieces = (Until("<|end|>"), f"{START}assistant")
-        return think if self.begins_reasoning(prompt) else (Maybe((f"{CHANNEL}analysis{MESSAGE}", *think)),)
+        return lark(before, calls, ("", "", ""), False, special)
 
 
 def _opened(prompt: str) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from djinnd.text.replies.format import CallSyntax, Span, cannot_force
-from djinnd.text.replies.grammar import Grammar, Maybe, Pieces, Space, Until, lark, one_rule
+from djinnd.text.replies.grammar import Maybe, Pieces, Space, Until, lark
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.source import MAX_SPACE, Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Tools
@@ -87,15 +87,9 @@ class SpanFormat:
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         if self.calls is None:
             raise cannot_force(self.name)
+        before: Pieces = ()
+        if self.reasoning is not None:
+            think: Pieces = (Until(self.reasoning.end), Space())
+            before = think if self.begins_reasoning(prompt) else (Maybe((self.reasoning.begin, *think)),)
         calls = [self.calls.forced(name, parameters) for name, parameters in tools.items()]
-        return lark(self._before(prompt), calls, self.calls.between(), parallel, special)
-
-    def content_grammar(self, content: str, prompt: str, special: Mapping[str, int]) -> str:
-        return one_rule((*self._before(prompt), Grammar(content)), special)
-
-    def _before(self, prompt: str) -> Pieces:
-        """Reasoning, where it is forced or possible."""
-        if self.reasoning is None:
-            return ()
-        think: Pieces = (Until(self.reasoning.end), Space())
-        return think if self.begins_reasoning(prompt) else (Maybe((self.reasoning.begin, *think)),)
+        return lark(before, calls, self.calls.between(), parallel, special)

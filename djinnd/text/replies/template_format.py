@@ -39,9 +39,6 @@ class TemplateFormat:
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         return self.otherwise.call_grammar(tools, parallel, prompt, special)
 
-    def content_grammar(self, content: str, prompt: str, special: Mapping[str, int]) -> str:
-        return self.otherwise.content_grammar(content, prompt, special)
-
     def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
         """The reply is read behind what the prompt has of the message, which is not told."""
         begun = self.template.message_start(prompt)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from djinn_client.errors import InvalidRequest
@@ -37,15 +35,13 @@ FORCED = {
     "pythonic": '[get_weather(city="Paris", days=2), now()]',
     "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=2), now()]<|tool_call_end|>',
 }
-ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
 
 
 def allows(grammar: str, text: str) -> bool:
     """True if a reply that follows the grammar can be this one, and whole."""
     tokenizer = llguidance.LLTokenizer("byte")
-    whole = grammar if grammar.startswith("{") else llguidance.LLMatcher.grammar_from_lark(grammar)
-    matcher = llguidance.LLMatcher(tokenizer, whole)
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -83,26 +79,7 @@ def test_reasoning_comes_first(prompt: str, before: str):
 def test_harmony_calls_once_after_its_analysis():
     grammar = reply_format("", {}, [], "harmony").call_grammar(BY_NAME, True, "<|start|>assistant", {})
     assert allows(grammar, HARMONY_CALL)
-    assert allows(grammar, ANALYSIS + HARMONY_CALL)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "text"),
-    [
-        ("plain", "", "{}"),
-        ("hermes", "<think>\n", "Hm\n</think>\n\n{}"),
-        ("hermes", "", "{}"),
-        ("harmony", "<|start|>assistant", "<|channel|>final<|message|>{}"),
-        ("harmony", "<|start|>assistant", f"{ANALYSIS}<|channel|>final<|message|>{{}}"),
-        ("harmony", "<|start|>assistant<|channel|>final<|message|>", "{}"),
-    ],
-)
-def test_content_of_a_grammar_s_own(name: str, prompt: str, text: str):
-    form = reply_format("</think>", {}, [], name)
-    grammar = form.content_grammar("json", prompt, {})
-    both = [{"name": "reply", "lark_grammar": grammar}, {"name": "json", "json_schema": {"type": "object"}}]
-    assert allows(json.dumps({"grammars": both}), text)
-    assert not allows(json.dumps({"grammars": both}), text.replace("{}", "[]"))
+    assert allows(grammar, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" + HARMONY_CALL)
 
 
 def test_special_tokens_are_named_by_their_ids():
