@@ -14,7 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from djinnd.config import Http
-from djinnd.gateway import anthropic_messages, ollama, openai_completions, openai_models, operations
+from djinnd.gateway import (
+    anthropic_messages,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    operations,
+    tokenizing,
+)
 from djinnd.gateway.anthropic_messages import ANTHROPIC
 from djinnd.gateway.api import OPENAI, Route
 from djinnd.gateway.doors import Doors
@@ -25,9 +33,11 @@ from djinnd.gateway.ollama import OLLAMA
 ROUTES: list[Route] = [
     *operations.ROUTES,
     *openai_models.ROUTES,
+    *openai_chat.ROUTES,
     *openai_completions.ROUTES,
     *anthropic_messages.ROUTES,
     *ollama.ROUTES,
+    *tokenizing.ROUTES,
 ]
 
 _ALLOWED_HEADERS = [

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -137,6 +139,7 @@ def _whole(pieces: Sequence[Piece], last: Generated) -> Generated:
         text="".join(piece.text for piece in pieces) + last.text,
         token_ids=[token for piece in pieces for token in piece.token_ids] + last.token_ids,
         logprobs=[each for piece in pieces for each in piece.logprobs] + last.logprobs,
+        token_bytes=reduce(or_, (piece.token_bytes for piece in pieces), last.token_bytes),
     )
 
 

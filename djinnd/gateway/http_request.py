@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 
 from djinnd.gateway.daemon import Link, Pool
 from djinnd.gateway.errors import ClientGone, HttpError, Problem
@@ -20,6 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_TOLD = 500  # characters of an account of what is wrong with a body
+ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it is not there
 
 
 class HttpRequest:
@@ -55,6 +56,10 @@ class HttpRequest:
         parameters: dict[str, str] = self.scope.get("path_params", {})
         return parameters
 
+    @property
+    def query(self) -> QueryParams:
+        return QueryParams(self.scope.get("query_string", b""))
+
     def link(self) -> AbstractAsyncContextManager[Link]:
         """A connection to the daemon, for as long as the context lasts."""
         return self.pool.link()
@@ -88,6 +93,12 @@ class HttpRequest:
                 break
         self.content = b"".join(parts)
         self.is_read = True
+
+
+def given(raw: msgspec.Raw) -> bytes:
+    """The JSON text of a field that is passed on as it is; b"" where it is null or not there."""
+    text = bytes(raw)
+    return b"" if text == b"null" else text
 
 
 def _too_large(limit: int) -> HttpError:

@@ -1,0 +1,102 @@
+"""Log probabilities in OpenAI's two shapes: of chat (a list of tokens) and of completions (lists side by side)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from djinn_client.protocol import Generated, Logprobs, Piece
+
+LOWEST = -9999.0  # OpenAI's for a token that cannot come
+
+
+class Top(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Token(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Top]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[Token]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """`text_offset`: where each token begins in the choice's text, in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TokenTexts:
+    """What the tokens of one choice stand for: the daemon tells it once for each."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, bytes] = {}
+        self._offset = 0  # characters of the choice's tokens so far
+
+    def of_chat(self, reply: Piece | Generated) -> ChatLogprobs | None:
+        """None where the reply has no tokens."""
+        self._bytes.update(reply.token_bytes)
+        if not reply.logprobs:
+            return None
+        return ChatLogprobs([self._token(*each) for each in zip(reply.token_ids, reply.logprobs, strict=True)])
+
+    def of_completion(self, reply: Piece | Generated) -> CompletionLogprobs | None:
+        """With those of the prompt, where they were asked for. None where the reply has no tokens."""
+        self._bytes.update(reply.token_bytes)
+        rows: list[tuple[int, Logprobs | None]] = list(zip(reply.token_ids, reply.logprobs, strict=True))
+        return self.rows(rows) if rows else None
+
+    def rows(self, rows: Sequence[tuple[int, Logprobs | None]]) -> CompletionLogprobs:
+        """None in the place of the log probability of the first token of a prompt, which has none."""
+        texts = [self.text(token) for token, _ in rows]
+        return CompletionLogprobs(
+            texts,
+            [None if each is None else _bounded(each.token) for _, each in rows],
+            [None if each is None else self._top(token, each) for token, each in rows],
+            self._offsets(texts),
+        )
+
+    def learn(self, token_bytes: dict[int, bytes]) -> None:
+        self._bytes.update(token_bytes)
+
+    def text(self, token: int) -> str:
+        """Of a token that is a part of a character, its bytes as OpenAI spells them."""
+        stands_for = self._bytes.get(token, b"")
+        try:
+            return stands_for.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in stands_for)
+
+    def _token(self, token: int, logprobs: Logprobs) -> Token:
+        tops = [Top(self.text(t), _bounded(p), list(self._bytes.get(t, b""))) for t, p in logprobs.top.items()]
+        return Token(self.text(token), _bounded(logprobs.token), list(self._bytes.get(token, b"")), tops)
+
+    def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
+        """With the chosen token, as OpenAI's has it. Of tokens with the same text the likeliest is told."""
+        told: dict[str, float] = {}
+        for each, logprob in sorted((logprobs.top | {token: logprobs.token}).items(), key=lambda item: -item[1]):
+            told.setdefault(self.text(each), _bounded(logprob))
+        return told
+
+    def _offsets(self, texts: Iterable[str]) -> list[int]:
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return offsets
+
+
+def _bounded(logprob: float) -> float:
+    return max(logprob, LOWEST)
