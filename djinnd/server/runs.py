@@ -264,7 +264,7 @@ class GenerateRun(SessionRun):
         self._halted = False
         self._late: LateText | None = None
         likeliest = request.prompt_logprobs
-        self._scores = None if likeliest is None else PromptScores(len(prompt), self._first, likeliest)
+        self._scores = None if likeliest is None else PromptScores(len(prompt.tokens), self._first, likeliest)
         self._is_over = False  # in the engine
         self._held_by: set[str] = set()
         self._reason: FinishReason | None = None  # why it has ended, where the engine only has to say so
