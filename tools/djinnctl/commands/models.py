@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -60,6 +60,12 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     help="Without a call for so long, as 5min, it gives its device memory back until the next; 0: never. Of a loaded "
     "model, too. Default: as configured.",
 )
+@click.option(
+    "--chat-template",
+    type=click.File(),
+    metavar="FILE",
+    help="The template of its chats (jinja). Default: the configuration's, else the checkpoint's.",
+)
 @pass_settings
 def load(
     settings: Settings,
@@ -68,6 +74,7 @@ def load(
     host_kv: int | None,
     disk_kv: int | None,
     keep_alive: float | None,
+    chat_template: TextIO | None,
     **placing: Unpack[PlacingOptions],
 ) -> None:
     """Load MODEL: a name that `models` lists, a folder with a checkpoint, or a hub id.
@@ -84,6 +91,7 @@ def load(
             host_kv_bytes=host_kv,
             disk_kv_bytes=disk_kv,
             keep_alive_s=keep_alive,
+            chat_template=chat_template.read() if chat_template else "",
             on_progress=on_progress,
             **placing,
         )
