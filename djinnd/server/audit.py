@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
             yield f"session {session.id} has {len(session.attached)} connections and a wrong grace timer"
         if session.call is not None and session.call not in session.call.client.calls.values():
             yield f"session {session.id} is at work for a request that is over"
+    by_user = Counter(client.user for client in connected)
+    if clients.counted != by_user:
+        yield f"connections by user are {dict(by_user)}, and {clients.counted} are counted"
     under_way = sum(len(client.calls) for client in connected)
     if clients.unfinished < under_way:
         yield f"{under_way} requests are under way, {clients.unfinished} are counted"

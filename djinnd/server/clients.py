@@ -119,6 +119,11 @@ class Clients:
         return windows
 
     @property
+    def counted(self) -> dict[int, int]:
+        """Connections by user, as the limit has them."""
+        return dict(+self._connections)
+
+    @property
     def windows(self) -> int:
         """That clients keep, as far as is known."""
         return sum(map(len, self._windows.values()))

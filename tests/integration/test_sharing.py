@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import djinn_client as djinn
+from djinnd.server.principals.names import unix_name
 from tests.conftest import DaemonStarter
 from tests.support import reference
 from tests.support.daemon import ROOT, Daemon, clean_environ, descriptors_of, wait_for
@@ -104,7 +105,7 @@ def test_tokens_are_those_of_the_model_that_was_shared(family: str, dtype: torch
         info = handle.info
         assert (handle.name, info.blocks_plain, info.blocks_streamed, info.dtype) == ("mine", 1, 3, name)
         assert djinn.plan("mine", address=address).blocks_streamed == 3
-        assert f"shared by user {os.geteuid()}" in info.notes
+        assert f"shared by user {unix_name(os.geteuid())}" in info.notes
         shared = [progress for progress in told if progress.stage == "sharing"]
         assert len(shared) >= 5 and (shared[-1].done, shared[-1].model) == (shared[-1].total, "mine")
         if dtype is torch.bfloat16:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from djinn_client.errors import InvalidRequest, NotAuthenticated, Retry
 from djinn_client.infos import TokenInfo
@@ -25,6 +25,8 @@ from djinnd.server.principals.file import TokenFile
 from djinnd.server.principals.names import is_unix_name, uid_of, unix_name
 
 log = logging.getLogger("djinnd.server")
+
+T = TypeVar("T")
 
 WRITE_USES_EVERY = 60.0  # seconds
 TELL_REFUSALS_EVERY = 10.0  # seconds: a flood of guesses must not fill the log
@@ -59,7 +61,7 @@ class Tokens:
         self._nobody = nobody_in_particular()
         self._writing = asyncio.Lock()
         self._wants_writing = False  # the book has what the file lacks
-        self._saving: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[Any]] = set()  # that are under way
         self._written_at = time.monotonic()
         self._refused = 0  # since the log was told
         self._told_at = -TELL_REFUSALS_EVERY
@@ -70,6 +72,8 @@ class Tokens:
 
     async def close(self) -> None:
         """Returns when all is written, or has been tried."""
+        if self._changes:
+            await asyncio.wait(self._changes)
         await self._write_if_wanted()
 
     @property
@@ -109,7 +113,7 @@ class Tokens:
         self._tell_refusals()
         if self._wants_writing and time.monotonic() - self._written_at >= WRITE_USES_EVERY:
             self._written_at = time.monotonic()
-            self._saving = asyncio.create_task(self._write_if_wanted())
+            self._begin(self._write_if_wanted())
 
     def _count_refusal(self) -> None:
         self._refused += 1
@@ -124,11 +128,14 @@ class Tokens:
     # --- what administrators do -------------------------------------------------------------------------------------
 
     async def add(self, request: AddToken) -> tuple[str, TokenInfo]:
-        """The token, which is kept nowhere. Raises InvalidRequest, QuotaExceeded, Retry."""
-        seconds, now = request.expires_s, time.time()
-        if not 0 <= seconds <= MAX_SECONDS:  # NaN is neither
-            raise InvalidRequest(f"expires_s is {seconds:g}; it must be 0 (never) or at most {MAX_SECONDS:g}")
-        user = await self._user_of(request)
+        """The token, which is kept nowhere. A caller that goes away meanwhile leaves a token that nobody has. Raises
+        InvalidRequest, QuotaExceeded, Retry."""
+        if not 0 <= request.expires_s <= MAX_SECONDS:  # NaN is neither
+            raise InvalidRequest(f"expires_s is {request.expires_s:g}; it must be 0 (never) or at most {MAX_SECONDS:g}")
+        return await asyncio.shield(self._begin(self._add(request)))
+
+    async def _add(self, request: AddToken) -> tuple[str, TokenInfo]:
+        user, seconds, now = await self._user_of(request), request.expires_s, time.time()
         async with self._writing:
             self._book.expect_new(request.name, self.limits.tokens)
             expires = now + seconds if seconds else None
@@ -164,6 +171,10 @@ class Tokens:
         for connection in self._connections():
             if connection.bearer is not None and connection.bearer.token == name:
                 connection.dismiss(NotAuthenticated(REVOKED))
+        await asyncio.shield(self._begin(self._write_without(name)))
+
+    async def _write_without(self, name: str) -> None:
+        """A token that was revoked. Raises Retry."""
         async with self._writing:
             try:
                 await self._write()
@@ -186,6 +197,14 @@ class Tokens:
         )
 
     # --- the file ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """It runs to its end whether anybody waits for it or not: two threads must not write one file."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may have waited
+        return task
 
     async def _write_if_wanted(self) -> None:
         async with self._writing:

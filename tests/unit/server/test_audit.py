@@ -29,11 +29,16 @@ class FakeClient:
         self.fd = fd
         self.calls = {}
         self.queued_fds = 0
+        self.user = 1000
 
 
 class Clients(list):
     unfinished = 0
     windows = 0
+
+    def __init__(self, clients=()):
+        super().__init__(clients)
+        self.counted = {1000: len(self)} if self else {}
 
 
 def findings(world):
@@ -52,6 +57,7 @@ def test_tables_in_order():
         (lambda w: setattr(w.detached, "grace", None), "session detached has 0 connections and a wrong grace timer"),
         (lambda w: setattr(w.idle, "call", SimpleNamespace(client=w.client)), "at work for a request that is over"),
         (lambda w: w.client.calls.update({1: object()}), "1 requests are under way, 0 are counted"),
+        (lambda w: w.clients.counted.update({1000: 2}), "connections by user are {1000: 1}, and {1000: 2} are counted"),
         (lambda w: setattr(w.model, "engine", None), "the arena holds blocks of m, which is not loaded"),
         (lambda w: setattr(w.arena, "findings", lambda: ["lost"]), "lost"),
     ],

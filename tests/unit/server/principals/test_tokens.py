@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,35 @@ def test_two_that_are_added_at_once_have_two_names(tmp_path: Path) -> None:
         made = started(tmp_path)
         first, second = await asyncio.gather(made.add(add()), made.add(add()), return_exceptions=True)
         assert isinstance(first, tuple) and isinstance(second, InvalidRequest)
+
+    asyncio.run(act())
+
+
+def test_a_change_goes_on_when_its_caller_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write in a thread cannot be stopped, and a second one beside it would write to the same file."""
+
+    async def act() -> None:
+        made, begun, may_end = started(tmp_path), threading.Event(), threading.Event()
+        await made.add(add("first"))
+
+        def slow(fd: int) -> None:
+            begun.set()
+            assert may_end.wait(30)
+
+        monkeypatch.setattr(os, "fsync", slow)
+        given_up = asyncio.create_task(made.add(add("second")))
+        await asyncio.to_thread(begun.wait, 30)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        begun.clear()
+        revoked = asyncio.create_task(made.revoke("first"))
+        await asyncio.sleep(0)
+        assert not begun.is_set(), "it waits for the other one's write"
+        revoked.cancel()
+        may_end.set()
+        await made.close()
+        assert [info.name for info in made.infos()] == ["second"] == [info.name for info in started(tmp_path).infos()]
 
     asyncio.run(act())
 
