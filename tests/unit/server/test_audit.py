@@ -14,8 +14,8 @@ from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
 def world(**changes):
     """A daemon's tables in order: one client, two sessions, one model."""
     client = FakeClient()
-    idle = SimpleNamespace(id="idle", attached={client}, grace=None, call=None)
-    detached = SimpleNamespace(id="detached", attached=set(), grace=object(), call=None)
+    idle = SimpleNamespace(id="idle", attached={client}, grace=None, call=None, kept=None)
+    detached = SimpleNamespace(id="detached", attached=set(), grace=object(), call=None, kept=None)
     model = SimpleNamespace(name="m", engine=object(), changing=None, state="ready")
     arena = SimpleNamespace(models={"m"}, findings=list, is_complete=lambda name: name in arena.models)
     clients = Clients([client])
