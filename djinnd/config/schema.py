@@ -153,6 +153,7 @@ class Model(Struct, frozen=True):
     prefetch: bool = True
     piece: Size = 0  # of one copy over the bus; 0: the engine decides
     keep_alive: Seconds = 0  # without a call, after which it gives its device memory back; 0: never
+    pooling: Literal["mean", "last"] = "mean"  # of the final norm's rows, for embeddings
     reply_format: ReplyFormatName = "auto"  # of reasoning and tool calls; auto: by the chat template
     chat_template: PathText = ""  # a file; "": the checkpoint's
 

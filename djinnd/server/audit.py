@@ -26,7 +26,7 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
             yield f"session {session.id} is attached to a connection that is gone"
         if (session.grace is None) == (not session.attached and session.kept is None):
             yield f"session {session.id} has {len(session.attached)} connections and a wrong grace timer"
-        if session.call is not None and session.call not in session.call.client.calls.values():
+        if session.call is not None and session.call.whole not in session.call.client.calls.values():
             yield f"session {session.id} is at work for a request that is over"
     by_user = Counter(client.user for client in connected)
     if clients.counted != by_user:

@@ -90,11 +90,13 @@ class Call:
         self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
     ) -> None:
         self.client = client
+        self.request = request
         self.id = request.id
         self.fds = fds
         self.is_ordinary = is_ordinary
         self.nbytes = nbytes
         self.window_bytes = 0  # reserved
+        self.whole = self  # the call that this one is a part of
         self.received = time.monotonic()
         self.run: Work | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
@@ -123,6 +125,19 @@ class Call:
         """The call is going to make a window of so many bytes. Raises QuotaExceeded."""
         self.client.windows.reserve(nbytes)
         self.window_bytes += nbytes
+
+    def part(self) -> Call:
+        """A part of its work, which engines run by itself. The task that works on it makes it, and ends with it."""
+        part = Call(self.client, self.request, [], is_ordinary=False)
+        task = asyncio.current_task()
+        assert task is not None
+        part.whole, part.task = self.whole, task
+        return part
+
+    def release_window(self) -> None:
+        """At its end."""
+        if self.window_bytes:
+            self.client.windows.release(self.window_bytes)
 
     def take_descriptors(self) -> list[int]:
         """Those that came with the request. They are the caller's now, and are not counted any more."""
@@ -391,8 +406,7 @@ class Client:
             self.tenant.ledger.release(REQUESTS)
         if call.nbytes:
             self.traffic.give_back(call.nbytes)
-        if call.window_bytes:
-            self.windows.release(call.window_bytes)
+        call.release_window()
         self.traffic.drop(call.fds)
         self._desk.ended()
         error = call.fate if task.cancelled() else task.exception()

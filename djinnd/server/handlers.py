@@ -20,6 +20,7 @@ from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call, Client
 from djinnd.server.daemon_requests import DaemonRequests
 from djinnd.server.editing import Editing
+from djinnd.server.embedding import Embedding
 from djinnd.server.explaining import Explaining
 from djinnd.server.export import Exporting
 from djinnd.server.functions import Functions
@@ -47,6 +48,7 @@ _NEW_WORK = (
     protocol.OpenSession,
     protocol.ForkSession,
     protocol.Generate,
+    protocol.Embed,
     protocol.AddEdit,
     protocol.AddBreakpoint,
     protocol.AddFunction,
@@ -70,6 +72,7 @@ _CHANGES = (
     protocol.ForkSession,
     protocol.ImportSession,
     protocol.Generate,
+    protocol.Embed,
     protocol.AddEdit,
     protocol.EndEdits,
     protocol.AddBreakpoint,
@@ -87,6 +90,7 @@ _GROWS = (
     protocol.ForkSession,
     protocol.ImportSession,
     protocol.Generate,
+    protocol.Embed,
     protocol.Forward,
     protocol.AddEdit,
     protocol.AddBreakpoint,
@@ -129,6 +133,7 @@ class Handlers:
         editing = Editing(sessions, models)
         breaking = Breaking(sessions, models, functions)
         of_tokens = TokenRequests(tokens)
+        embedding = Embedding(sessions, models, of_work.generate)
         exporting = Exporting(sessions, models, status, carrying)
         explaining = Explaining(sessions, models, supervisor, status)
         self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
@@ -158,6 +163,7 @@ class Handlers:
             protocol.RunFunctions: functions.run,
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
+            protocol.Embed: embedding.embed,
             protocol.ListModels: of_models.list_models,
             protocol.LoadModel: of_models.load,
             protocol.PlanModel: of_models.plan,

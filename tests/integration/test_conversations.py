@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import djinn_client as djinn
+from djinn_client.bounds import pack
+from djinn_client.options import build
+from djinn_client.protocol import Embed, Embedded
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.conversing import Program
@@ -60,3 +64,28 @@ def test_ten_turns_compute_what_is_new_and_go_on_after_a_restart(talkative: Daem
             last = program.transcript[: -len(reply.token_ids)]
             assert whole.generate(last, max_tokens=8, ignore_eos=True, temperature=0).token_ids == reply.token_ids
     program.close()
+
+
+def vectors_of(reply: Embedded) -> np.ndarray:
+    return np.frombuffer(reply.vectors, np.float32).reshape(-1, reply.width)
+
+
+def test_embeddings_are_what_the_final_norm_gives(talkative: Daemon, program: Program) -> None:
+    texts = ["def fibonacci(n):", "import os", "x"] * 7  # more than run at once
+    with djinn.Session(MODEL, address=talkative.address) as s:
+        captured = s.capture("ln_final.hook_normalized").run(texts[0])
+        rows = np.asarray(captured["ln_final.hook_normalized"], np.float32)[0]
+        tokens = s.token_ids
+    mean = program.ask(build(Embed, model=MODEL, texts=texts, normalize=False), Embedded)
+    assert (len(mean.tokens), mean.tokens[0], mean.pooling) == (len(texts), len(tokens), "mean")
+    np.testing.assert_allclose(vectors_of(mean)[0], rows.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(vectors_of(mean)[3], vectors_of(mean)[0], atol=1e-5)
+    last = program.ask(build(Embed, model=MODEL, packed=[pack(tokens)], pooling="last"), Embedded)
+    np.testing.assert_allclose(vectors_of(last)[0], rows[-1] / np.linalg.norm(rows[-1]), atol=1e-5)
+    with talkative.client() as client:
+        assert [info for info in client.sessions() if info.state not in ("kept", "detached")] == []
+        assert client.status(check=True).integrity == []
+    with pytest.raises(djinn.PromptTooLong):
+        program.ask(build(Embed, model=MODEL, texts=["a", "b c " * 40000]), Embedded)
+    with talkative.client() as client:
+        assert client.status(check=True).integrity == []

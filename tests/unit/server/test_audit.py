@@ -55,7 +55,10 @@ def test_tables_in_order():
         (lambda w: w.idle.attached.add(object()), "session idle is attached to a connection that is gone"),
         (lambda w: setattr(w.idle, "grace", object()), "session idle has 1 connections and a wrong grace timer"),
         (lambda w: setattr(w.detached, "grace", None), "session detached has 0 connections and a wrong grace timer"),
-        (lambda w: setattr(w.idle, "call", SimpleNamespace(client=w.client)), "at work for a request that is over"),
+        (
+            lambda w: setattr(w.idle, "call", SimpleNamespace(client=w.client, whole=None)),
+            "at work for a request that is over",
+        ),
         (lambda w: w.client.calls.update({1: object()}), "1 requests are under way, 0 are counted"),
         (lambda w: w.clients.counted.update({1000: 2}), "connections by user are {1000: 1}, and {1000: 2} are counted"),
         (lambda w: setattr(w.model, "engine", None), "the arena holds blocks of m, which is not loaded"),

@@ -1,0 +1,142 @@
+"""Vectors of texts: what the model's final norm gives for their tokens, by its mean or its last row.
+
+Each input is run in a session of its own that captures the final norm's output (see capturing.py), and is closed then;
+the sessions of one request run together, AT_ONCE of them. Rows are added up in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from djinn_client.bounds import unpack
+from djinn_client.edits import Captured
+from djinn_client.errors import Cancelled, InvalidRequest, ProtocolError
+from djinn_client.protocol import Embed, Embedded, Generate, Generated
+from djinnd.server.client import Answer, Call
+from djinnd.server.loader import open_in
+from djinnd.server.model import Model
+from djinnd.server.models import Models, expect_open
+from djinnd.server.sessions import SessionTable
+
+AT_ONCE = 16  # inputs of one request that run together
+POINT = "ln_final.hook_normalized"
+
+Pooling = Literal["mean", "last"]
+Prompt = str | list[int]
+Vector = npt.NDArray[np.float32]
+
+
+class _Input(NamedTuple):
+    vector: Vector
+    tokens: int
+
+
+class Embedding:
+    """`generate` runs a call on a session, as for a client."""
+
+    def __init__(
+        self, sessions: SessionTable, models: Models, generate: Callable[[Call, Generate], Awaitable[Answer]]
+    ) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._generate = generate
+
+    async def embed(self, call: Call, request: Embed) -> Answer:
+        inputs = _inputs(request)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        if model.info is None:
+            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        if model.info is None or model.info.points is None or not model.info.points.norm:
+            raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
+        pooling = request.pooling or model.source.pooling
+        found = await self._all(call, model, inputs, pooling)
+        vectors = np.stack([each.vector for each in found])
+        if request.normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        tokens = [each.tokens for each in found]
+        width = vectors.shape[1]
+        return Answer(Embedded(id=call.id, vectors=vectors.tobytes(), width=width, tokens=tokens, pooling=pooling))
+
+    async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
+        """Where one fails, or the call is cancelled, the others end within a step."""
+        room, parts = asyncio.Semaphore(AT_ONCE), dict[asyncio.Task[Any], Call]()
+
+        async def run(prompt: Prompt) -> _Input:
+            async with room:
+                part = call.part()
+                parts[part.task] = part
+                return await self._run(part, model, prompt, pooling)
+
+        tasks = [asyncio.create_task(run(prompt)) for prompt in inputs]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                if not task.done():
+                    parts.get(task, task).cancel()
+            await asyncio.wait(tasks)
+        failed = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+        if failed:
+            raise failed[0]
+        return [task.result() for task in tasks]
+
+    async def _run(self, call: Call, model: Model, prompt: Prompt, pooling: Pooling) -> _Input:
+        engine = await self._models.ready(model.name)
+        self._models.find_open(model.name, call.client)  # its share may have ended meanwhile
+        priority, is_shared = call.client.class_for(None), model.share is not None
+        session = self._sessions.open(call.client, model.name, priority, shared=is_shared)
+        open_in(engine, session)
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        request = Generate(
+            id=call.id, session=session.id, text=text, token_ids=token_ids, max_tokens=0, capture=[POINT]
+        )
+        try:
+            reply, fds = await self._generate(call, request)
+            assert isinstance(reply, Generated)
+            if reply.captured is None:
+                raise Cancelled("the request was cancelled")
+            vector = await asyncio.to_thread(_pooled, fds, reply.captured, pooling)
+            return _Input(vector, reply.usage.prompt_tokens)
+        finally:
+            call.release_window()
+            self._sessions.close(session)
+
+
+def _inputs(request: Embed) -> Sequence[Prompt]:
+    """Raises InvalidRequest."""
+    try:
+        inputs: list[Prompt] = [*request.texts, *map(unpack, request.packed)]
+    except ProtocolError as error:
+        raise InvalidRequest(error.message, field="packed") from error
+    if not inputs or (request.texts and request.packed):
+        raise InvalidRequest("give the inputs as texts or as token ids, and at least one", field="texts")
+    if not all(inputs):
+        raise InvalidRequest(f"input {[bool(each) for each in inputs].index(False)} is empty", field="texts")
+    return inputs
+
+
+def _pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
+    """Of the rows in this window, which is closed."""
+    (fd,), (point,) = fds, captured.points
+    try:
+        with mmap.mmap(fd, captured.nbytes, prot=mmap.PROT_READ) as window:
+            bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[captured.dtype]
+            shape = captured.positions, point.width
+            rows = np.ndarray(shape, bits, window, point.offset)
+            return _as_float32(rows[-1] if pooling == "last" else rows, captured.dtype, pooling)
+    finally:
+        os.close(fd)
+
+
+def _as_float32(rows: npt.NDArray[np.generic], dtype: str, pooling: Pooling) -> Vector:
+    """A copy: the last row, or the mean of all."""
+    exact = (rows.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rows.astype(np.float32)
+    return exact.mean(axis=0, dtype=np.float64).astype(np.float32) if pooling == "mean" else exact
