@@ -90,6 +90,8 @@ def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> 
         {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7},
         {"prompt": PROMPTS[2], "max_tokens": LONG, "temperature": 1.3, "top_p": 0.9, "seed": 8},
         {"prompt": PROMPTS[3], "max_tokens": LONG, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        {"prompt": PROMPTS[1], "max_tokens": LONG, "min_tokens": LONG, "ignore_eos": False, "prompt_logprobs": 1}
+        | {"frequency_penalty": 0.4, "logit_bias": {40: 2.0}},
         {"prompt": PROMPTS[0], "max_tokens": LONG, "logprobs": 2},
     ]
     expected = [undisturbed(fragile, options) for options in calls]
@@ -97,6 +99,8 @@ def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> 
     for result, whole in zip(found, expected, strict=True):
         assert (result.text, result.token_ids) == (whole.text, whole.token_ids)
         assert (result.usage.prompt_tokens, result.usage.generated_tokens) == (whole.usage.prompt_tokens, LONG)
+    for scores, wanted in zip(found[-2].prompt_logprobs or (), expected[-2].prompt_logprobs or (), strict=True):
+        assert (scores and [*scores.top]) == (wanted and [*wanted.top])
     assert len(found[-1].logprobs) == LONG
     for entry, whole_entry in zip(found[-1].logprobs, expected[-1].logprobs, strict=True):
         assert entry.token == pytest.approx(whole_entry.token, abs=1e-3)
@@ -111,12 +115,13 @@ def test_streams_that_a_text_worker_reads_go_on_too(fragile: Daemon, tmp_path: P
     folder = tiny_with(tmp_path / "theirs", lambda config: None)
     calls = [
         {"prompt": PROMPTS[0], "max_tokens": LONG},
-        {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7, "logprobs": 1},
+        {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7, "logprobs": 1, "token_bytes": True},
         {"prompt": PROMPTS[2], "max_tokens": LONG, "stop": ["no text has this"]},
     ]
     found = killed_in_mid_stream(fragile, calls, str(folder))
     for result, options in zip(found, calls, strict=True):
         whole = undisturbed(fragile, options)
+        assert result.token_bytes == whole.token_bytes
         assert (result.text, result.token_ids) == (whole.text, whole.token_ids)
         assert result.finish_reason == whole.finish_reason
 
