@@ -320,9 +320,9 @@ class AsyncStream:
         self.close()
 
 
-async def attach_async(session: str, *, address: str | None = None) -> AsyncSession:
+async def attach_async(session: str, *, address: str | None = None, token: str | None = None) -> AsyncSession:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    return await AsyncSession._over(SessionSteps(address), session).open()
+    return await AsyncSession._over(SessionSteps(address, token), session).open()
 
 
 async def from_kv_async(

@@ -395,9 +395,9 @@ class Session:
         return f"<{type(self).__name__} {self.id} of {self.info.model}>"
 
 
-def attach(session: str, *, address: str | None = None) -> Session:
+def attach(session: str, *, address: str | None = None, token: str | None = None) -> Session:
     """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    steps = SessionSteps(address)
+    steps = SessionSteps(address, token)
     run(steps.attach(session))
     return Session._over(steps)
 

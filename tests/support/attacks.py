@@ -102,6 +102,15 @@ def garbage(address: str, folder: Path) -> None:
     for_some_seconds(once)
 
 
+def guesses_of_tokens(address: str, folder: Path) -> None:
+    def once() -> None:
+        sock = connected(address, hello=False)
+        sock.sendall(encode(Hello(id=0, token=f"djn_{os.urandom(16).hex()}"), 1) * 10)
+        sock.recv(1 << 16)
+
+    for_some_seconds(once)
+
+
 def requests_without_end(address: str, folder: Path) -> None:
     """Of hub ids, which take long."""
     socks = [connected(address) for _ in range(64)]
@@ -360,6 +369,7 @@ ATTACKS: tuple[Attack, ...] = (
     much_before_hello,
     replies_that_nobody_reads,
     garbage,
+    guesses_of_tokens,
     requests_without_end,
     pings_without_end,
     sockets_that_linger,
