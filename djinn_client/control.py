@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar, overload
 
 from djinn_client import folders
 from djinn_client.connection import Connection, OnProgress, connect
-from djinn_client.options import PlacingOptions, build, placing_fields
+from djinn_client.messages import Message, chat_input
+from djinn_client.options import OfChats, PlacingOptions, build, placing_fields, token_ids
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import (
     AddToken,
     BudgetReply,
     Class,
     CloseSession,
+    DescribeTokenizer,
+    Detokenize,
+    Detokenized,
     Done,
     ExplainSession,
     GetQuotas,
@@ -51,6 +56,9 @@ from djinn_client.protocol import (
     Tier,
     TokenAdded,
     TokenInfo,
+    Tokenize,
+    Tokenized,
+    TokenizerInfo,
     TokensListed,
     TraceReply,
     UnloadModel,
@@ -103,6 +111,35 @@ class Client:
         known = next((info.points for info in self.models() if info.name == folders.model_name(model)), None)
         known = known or self.load(model).points
         return [] if known is None else list(known.names())
+
+    def tokenize(
+        self,
+        model: str,
+        said: str | Iterable[Message],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        **chat: Unpack[OfChats],
+    ) -> list[int]:
+        """The tokens of a text that starts a session, or of a chat (see Session.chat) up to where the answer begins.
+        `add_special` False: without those that the tokenizer puts around a text; `parse_special` False: control strings
+        in the text stay text. Loads the model if need be. Raises NoTokenizer, InvalidRequest, TextFailed."""
+        if isinstance(said, str):
+            request = build(Tokenize, model=folders.model_name(model), text=said, add_special=add_special)
+            request.parse_special = parse_special
+        else:
+            request = build(Tokenize, model=folders.model_name(model))
+            request.chat = chat_input(said, **chat)
+        return self._call(request, Tokenized).token_ids
+
+    def detokenize(self, model: str, tokens: Iterable[int]) -> str:
+        """The text of these tokens, special tokens included. Raises as `tokenize`."""
+        request = build(Detokenize, model=folders.model_name(model), token_ids=token_ids(tokens))
+        return self._call(request, Detokenized).text
+
+    def tokenizer(self, model: str) -> TokenizerInfo:
+        """What the model's tokenizer is: whether it has text and a chat template, and its special tokens."""
+        return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
 
     def sessions(self) -> list[SessionInfo]:
         """The caller's sessions; every user's for an administrator."""
@@ -269,6 +306,32 @@ def points(model: str, *, address: str | None = None) -> list[str]:
     """See Client.points."""
     with Client(address) as client:
         return client.points(model)
+
+
+def tokenize(
+    model: str,
+    said: str | Iterable[Message],
+    *,
+    add_special: bool = True,
+    parse_special: bool = True,
+    address: str | None = None,
+    **chat: Unpack[OfChats],
+) -> list[int]:
+    """See Client.tokenize."""
+    with Client(address) as client:
+        return client.tokenize(model, said, add_special=add_special, parse_special=parse_special, **chat)
+
+
+def detokenize(model: str, tokens: Iterable[int], *, address: str | None = None) -> str:
+    """See Client.detokenize."""
+    with Client(address) as client:
+        return client.detokenize(model, tokens)
+
+
+def tokenizer(model: str, *, address: str | None = None) -> TokenizerInfo:
+    """See Client.tokenizer."""
+    with Client(address) as client:
+        return client.tokenizer(model)
 
 
 def sessions(*, address: str | None = None) -> list[SessionInfo]:

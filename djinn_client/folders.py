@@ -17,6 +17,8 @@ from djinn_client.errors import FilesWanted
 from djinn_client.model_files import ModelFiles
 from djinn_client.options import build
 from djinn_client.protocol import (
+    DescribeTokenizer,
+    Detokenize,
     FilesHandedOver,
     HandOverFiles,
     ImportSession,
@@ -24,13 +26,16 @@ from djinn_client.protocol import (
     OpenSession,
     PlanModel,
     Reply,
+    Tokenize,
     UnloadModel,
 )
 from djinn_client.steps import Steps
 
 R = TypeVar("R", bound=Reply)
 
-NamesModel = OpenSession | ImportSession | LoadModel | PlanModel | UnloadModel
+NamesModel = (
+    OpenSession | ImportSession | LoadModel | PlanModel | UnloadModel | Tokenize | Detokenize | DescribeTokenizer
+)
 _TRIES = 3  # somebody else may unload the model between two requests
 
 

@@ -93,8 +93,8 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str | None
 
 
-class ChatOptions(GenerateOptions, total=False):
-    """The keyword arguments of `chat` and `chat_stream`: those of `generate`, and:
+class OfChats(TypedDict, total=False):
+    """What chats have beside their messages.
 
     tools               functions that the model may call: [{"type": "function", "function": {"name", "description",
                         "parameters": JSON schema}}, …]
@@ -109,6 +109,11 @@ class ChatOptions(GenerateOptions, total=False):
     parallel_tools: bool
     continue_final: bool
     template_arguments: Mapping[str, Any] | None
+
+
+class ChatOptions(GenerateOptions, OfChats, total=False):
+    """The keyword arguments of `chat` and `chat_stream`: those of `generate`, where special tokens never are a part of
+    the answer's text, and those of OfChats."""
 
 
 class PlacingOptions(TypedDict, total=False):
@@ -135,7 +140,7 @@ class PlacingOptions(TypedDict, total=False):
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
-_OF_CHATS = ChatOptions.__annotations__.keys() - GenerateOptions.__annotations__.keys()
+_OF_CHATS = OfChats.__annotations__.keys()
 
 
 def chat_request(session: str, messages: Iterable[Message], options: ChatOptions, *, stream: bool) -> Generate:

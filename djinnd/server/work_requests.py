@@ -53,8 +53,6 @@ class WorkRequests:
             kept = len(session.tokens)
             if request.chat is not None:
                 kept = common_prefix(session.tokens, prompt.tokens)
-                if request.max_tokens == 0:  # there must be something to compute
-                    kept = min(kept, len(prompt.tokens) - 1)
                 prompt = prompt._replace(tokens=prompt.tokens[kept:])
             guide = await self._formats.guide(model.described[1], session.user, request.format)
             return await self._run(call, session, place, request, model, prompt, kept, guide)
