@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from msgspec.structs import replace
+
 from djinn_client.protocol import Generate, Generated, Tokenize, Tokenized
 from djinnd.gateway import anthropic_reply
 from djinnd.gateway.anthropic_body import CountBody, MessagesBody
 from djinnd.gateway.api import Api, Route
+from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.generating import generate, stream
 from djinnd.gateway.http_request import HttpRequest
 from djinnd.gateway.openai_sampling import finish_reason
@@ -21,7 +24,7 @@ _FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
 async def create(request: HttpRequest) -> Reply:
     body = request.body(MessagesBody)
     request.ignored.update(body.ignored())
-    wanted = body.generation()
+    wanted = replace(body.generation(), conversation=conversation_of(request.headers, body.model))
     if body.stream:
         return Stream(_events(request, body.model, wanted), anthropic_reply.failed, _FRAMING)
     reply = await generate(request, body.model, wanted)

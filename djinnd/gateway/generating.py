@@ -7,8 +7,8 @@ then, so that the prompt is computed once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from djinn_client.protocol import Generate, Generated, Piece
+from djinnd.gateway.daemon import Link
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.http_request import HttpRequest
 
@@ -33,23 +34,34 @@ class Output(NamedTuple):
 
 
 async def generate(request: HttpRequest, model: str, wanted: Generate) -> Generated:
-    async with request.link() as link, link.session(model) as session:
-        reply = await link.call(replace(wanted, session=session), Generated)
+    """In the call's conversation, or, without one, in a session that is closed after it."""
+    async with request.link() as link, _placed(link, model, wanted) as placed:
+        reply = await link.call(placed, Generated)
     _count(request, reply)
     return reply
 
 
 async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGenerator[Piece | Generated]:
-    """Each Piece, and last the Generated. Closing the generator ends the work in the daemon."""
+    """Each Piece, and last the Generated. Closing the generator ends the work in the daemon. Where: see generate."""
     async with (
         request.link() as link,
-        link.session(model) as session,
-        aclosing(link.stream(replace(wanted, session=session, stream=True))) as replies,
+        _placed(link, model, wanted) as placed,
+        aclosing(link.stream(replace(placed, stream=True))) as replies,
     ):
         async for reply in replies:
             if isinstance(reply, Generated):
                 _count(request, reply)
             yield reply
+
+
+@asynccontextmanager
+async def _placed(link: Link, model: str, wanted: Generate) -> AsyncIterator[Generate]:
+    """A call with its session or its conversation. A session is closed after it; a conversation the daemon keeps."""
+    if wanted.conversation is not None or wanted.session:
+        yield wanted
+    else:
+        async with link.session(model) as session:
+            yield replace(wanted, session=session)
 
 
 async def generate_all(request: HttpRequest, model: str, outputs: Sequence[Output]) -> list[Generated]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec.structs import replace
 
 from djinn_client.protocol import (
     DescribeTokenizer,
@@ -18,6 +19,7 @@ from djinn_client.protocol import (
 )
 from djinnd.gateway import ollama_models, ollama_reply
 from djinnd.gateway.api import Api, Route
+from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.generating import generate, stream
 from djinnd.gateway.http_request import HttpRequest
@@ -93,6 +95,8 @@ async def alive(request: HttpRequest) -> Whole:
 
 async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines, wanted: Generate) -> Reply:
     request.ignored.update(body.ignored())
+    if wanted.chat is not None:
+        wanted = replace(wanted, conversation=conversation_of(request.headers, body.model_name))
     if body.is_streamed:
         return Stream(_events(request, body.model_name, lines, wanted), ollama_reply.failed, NDJSON)
     reply = await generate(request, body.model_name, wanted)

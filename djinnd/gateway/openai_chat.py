@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from djinn_client.chat import FUNCTION, ChatInput, ChatMessage
+from djinn_client.conversations import Conversation
 from djinn_client.protocol import Generate, Generated, Usage
 from djinnd.gateway.api import OPENAI, Route
 from djinnd.gateway.errors import HttpError
@@ -87,7 +88,7 @@ class Chunk(msgspec.Struct, kw_only=True):
 async def chat(request: HttpRequest) -> Reply:
     body = request.body(Body)
     _expect_supported(body)
-    outputs = _outputs(body)
+    outputs = _outputs(body, body.conversation(request.headers))
     if body.stream:
         return Stream(_events(request, body, outputs), failed)
     results = await generate_all(request, body.model, outputs)
@@ -140,19 +141,22 @@ def _reason(reply: Generated) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def _outputs(body: Body) -> list[Output]:
-    """Raises HttpError."""
+def _outputs(body: Body, conversation: Conversation) -> list[Output]:
+    """The first of several outputs goes on with the conversation, and the others have sessions beside it. Raises
+    HttpError."""
     expect_few(body.outputs)
-    return [Output(choice, 0, _wanted(body, choice)) for choice in range(body.outputs)]
+    places = [conversation, *[None] * (body.outputs - 1)]
+    return [Output(choice, 0, _wanted(body, choice, place)) for choice, place in enumerate(places)]
 
 
-def _wanted(body: Body, choice: int) -> Generate:
+def _wanted(body: Body, choice: int, conversation: Conversation | None) -> Generate:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most is not None and most < 1:
         raise HttpError(400, f"max_tokens is {most}; it must be 1 or more", param="max_tokens")
     return body.generation(
         choice,
         chat=chat_input(body),
+        conversation=conversation,
         max_tokens=most,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         token_bytes=bool(body.logprobs),

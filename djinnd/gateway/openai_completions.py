@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from djinn_client.conversations import Conversation
 from djinn_client.protocol import Generated, Logprobs, Usage
 from djinnd.gateway.api import OPENAI, Route
 from djinnd.gateway.errors import HttpError
@@ -67,7 +68,7 @@ async def complete(request: HttpRequest) -> Reply:
         prompts = await with_text(request, body.model, prompts)
     if body.echoes_logprobs:
         prompts = await with_tokens(request, body.model, prompts)
-    outputs = _outputs(body, prompts)
+    outputs = _outputs(body, prompts, _conversation(request, body, prompts))
     if body.stream:
         return Stream(_events(request, body, prompts, outputs), failed)
     results = await generate_all(request, body.model, outputs)
@@ -98,7 +99,15 @@ async def _events(
     yield DONE
 
 
-def _outputs(body: Body, prompts: Sequence[Prompt]) -> list[Output]:
+def _conversation(request: HttpRequest, body: Body, prompts: Sequence[Prompt]) -> Conversation | None:
+    """A single prompt may be a transcript that goes on; None: sessions that are closed after the call. Raises
+    HttpError."""
+    conversation = body.conversation(request.headers)
+    is_one = len(prompts) * body.tried == 1 and not body.echoes_logprobs
+    return conversation if is_one else None
+
+
+def _outputs(body: Body, prompts: Sequence[Prompt], conversation: Conversation | None) -> list[Output]:
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = 0 if body.logprobs is None and body.tried > body.outputs else body.logprobs  # to find the best by
     return [
@@ -107,6 +116,7 @@ def _outputs(body: Body, prompts: Sequence[Prompt]) -> list[Output]:
             at,
             body.generation(
                 choice,
+                conversation=conversation,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=body.logprobs if body.echoes_logprobs else None,

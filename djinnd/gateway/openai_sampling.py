@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 
+from djinn_client.conversations import Conversation
+from djinn_client.output_format import OutputFormat, output_format
 from djinn_client.protocol import Generate, Sampling
+from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
 
 
@@ -14,6 +19,16 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # we pad nothing
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's: one of these."""
+
+    json: dict[str, Any] | str | None = None  # a schema
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    choice: list[str] | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -30,6 +45,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    session_id: str | None = None
+    priority: int | str | None = None
+    regex: str | None = None  # ours, as is the next: the whole output is one of these
+    grammar: str | None = None  # Lark
+    structured_outputs: StructuredOutputs | None = None
     top_k: int | None = None  # from here on not OpenAI's, but vLLM's
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -75,8 +98,35 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
+            format=self.output_format(),
             **fields,
         )
+
+    def output_format(self) -> OutputFormat | None:
+        """None: free text. Raises InvalidRequest, HttpError."""
+        if self.structured_outputs is not None:
+            if self.response_format or self.regex or self.grammar:
+                raise HttpError(400, "an output has one format", param="structured_outputs")
+            return _structured(self.structured_outputs)
+        wanted = None if self.response_format == {"type": "text"} else self.response_format
+        return output_format(wanted, self.regex, self.grammar)
+
+    def conversation(self, headers: Headers) -> Conversation:
+        """Raises HttpError."""
+        key = self.prompt_cache_key or self.session_id
+        return conversation_of(headers, self.model, key=key, service_tier=self.service_tier, priority=self.priority)
+
+
+def _structured(wanted: StructuredOutputs) -> OutputFormat | None:
+    """Raises InvalidRequest, HttpError."""
+    if wanted.choice is not None:
+        return OutputFormat("regex", "|".join(f"({re.escape(each)})" for each in wanted.choice))
+    if wanted.json is not None:
+        schema = wanted.json if isinstance(wanted.json, str) else msgspec.json.encode(wanted.json).decode()
+        return OutputFormat("json_schema", schema, strict=False)
+    if wanted.json_object:
+        return OutputFormat("json_object")
+    return output_format(None, wanted.regex, wanted.grammar)
 
 
 def finish_reason(told: str) -> str:

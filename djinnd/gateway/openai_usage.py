@@ -24,5 +24,5 @@ def usage_of(usages: Sequence[Usage], outputs: int) -> UsageFields:
     """Of all of a request's outputs, of which each prompt has so many: a prompt counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages) // outputs
     generated = sum(usage.generated_tokens for usage in usages)
-    cached = sum(usage.prompt_tokens - usage.computed_tokens for usage in usages) // outputs
-    return UsageFields(prompt, generated, prompt + generated, PromptDetails(max(0, cached)))
+    cached = sum(usage.cached_tokens for usage in usages) // outputs
+    return UsageFields(prompt, generated, prompt + generated, PromptDetails(min(cached, prompt)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_templates import TURNS
+from tests.support.chat_families import TURNS
 from tests.support.daemon import Daemon
 from tests.support.gateway import Gateway
 
@@ -54,6 +55,43 @@ def test_a_stream_begins_with_the_role_and_ends_with_usage(gateway, native):
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+
+
+def test_turns_with_the_whole_transcript_compute_what_is_new(gateway, chatty):
+    messages = [{"role": "user", "content": "x = 1\n" * 100}]
+    for turn in range(4):
+        answer = gateway.post("/v1/chat/completions", GREEDY | {"messages": messages}).json
+        usage = answer["usage"]
+        new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert turn == 0 or new <= 48
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": f"and {turn}?"}]
+
+
+def test_a_conversation_is_found_by_its_name_and_has_its_class(gateway, chatty):
+    body = GREEDY | {"messages": [{"role": "user", "content": "named"}]}
+    for named in (
+        gateway.post("/v1/chat/completions", body | {"prompt_cache_key": "k1", "service_tier": "flex"}),
+        gateway.post("/v1/chat/completions", body, {"X-Session-ID": "k2"}),
+        gateway.post("/v1/chat/completions", body, {"session_id": "k2", "x-djinn-expected-wait": "20"}),
+    ):
+        assert named.status == 200
+    with chatty.client() as client:
+        assert "batch" in {session.priority for session in client.sessions()}
+    refused = gateway.post("/v1/chat/completions", body | {"priority": "royal"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "priority")
+    assert gateway.post("/v1/chat/completions", body, {"x-djinn-expected-wait": "soon"}).status == 400
+
+
+def test_an_answer_follows_a_schema(gateway):
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}
+    body = GREEDY | {"messages": USER, "response_format": wanted, "max_tokens": 200}
+    content = gateway.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    assert json.loads(content)["a"] in ("yes", "no")
+    body = GREEDY | {"prompt": "a", "structured_outputs": {"choice": ["red", "blue"]}}
+    assert gateway.post("/v1/completions", body).json["choices"][0]["text"] in ("red", "blue")
+    bad = gateway.post("/v1/chat/completions", body | {"messages": USER, "response_format": {"type": "xml"}})
+    assert bad.status == 400
 
 
 def test_n_answers_of_one_prompt(gateway, native):
