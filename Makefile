@@ -13,7 +13,7 @@ TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     install what is needed, start djinnd, talk to it, stop it"
+	@echo "make demo     install what is needed, start djinnd, talk to a small real model, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  the soaks and the runs of many examples, which make test leaves out"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"

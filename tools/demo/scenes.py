@@ -1,0 +1,146 @@
+"""What the demo shows, one thing after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import djinn_client as djinn
+from djinn_client import Generated, Session
+from tools.demo import page
+
+TOKENS = 40  # of an answer: a small machine takes some seconds for them
+PAUSE_AFTER = 5  # pieces of a stream
+STEERED_AT = 3  # a third of the blocks up, subjects can be steered: tried on SmolLM2 at blocks 10, 14 and 18 of 30
+SEA = ("the ocean, waves, ships and sailors on the sea", "pirates sail the stormy sea in a ship")
+TOWN = ("the office, desks, papers and clerks in the town", "people walk the quiet street in a town")
+
+
+class DemoFailed(Exception):
+    pass
+
+
+def over_http(model: str, address: str) -> None:
+    page.title("Over HTTP, as programs that speak OpenAI's API do it")
+    url = f"http://{address}/v1/chat/completions"
+    body = f"""{{"model": "{model}", "max_tokens": {TOKENS}, "messages": [
+    {{"role": "user", "content": "What is the capital of France?"}}]}}"""
+    page.code(f"curl {url} -d \\\n  '{body}'")
+    reply = _curl(url, body)
+    page.answer(reply["choices"][0]["message"]["content"])
+    usage = reply["usage"]
+    page.note(f"{usage['prompt_tokens']} tokens of prompt, {usage['completion_tokens']} of answer.")
+
+
+def in_a_session(session: Session) -> None:
+    page.title("In a session: what was said stays in the daemon, and no prompt is sent again")
+    for question in ("Name three fruits.", "Which of them is yellow?"):
+        page.code(f"s.chat({question!r})")
+        result = _ask(session, question)
+    usage = result.usage
+    before = usage.session_tokens - usage.generated_tokens
+    page.note(f"For the second answer {usage.computed_tokens} of {before} tokens were computed; the rest was there.")
+
+
+def paused(session: Session) -> None:
+    page.title("Paused in the middle of an answer: its pages leave the device")
+    question = "Write two sentences about the moon."
+    page.code(f"for piece in s.chat_stream({question!r}): ...")
+    said = page.Said()
+    with session.chat_stream(question, max_tokens=TOKENS) as stream:
+        for number, piece in enumerate(stream):
+            said.add(piece.text)
+            if number == PAUSE_AFTER:
+                said.end()
+                page.code("s.pause()")
+                moved = session.pause()
+                size, took = f"{moved.nbytes / 2**20:.1f} MiB", f"{moved.seconds * 1e3:.0f} ms"
+                page.note(f"{moved.pages} pages, {size}, went to the host in {took}.")
+                page.code("s.resume()")
+                session.resume()
+    said.end()
+
+
+def forked(session: Session, address: str) -> None:
+    page.title("Forked: two sessions that share what they have in common")
+    with session.fork() as fork:
+        page.code("t = s.fork()")
+        for name, one, question in (("s", session, "Say it shorter."), ("t", fork, "Say it as a pirate.")):
+            page.code(f"{name}.chat({question!r})")
+            _ask(one, question)
+        djinnctl("ps", address=address)
+
+
+def steered(model: str, address: str) -> None:
+    page.title("Steered: a direction is added to the activations inside the model")
+    question = "Write two sentences about my day."
+    point = _point(model, address)
+    with Session(model, address=address) as plain:
+        page.code(f"s.chat({question!r})")
+        _ask(plain, question)
+    with Session(model, address=address) as steered:
+        page.code(f's.steer("{point}", mean("the sea …") - mean("the town …"))')
+        steered.steer(point, _mean(model, address, point, SEA) - _mean(model, address, point, TOWN))
+        _ask(steered, question)
+
+
+def what_next(model: str) -> None:
+    page.title("What next")
+    page.code(
+        f"""\
+. .venv/bin/activate
+djinnd --http 127.0.0.1:8000 &    # every OpenAI client speaks to it
+djinnctl run {model}
+djinnctl ps"""
+    )
+    page.note(
+        "Any checkpoint's folder or hub id is a model: docs/models.md. Chats: docs/chat.md. HTTP: docs/http.md. Inside "
+        "the model: docs/whitebox.md. A service for everybody: docs/service.md."
+    )
+
+
+def djinnctl(*arguments: str, address: str) -> None:
+    """Shows the command and what it prints."""
+    page.code(f"djinnctl {shlex.join(arguments)}")
+    environ = os.environ | {"DJINND_ADDRESS": address, "COLUMNS": str(page.COLUMNS)}
+    done = subprocess.run([sys.executable, "-m", "djinnctl", *arguments], env=environ, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise DemoFailed(f"djinnctl {shlex.join(arguments)} failed: {done.stderr.strip()}")
+    print(done.stdout, end="", flush=True)
+
+
+def _ask(session: Session, question: str) -> Generated:
+    said = page.Said()
+    with session.chat_stream(question, max_tokens=TOKENS) as stream:
+        for piece in stream:
+            said.add(piece.text)
+    said.end()
+    return stream.result
+
+
+def _point(model: str, address: str) -> str:
+    (info,) = [info for info in djinn.models(address=address) if info.name == model]
+    return f"blocks.{info.blocks // STEERED_AT}"
+
+
+def _mean(model: str, address: str, point: str, texts: tuple[str, ...]) -> Any:
+    """The mean activation over these texts, [width]."""
+    means = []
+    for text in texts:
+        with djinn.Session(model, address=address) as session:
+            means.append(session.capture(point).run(text)[point][0].mean(0))
+    return sum(means[1:], means[0]) / len(means)
+
+
+def _curl(url: str, body: str) -> Any:
+    done = subprocess.run(["curl", "-sS", url, "-d", body], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise DemoFailed(f"curl failed: {done.stderr.strip()}")
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise DemoFailed(f"{url} answered: {reply['error']['message']}")
+    return reply
