@@ -98,7 +98,8 @@ class OfChats(TypedDict, total=False):
 
     tools               functions that the model may call: [{"type": "function", "function": {"name", "description",
                         "parameters": JSON schema}}, …]
-    tool_choice         "auto" (the default), or "none": it calls none
+    tool_choice         "auto" (the default); "none": it calls none; "required": it calls one at least; "function:NAME":
+                        it calls this one
     parallel_tools      False: at most one call in an answer; default True
     continue_final      True: the answer goes on with the text of the last message, which is one of the assistant's
     template_arguments  what the model's template takes beside, as {"enable_thinking": False}

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from djinn_client.chat import ChatInput
-from djinn_client.protocol import OutputFormat, decoded, framed
+from djinn_client.protocol import decoded, framed
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
@@ -79,10 +79,10 @@ class Decode(msgspec.Struct, tag="decode"):
 
 
 class CheckGrammar(msgspec.Struct, tag="check_grammar"):
-    """Whether the format can be followed with the model's tokens. `wants_table`: the answer has them."""
+    """Whether the grammar can be followed with the model's tokens. `wants_table`: the answer has them."""
 
     model: int
-    form: OutputFormat
+    grammar: str
     wants_table: bool
 
 

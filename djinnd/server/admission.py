@@ -57,8 +57,6 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
     if lacking and request.token_bytes:
         raise NoTokenizer(f"nothing tells what tokens of {model.name} stand for, as {lacking}: leave token_bytes out")
-    if request.chat is not None and request.chat.tool_choice not in ("auto", "none"):
-        raise InvalidRequest("tool_choice must be auto or none: a call cannot be forced yet", field="tool_choice")
 
 
 def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:

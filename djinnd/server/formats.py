@@ -1,4 +1,7 @@
-"""Formats of outputs: checked before anything runs, and what an engine needs to follow one.
+"""Formats of outputs: made into grammars and checked before anything runs, and what an engine needs to follow one.
+
+    response_format, regex, grammar ──► behind the reasoning that a chat's answer may have ─┬─► grammar ─► checked
+    tool_choice: required, or a function ──► calls as the model's family writes them ───────┘
 
 A schema is a stranger's text, and compiling it may take all the time and memory there is, or end the process: it is
 done in the principal's text worker, for configured models, too. What has been checked once is known by its hash.
@@ -10,18 +13,26 @@ import hashlib
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
+
+from djinn_client.chat import FUNCTION
 from djinn_client.errors import InvalidRequest, NoTokenizer, TextFailed
 from djinn_client.protocol import Generate, OutputFormat
 from djinn_client.shm import new_window
 from djinnd.messages import Grammar
-from djinnd.server.texts import ModelText, Texts
-from djinnd.text.grammar import grammar_text
+from djinnd.server.texts import SHORT_TEXT, ModelText, Prompt, Texts
+from djinnd.text.grammar import TokenTable, grammar_text
+from djinnd.text.replies.grammar import lark_around
+from djinnd.text.replies.tools import Tools
 from djinnd.text.vocabulary import TOKENIZER
-from djinnd.text_jobs import CheckGrammar, GrammarChecked
+from djinnd.text_jobs import CheckGrammar
 
-_REMEMBERED = 1024  # formats of a model
+_REMEMBERED = 1024  # grammars of a model
+_ANYTHING = grammar_text(OutputFormat("json_object"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +49,66 @@ class Guide:
         if self.table is None and TOKENIZER not in self.text.files:
             raise TextFailed(f"{self.text.name} has been unloaded: load it again")
         fd = os.dup(self.text.files.descriptor(TOKENIZER) if self.table is None else self.table)
-        return Grammar(self.grammar, self.text.number, self.table is not None, sorted(self.text.eos)), fd
+        eos = sorted(self.text.eos | self.text.turn_ends)
+        return Grammar(self.grammar, self.text.number, self.table is not None, eos), fd
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    fd: int
+    special: dict[str, int]  # ids of special tokens, by their texts
 
 
 class Formats:
-    """Knows which formats of which models have been checked, and the tables of strangers' tokens."""
+    """Knows which grammars of which models have been checked, and the tables of strangers' tokens."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
         self._checked: weakref.WeakKeyDictionary[ModelText, OrderedDict[bytes, None]] = weakref.WeakKeyDictionary()
-        self._tables: weakref.WeakKeyDictionary[ModelText, int] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[ModelText, _Table] = weakref.WeakKeyDictionary()
 
-    async def guide(self, text: ModelText, user: int, form: OutputFormat | None) -> Guide | None:
-        """Raises GrammarRejected, InvalidRequest, NoTokenizer, TextFailed, QuotaExceeded."""
-        if form is None:
+    async def guide(self, text: ModelText, user: int, request: Generate, prompt: Prompt) -> Guide | None:
+        """None: the output is free. Raises GrammarRejected, InvalidRequest, NoTokenizer, TextFailed, QuotaExceeded."""
+        is_call = request.chat is not None and request.chat.tool_choice not in ("auto", "none")
+        if request.format is None and not is_call:
             return None
-        self._expect_possible(text, form)
-        is_strangers = text.vocabulary is None
-        checked, key = self._checked.setdefault(text, OrderedDict()), _hash(form)
-        if key not in checked or (is_strangers and text not in self._tables):
-            question = CheckGrammar(text.number, form, wants_table=is_strangers and text not in self._tables)
-            answer = await self._texts.check(text, user, question)
-            self._note(text, answer)
+        self._expect_possible(text, request)
+        table = await self._table(text, user) if text.vocabulary is None else None
+        special = text.vocabulary.special_ids if text.vocabulary is not None else _special(table)
+        make = partial(_grammar, text, request, prompt, special, forces=table is None)
+        grammar = make() if _size(request) <= SHORT_TEXT else await self._texts.in_thread(user, make)
+        await self._check(text, user, grammar)
+        return Guide(text, grammar, None if table is None else table.fd)
+
+    def _expect_possible(self, text: ModelText, request: Generate) -> None:
+        if text.lacking:
+            raise NoTokenizer(f"{text.name} has no text that a format could be about, as {text.lacking}")
+        size, limit = _size(request), self._texts.limits.grammar_bytes
+        if size > limit:
+            told = f"format and tools have {size:,} bytes: at most {limit:,} (limits.grammar_bytes)"
+            raise InvalidRequest(told, field="format", limit=limit)
+
+    async def _check(self, text: ModelText, user: int, grammar: str) -> None:
+        checked, key = self._checked.setdefault(text, OrderedDict()), _hash(grammar)
+        if key not in checked:
+            await self._texts.check(text, user, CheckGrammar(text.number, grammar, wants_table=False))
             checked[key] = None
         checked.move_to_end(key)
         if len(checked) > _REMEMBERED:
             checked.popitem(last=False)
-        return Guide(text, grammar_text(form, forces=not is_strangers), self._tables.get(text))
 
-    def _expect_possible(self, text: ModelText, form: OutputFormat) -> None:
-        if text.lacking:
-            raise NoTokenizer(f"{text.name} has no text that a format could be about, as {text.lacking}")
-        limit = self._texts.limits.grammar_bytes
-        if len(form.text) > limit or len(form.text.encode(errors="replace")) > limit:
-            told = f"the format has {len(form.text):,} characters: at most {limit:,} bytes (limits.grammar_bytes)"
-            raise InvalidRequest(told, field="format", limit=limit)
-
-    def _note(self, text: ModelText, answer: GrammarChecked) -> None:
-        if answer.table and text not in self._tables:
-            table = new_window("djinn-tokens", len(answer.table))
-            os.pwrite(table, answer.table, 0)
-            self._tables[text] = table
-            weakref.finalize(text, os.close, table)
+    async def _table(self, text: ModelText, user: int) -> _Table:
+        """Of the model's tokens. What the worker says may be a stranger's work: an engine makes no more of it than
+        bytes."""
+        if text not in self._tables:
+            answer = await self._texts.check(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
+            special = await self._texts.in_thread(user, lambda: _special_in(answer.table))
+            if text not in self._tables:
+                fd = new_window("djinn-tokens", max(1, len(answer.table)))
+                os.pwrite(fd, answer.table, 0)
+                self._tables[text] = _Table(fd, special)
+                weakref.finalize(text, os.close, fd)
+        return self._tables[text]
 
 
 def check_format(request: Generate, *, has_breakpoints: bool) -> None:
@@ -92,7 +121,58 @@ def check_format(request: Generate, *, has_breakpoints: bool) -> None:
         )
 
 
-def _hash(form: OutputFormat) -> bytes:
-    digest = hashlib.blake2b(f"{form.kind} {form.strict} ".encode(), digest_size=16)
-    digest.update(form.text.encode(errors="surrogatepass"))
-    return digest.digest()
+def _grammar(text: ModelText, request: Generate, prompt: Prompt, special: Mapping[str, int], *, forces: bool) -> str:
+    """Raises InvalidRequest."""
+    chat, form = request.chat, request.format
+    if chat is not None and chat.tool_choice not in ("auto", "none"):
+        if form is not None:
+            raise InvalidRequest("tool_choice forces a call, and a format an answer: give one of them", field="format")
+        tools = _wanted(prompt.tools, chat.tool_choice)
+        calls = text.reply_format.call_grammar(tools, chat.parallel_tools, prompt.tail, special)
+        return grammar_text(OutputFormat("lark", calls), forces=forces)
+    assert form is not None
+    if chat is None:
+        return grammar_text(form, forces=forces)
+    if prompt.tools:
+        raise InvalidRequest(
+            "an answer that must have a format calls no tool: give tool_choice none, or no format", field="format"
+        )
+    before = text.reply_format.before_content(prompt.tail)
+    return grammar_text(form, around=lark_around(before, special) if before else "", forces=forces)
+
+
+def _size(request: Generate) -> int:
+    """Bytes of what a grammar is made of."""
+    form, chat = request.format, request.chat
+    return (0 if form is None else len(form.text.encode(errors="replace"))) + (0 if chat is None else len(chat.tools))
+
+
+def _wanted(tools: Tools, choice: str) -> Tools:
+    """Those that may be called. Raises InvalidRequest."""
+    if not tools:
+        raise InvalidRequest("tool_choice forces a call, but there are no tools", field="tool_choice")
+    if choice == "required":
+        return tools
+    name = choice.removeprefix(FUNCTION)
+    if name == choice or name not in tools:
+        told = f"tool_choice is {choice!r}; it must be auto, none, required, or {FUNCTION} and the name of a tool"
+        raise InvalidRequest(told, field="tool_choice")
+    return {name: tools[name]}
+
+
+def _special(table: _Table | None) -> dict[str, int]:
+    assert table is not None
+    return table.special
+
+
+def _special_in(table: bytes) -> dict[str, int]:
+    """Raises TextFailed where it is no table."""
+    try:
+        told = msgspec.msgpack.decode(table, type=TokenTable)
+        return {told.tokens[id_].decode(errors="replace"): id_ for id_ in told.special}
+    except (msgspec.DecodeError, IndexError) as error:
+        raise TextFailed(f"the text worker has told the tokens in no form that is known: {error}") from error
+
+
+def _hash(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -206,7 +206,7 @@ class Texts:
             if len(prompt) <= SHORT_TEXT:
                 return Prompt(vocabulary.encode(prompt, rules), stop_tokens)
             if len(prompt) <= LONG_TEXT:
-                return Prompt(await self._in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
+                return Prompt(await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
         question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
         prepared = await self._encoded(text, user, question)
         return prepared._replace(tokens=given) if request.text is None else prepared
@@ -221,12 +221,12 @@ class Texts:
             prompt = await self._encoded(text, user, question)
         else:
             encode = partial(vocabulary.encode_chat, chat)
-            encoded = encode() if size <= SHORT_CHAT else await self._in_thread(user, encode)
+            encoded = encode() if size <= SHORT_CHAT else await self.in_thread(user, encode)
             prompt = Prompt(encoded.tokens, vocabulary.stop_tokens(stops, skip_special=False), encoded.tail)
         if not chat.tools or chat.tool_choice == "none":
             return prompt
         read = partial(read_tools, chat.tools)
-        return prompt._replace(tools=read() if len(chat.tools) <= SHORT_CHAT else await self._in_thread(user, read))
+        return prompt._replace(tools=read() if len(chat.tools) <= SHORT_CHAT else await self.in_thread(user, read))
 
     async def texts_of(self, text: ModelText, user: int, tokens: list[int], spelled: bool) -> list[str]:
         """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
@@ -236,9 +236,9 @@ class Texts:
             assert isinstance(answer, Decoded)
             return answer.texts
         decode = partial(vocabulary.texts, tokens, spelled)
-        return decode() if len(tokens) <= SHORT_TOKENS else await self._in_thread(user, decode)
+        return decode() if len(tokens) <= SHORT_TOKENS else await self.in_thread(user, decode)
 
-    async def _in_thread(self, user: int, act: Callable[[], T]) -> T:
+    async def in_thread(self, user: int, act: Callable[[], T]) -> T:
         async with self._turn(user, "thread"):
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 

@@ -54,7 +54,7 @@ class WorkRequests:
             if request.chat is not None:
                 kept = common_prefix(session.tokens, prompt.tokens)
                 prompt = prompt._replace(tokens=prompt.tokens[kept:])
-            guide = await self._formats.guide(model.described[1], session.user, request.format)
+            guide = await self._formats.guide(model.described[1], session.user, request, prompt)
             return await self._run(call, session, place, request, model, prompt, kept, guide)
 
     async def _converse(self, call: Call, request: Generate, conversation: Conversation) -> Answer:
@@ -64,7 +64,7 @@ class WorkRequests:
         with self._placed(call) as place:
             model = await self._conversing.model(call, conversation)
             prompt = await self._prompt(call.client.user, request, model, 0)
-            guide = await self._formats.guide(model.described[1], call.client.user, request.format)
+            guide = await self._formats.guide(model.described[1], call.client.user, request, prompt)
             await self._models.ready(model.name)
             model = self._models.find_open(model.name, call.client)
             is_scored = request.prompt_logprobs is not None

@@ -13,10 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from djinn_client.errors import GrammarRejected
 from djinn_client.output_format import OutputFormat
-
-# Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's own default
-# is without end, and a small model that has begun with blanks goes on with them to its last token.
-_WHITESPACE = r" |\n[ \t]{0,24}"
+from djinnd.text.replies.grammar import JSON_OPTIONS
 
 # What compiling a grammar and computing one mask may take; with those, a mask takes 15 ms at the most as a rule.
 # `verbose_errors` would put the whole grammar and the output so far into an error.
@@ -32,22 +29,24 @@ class TokenTable(msgspec.Struct):
     special: list[int]
 
 
-def grammar_text(form: OutputFormat, *, forces: bool = True) -> str:
-    """The grammar of a format. `forces`: where only one text can follow, its tokens are those that the tokenizer makes
-    of it; False: the model chooses among all that spell it."""
+def grammar_text(form: OutputFormat, *, around: str = "", forces: bool = True) -> str:
+    """The grammar of a format. `around`: a Lark grammar of whole outputs, in which the format is the rule @answer.
+    `forces`: where only one text can follow, its tokens are those that the tokenizer makes of it; False: the model
+    chooses among all that spell it."""
+    head = "%llguidance {}\n" if forces else '%llguidance {"no_forcing":true}\n'
     match form.kind:
         case "json_object":
-            start, schema = "start: @json", _with_options('{"type":"object"}', strict=True)
+            key, answer = "json_schema", _with_options('{"type":"object"}', strict=True)
         case "json_schema":
-            start, schema = "start: @json", _with_options(form.text, form.strict)
+            key, answer = "json_schema", _with_options(form.text, form.strict)
         case "regex":
-            start, schema = f"start: /{_escaped(form.text)}/", ""
+            key, answer = "lark_grammar", json.dumps(f"{head}start: /{_escaped(form.text)}/")
         case "lark":
-            start, schema = form.text, ""
-    head = "%llguidance {}\n" if forces else '%llguidance {"no_forcing":true}\n'
-    parts = [f'{{"name":"output","lark_grammar":{json.dumps(head + start)}}}']
-    if schema:
-        parts.append(f'{{"name":"json","json_schema":{schema}}}')
+            key, answer = "lark_grammar", json.dumps(head + form.text)
+    parts = [f'{{"name":"answer","{key}":{answer}}}']
+    if around or key == "json_schema":
+        whole = head + (around or "start: @answer")
+        parts.insert(0, f'{{"name":"whole","lark_grammar":{json.dumps(whole)}}}')
     return f'{{"grammars":[{",".join(parts)}]}}'
 
 
@@ -61,7 +60,7 @@ def _with_options(schema: str, strict: bool) -> str:
     body = schema.strip()
     if not body.startswith("{"):
         return body  # true, false, or no schema
-    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    options: dict[str, object] = {**JSON_OPTIONS}
     if not strict:
         options |= {"lenient": True, "coerce_one_of": True}
     rest = body[1:].lstrip()

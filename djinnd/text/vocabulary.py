@@ -95,6 +95,12 @@ class Vocabulary:
     def has_chat(self) -> bool:
         return bool(self.chats)
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Its special tokens by their texts. Where there is text."""
+        assert self._detokenizer is not None
+        return self._detokenizer.special_ids
+
     @cached_property
     def special(self) -> frozenset[str]:
         """The texts of its special tokens. Where there is text."""

@@ -159,7 +159,7 @@ def _decoded(vocabulary: Vocabulary, message: Decode) -> Decoded:
 def _checked(vocabulary: Vocabulary, message: CheckGrammar) -> GrammarChecked:
     """Compiled, and asked for the first mask: most of what a grammar takes, it takes by then."""
     tokenizer = vocabulary.grammar_tokenizer
-    matcher = compiled(grammar_text(message.form), tokenizer)
+    matcher = compiled(message.grammar, tokenizer)
     matcher.compute_bitmask()
     expect_sound(matcher)
     return GrammarChecked(msgspec.msgpack.encode(table_of(tokenizer)) if message.wants_table else b"")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from djinn_client import GrammarRejected, Session
+from djinn_client import AsyncSession, GrammarRejected, Session
 from djinn_client.errors import InvalidRequest
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.chat_templates import TOOLS
 from tests.support.daemon import Daemon
 
-MODEL = "djinn-tiny"
 PERSON = {
     "type": "object",
     "properties": {
@@ -28,9 +30,32 @@ PERSON = {
 AS_PERSON = {"type": "json_schema", "schema": PERSON}
 
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["place", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        running = start()
+        with running.client() as client:
+            client.load(MODEL, chat_template=TOOLS)
+        yield running
+
+
 @pytest.fixture
-def open_session(daemon: Daemon) -> Callable[[], Session]:
-    return lambda: Session(MODEL, address=daemon.address)
+def open_session(chatty: Daemon) -> Callable[[], Session]:
+    return lambda: Session(MODEL, address=chatty.address)
 
 
 def test_a_schema_is_met_greedily_and_drawn(open_session: Callable[[], Session]) -> None:
@@ -75,3 +100,69 @@ def test_a_format_that_cannot_be_followed_is_refused_and_the_session_stays(open_
             assert session.token_ids == before
         with pytest.raises(InvalidRequest):
             session.generate(" more", regex="a", grammar='start: "a"')
+
+
+def test_forced_tokens_in_one_chunk_are_those_that_come_one_by_one(open_session: Callable[[], Session]) -> None:
+    """With log probabilities, each token has a step of its own."""
+    for seed in range(3):
+        options: Any = {"response_format": AS_PERSON, "max_tokens": 200, "temperature": 0.8, "seed": seed}
+        with open_session() as session, open_session() as other:
+            reply = session.generate("A person:", **options)
+            told = other.generate("A person:", logprobs=2, **options)
+            assert reply.token_ids == told.token_ids == session.token_ids[-len(reply.token_ids) :]
+            assert len(told.logprobs) == len(told.token_ids)
+            assert all(entry.token <= 0 and len(entry.top) == 2 for entry in told.logprobs)
+
+
+def test_a_stop_string_and_max_tokens_end_an_output_before_its_grammar_does(
+    open_session: Callable[[], Session],
+) -> None:
+    with open_session() as session:
+        reply = session.generate("A person:", response_format=AS_PERSON, stop="first_", max_tokens=50)
+        assert reply.finish_reason == "stop" and reply.text.endswith('"') and "first" not in reply.text
+        reply = session.generate("A person:", response_format=AS_PERSON, max_tokens=3)
+        assert reply.finish_reason == "length" and len(reply.token_ids) == 3
+        reply = session.generate("No:", regex="(abc){1,9}", min_tokens=4, max_tokens=30)
+        assert reply.finish_reason == "stop" and re.fullmatch("(abc){1,9}", reply.text)
+
+
+def test_free_and_guided_sessions_share_steps(open_session: Callable[[], Session], chatty: Daemon) -> None:
+    """Each gets what it gets alone."""
+    calls: list[Any] = [{}, {"response_format": AS_PERSON}, {"regex": "[a-f]{30}"}, {"temperature": 1.0, "seed": 7}]
+    alone = []
+    for options in calls:
+        with open_session() as session:
+            alone.append(session.generate("def f(", max_tokens=60, **options).token_ids)
+
+    async def one(options: Any) -> list[int]:
+        async with AsyncSession(MODEL, address=chatty.address) as session:
+            return (await session.generate("def f(", max_tokens=60, **options)).token_ids
+
+    async def all_at_once() -> list[list[int]]:
+        return await asyncio.gather(*map(one, calls))
+
+    assert asyncio.run(all_at_once()) == alone
+
+
+def test_an_answer_of_a_chat_has_the_format(open_session: Callable[[], Session]) -> None:
+    with open_session() as session:
+        answer = session.chat("Who?", response_format=AS_PERSON, max_tokens=300)
+        assert answer.message is not None
+        jsonschema.validate(json.loads(answer.message.content), PERSON)
+        assert session.messages[-1]["content"] == answer.message.content
+
+
+@pytest.mark.parametrize("choice", ["required", "function:weather"])
+def test_a_tool_call_is_forced_and_read(open_session: Callable[[], Session], choice: str) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
+    tools = [TOOL] if choice == "required" else [other, TOOL]
+    with open_session() as session:
+        answer = session.chat("Rain?", tools=tools, tool_choice=choice, parallel_tools=False, max_tokens=300)
+        assert answer.message is not None
+        (call,) = answer.message.tool_calls
+        assert call.name == "weather"
+        jsonschema.validate(json.loads(call.arguments), TOOL["function"]["parameters"])
+        with pytest.raises(InvalidRequest, match="no tools"):
+            session.chat("Rain?", tool_choice="required")
+        with pytest.raises(InvalidRequest, match="function:nothing"):
+            session.chat("Rain?", tools=[TOOL], tool_choice="function:nothing")

@@ -78,6 +78,10 @@ class ReplyFormat(Protocol):
         where no call can be forced in this format."""
         ...
 
+    def before_content(self, prompt: str) -> Pieces:
+        """What a reply to a prompt that ends like this has before its content, as a grammar."""
+        ...
+
 
 def cannot_force(name: str) -> InvalidRequest:
     return InvalidRequest(

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from djinnd.text.replies.tools import Schema
 
+# Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's own default
+# is without end, and a small model that has begun with blanks goes on with them to its last token.
+JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}"}
+
 
 @dataclass(frozen=True)
 class Json:
@@ -81,6 +85,13 @@ def lark(
     return "\n".join(writer.rules) + "\n"
 
 
+def lark_around(before: Pieces, special: Mapping[str, int]) -> str:
+    """A reply: what comes before its content, then the content, which is the rule @answer."""
+    writer = _Writer(special)
+    start = f"start: {writer.write((*before,))} @answer"
+    return "\n".join([start, *writer.rules]) + "\n"
+
+
 class _Writer:
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules: list[str] = []
@@ -96,7 +107,7 @@ class _Writer:
             case str():
                 return self._literal(piece)
             case Json(schema):
-                return f"%json {json.dumps(schema)}"
+                return f"%json {json.dumps({'x-guidance': JSON_OPTIONS} | dict(schema))}"
             case Until(end):
                 return self._until(end)
             case Space():

@@ -82,14 +82,18 @@ class HarmonyFormat:
 
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         """One call: the marker that ends a call ends the reply, too."""
-        think: Pieces = (Until("<|end|>"), f"{START}assistant")
-        opened = self.begins_reasoning(prompt)
-        before = think if opened else (Maybe((f"{CHANNEL}analysis{MESSAGE}", *think)),)
         calls: list[Pieces] = [
             (f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}", argument_grammar(parameters))
             for name, parameters in tools.items()
         ]
-        return lark(before, calls, ("", "", ""), False, special)
+        return lark(self._thought(prompt), calls, ("", "", ""), False, special)
+
+    def before_content(self, prompt: str) -> Pieces:
+        return (*self._thought(prompt), f"{CHANNEL}final{MESSAGE}")
+
+    def _thought(self, prompt: str) -> Pieces:
+        think: Pieces = (Until("<|end|>"), f"{START}assistant")
+        return think if self.begins_reasoning(prompt) else (Maybe((f"{CHANNEL}analysis{MESSAGE}", *think)),)
 
 
 def _opened(prompt: str) -> tuple[str, bool]:

@@ -87,9 +87,11 @@ class SpanFormat:
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         if self.calls is None:
             raise cannot_force(self.name)
-        before: Pieces = ()
-        if self.reasoning is not None:
-            think: Pieces = (Until(self.reasoning.end), Space())
-            before = think if self.begins_reasoning(prompt) else (Maybe((self.reasoning.begin, *think)),)
         calls = [self.calls.forced(name, parameters) for name, parameters in tools.items()]
-        return lark(before, calls, self.calls.between(), parallel, special)
+        return lark(self.before_content(prompt), calls, self.calls.between(), parallel, special)
+
+    def before_content(self, prompt: str) -> Pieces:
+        if self.reasoning is None:
+            return ()
+        think: Pieces = (Until(self.reasoning.end), Space())
+        return think if self.begins_reasoning(prompt) else (Maybe((self.reasoning.begin, *think)),)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import regex
 
 from djinnd.text.replies.format import ReplyFormat
+from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.source import CHUNK, Malformed, Reading, Source, space_before
 from djinnd.text.replies.template_spec import Delimiter, Region, ResponseTemplate
@@ -38,6 +39,9 @@ class TemplateFormat:
 
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         return self.otherwise.call_grammar(tools, parallel, prompt, special)
+
+    def before_content(self, prompt: str) -> Pieces:
+        return self.otherwise.before_content(prompt)
 
     def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
         """The reply is read behind what the prompt has of the message, which is not told."""
