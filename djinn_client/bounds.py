@@ -20,7 +20,17 @@ MAX_TOKENS = 1 << 20  # of one request
 LARGE = 256 << 10  # bytes of a message
 MAX_VALUES = MAX_LIST + 1024  # of a large message: numbers, texts, lists, pairs
 MAX_TEXT = 64 << 10  # bytes in a large message, but for LONG_FIELDS
-LONG_FIELDS = (b"text", b"code", b"values", b"packed_ids", b"messages", b"tools", b"arguments", b"chat_template")
+LONG_FIELDS = (
+    b"text",
+    b"code",
+    b"values",
+    b"packed_ids",
+    b"body",
+    b"messages",
+    b"tools",
+    b"arguments",
+    b"chat_template",
+)
 PACKED_FROM = 4096  # token ids that travel as bytes
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

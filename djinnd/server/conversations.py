@@ -102,8 +102,10 @@ class Conversations(Generic[S]):
     def count(self, user: int) -> int:
         return len(self._of.get(user, ()))
 
-    def choose(self, user: int, model: str, key: str, prompt: Sequence[int]) -> Choice[S]:
-        """For a call with this prompt."""
+    def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> Choice[S]:
+        """For a call with this prompt. `at`: a free session that is at the very point from which the call goes on."""
+        if at is not None and at.kept is not None:
+            return Choice(at, kept_again(at.kept.key, len(prompt), prompt))
         if key:
             session = self._keyed.get((user, model, key))
             is_busy = session is not None and not session.is_free

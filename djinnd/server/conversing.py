@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from djinn_client.conversations import Conversation
-from djinn_client.protocol import CLASSES, Class, Generated
+from djinn_client.protocol import CLASSES, Class, Generate, Generated
 from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server import edit_admission
 from djinnd.server.client import Answer, Call
@@ -21,6 +21,7 @@ from djinnd.server.common_prefix import common_prefix
 from djinnd.server.loader import open_in
 from djinnd.server.model import Model
 from djinnd.server.models import Models, expect_open
+from djinnd.server.records import RecordTable, tokens_of
 from djinnd.server.sessions import SessionRecord, SessionTable
 
 _MAX_LEARNT = 48  # characters of a key by which waits are learnt
@@ -34,9 +35,10 @@ class Taken(NamedTuple):
 
 
 class Conversing:
-    def __init__(self, sessions: SessionTable, models: Models) -> None:
+    def __init__(self, sessions: SessionTable, models: Models, records: RecordTable) -> None:
         self._sessions = sessions
         self._models = models
+        self._records = records
 
     async def model(self, call: Call, conversation: Conversation) -> Model:
         """Which has been ready. Raises as for a session that is opened."""
@@ -48,6 +50,14 @@ class Conversing:
             await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         return self._models.find_open(model.name, call.client)
 
+    def before(self, call: Call, request: Generate, conversation: Conversation, model: Model) -> list[int]:
+        """The tokens that a text or token prompt comes behind: those of the record that the call goes on from. A chat
+        has all of its messages. Raises NotFound, InvalidRequest."""
+        if not conversation.after:
+            return []
+        record = self._records.of_model(call.client.user, conversation.after, model.name)
+        return [] if request.chat is not None else tokens_of(record)
+
     @contextmanager
     def session(
         self, call: Call, conversation: Conversation, model: Model, prompt: list[int], is_scored: bool
@@ -55,7 +65,8 @@ class Conversing:
         """In use by the call. The model is ready. `is_scored`: log probabilities of the whole prompt are wanted, so all
         of it is computed. Raises as for a session that is opened."""
         sessions = self._sessions
-        chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt)
+        at = self._at_record(call, conversation) if conversation.after else None
+        chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt, at)
         session = chosen or self._open(call, conversation, model)
         with session.in_use(call):
             try:
@@ -77,6 +88,14 @@ class Conversing:
         reply.usage = msgspec.structs.replace(reply.usage, prompt_tokens=prompt)
         self._wait(session, conversation)
         return answer
+
+    def _at_record(self, call: Call, conversation: Conversation) -> SessionRecord | None:
+        """The kept session that the record was made of, where it still is at that very point."""
+        record = self._records.find(call.client.user, conversation.after)
+        session = self._sessions.get(record.origin)
+        if session is None or session.kept is None or not session.is_free:
+            return None
+        return session if session.tokens == tokens_of(record) else None
 
     def _open(self, call: Call, conversation: Conversation, model: Model) -> SessionRecord:
         priority = call.client.class_for(conversation.priority)

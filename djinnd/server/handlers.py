@@ -31,6 +31,7 @@ from djinnd.server.prefixes import PrefixTable
 from djinnd.server.principals.requests import TokenRequests
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.queueing import Queue
+from djinnd.server.records import RecordTable
 from djinnd.server.session_requests import SessionRequests
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -49,6 +50,7 @@ _NEW_WORK = (
     protocol.ForkSession,
     protocol.Generate,
     protocol.Embed,
+    protocol.KeepRecord,
     protocol.AddEdit,
     protocol.AddBreakpoint,
     protocol.AddFunction,
@@ -83,6 +85,8 @@ _CHANGES = (
     protocol.SetPriority,
     protocol.PublishPrefix,
     protocol.WithdrawPrefix,
+    protocol.KeepRecord,
+    protocol.DropRecord,
 )  # of what the journal has; closing gives room, and is none
 
 _GROWS = (
@@ -109,6 +113,7 @@ class Handlers:
         texts: Texts,
         sharing: Sharing,
         prefixes: PrefixTable,
+        records: RecordTable,
         queue: Queue,
         status: Status,
         supervisor: Supervisor,
@@ -124,7 +129,7 @@ class Handlers:
         self._signals = Signals(self._tell_signal)
         of_sessions = SessionRequests(sessions, models, status)
         carrying = Carrying(models)
-        of_work = WorkRequests(sessions, models, texts, queue, carrying)
+        of_work = WorkRequests(sessions, models, texts, queue, carrying, records)
         tokenizing = Tokenizing(models, texts)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(
@@ -164,6 +169,10 @@ class Handlers:
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
             protocol.Embed: embedding.embed,
+            protocol.KeepRecord: records.keep,
+            protocol.GetRecord: records.get,
+            protocol.DropRecord: records.drop,
+            protocol.ListRecords: records.list_records,
             protocol.ListModels: of_models.list_models,
             protocol.LoadModel: of_models.load,
             protocol.PlanModel: of_models.plan,

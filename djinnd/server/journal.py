@@ -40,6 +40,7 @@ from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Publ
 from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import JournalFile, KeptSession
+from djinnd.server.journal_records import Recorded, Unrecorded
 from djinnd.server.journal_space import COPIES
 from djinnd.server.stopping import leave_signals_to_the_loop
 
@@ -74,6 +75,7 @@ class Kept(NamedTuple):
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # likewise
     conversations: dict[str, Conversed]  # likewise
+    records: list[Recorded]
     now: float  # the journal's time, as in `sessions`
 
 
@@ -114,7 +116,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
         file = self._file
-        parts = (file.edits(), file.breakpoints(), file.conversations())
+        parts = (file.edits(), file.breakpoints(), file.conversations(), file.records())
         kept = Kept(file.sessions(), file.prefixes(), *parts, file.clock.now())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
@@ -204,6 +206,14 @@ class Journal:
 
     def conversed(self, session: str, key: str, prompt: int) -> None:
         self._note(Conversed(session, key, prompt))
+
+    def recorded(self, record: Recorded) -> None:
+        if self._thread is not None:
+            self._gathering.nbytes += len(record.tokens) + len(record.body)
+        self._note(record)
+
+    def unrecorded(self, record: Recorded) -> None:
+        self._note(Unrecorded(record.user, record.record))
 
     def edited(self, session: str, edit: Edit, names: Sequence[str]) -> None:
         if self._thread is not None:

@@ -11,6 +11,7 @@ from djinn_client.protocol import Class
 from djinnd.server.journal_breakpoints import BreakpointChange
 from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import EditChange
+from djinnd.server.journal_records import Recorded, Unrecorded
 
 
 class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
@@ -55,7 +56,19 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
     prefix: str
 
 
-Change = Opened | Extended | Reclassified | Conversed | Closed | EditChange | BreakpointChange | Published | Withdrawn
+Change = (
+    Opened
+    | Extended
+    | Reclassified
+    | Conversed
+    | Closed
+    | EditChange
+    | BreakpointChange
+    | Published
+    | Withdrawn
+    | Recorded
+    | Unrecorded
+)
 
 
 @dataclass(slots=True)

@@ -16,9 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from djinnd.server import journal_breakpoints, journal_conversations, journal_edits
+from djinnd.server import journal_breakpoints, journal_conversations, journal_edits, journal_records
 from djinnd.server.journal_examination import Examined, changes_in, examine
-from djinnd.server.journal_rows import CHANGE, CHECKSUMS, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row, Table, register
+from djinnd.server.journal_rows import (
+    CHANGE,
+    CHECKSUMS,
+    MARK,
+    PARTS,
+    PREFIX,
+    RECORD,
+    SESSION,
+    DamagedRow,
+    Row,
+    Table,
+    register,
+)
 from djinnd.server.socket_path import StartError
 from djinnd.server.whole_file import sync_folder
 
@@ -42,6 +54,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     journal_breakpoints.TABLES,
     CHECKSUMS,
     journal_conversations.TABLES,
+    journal_records.TABLES,
 )
 VERSION = len(_UPGRADES)
 
@@ -162,7 +175,8 @@ def _copy(old: sqlite3.Connection, into: sqlite3.Connection, found: Examined) ->
     for table in (SESSION, *PARTS):
         copied = _insert(into, table, (row for row in _sound(old, table) if found.is_whole(row[0])))
         sessions += copied if table is SESSION else 0
-    _insert(into, PREFIX, _sound(old, PREFIX))
+    for table in (PREFIX, RECORD):
+        _insert(into, table, _sound(old, table))
     _insert(into, CHANGE, _renumbered(old, found))
     into.execute("COMMIT")
     return sessions

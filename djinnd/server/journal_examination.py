@@ -15,7 +15,7 @@ import msgspec
 
 from djinnd.server.journal_changes import Change, Opened
 from djinnd.server.journal_clock import Mark
-from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, SESSION, DamagedRow, Row
+from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, RECORD, SESSION, DamagedRow, Row
 
 _decoder = msgspec.msgpack.Decoder(list[Change])
 
@@ -41,7 +41,7 @@ class Examined:
 
 
 def session_of(change: Change) -> str | None:
-    """None: the change is to a public prefix."""
+    """None: the change is to a public prefix, or to a record."""
     return getattr(change, "session", None)
 
 
@@ -71,13 +71,13 @@ def _examine_mark(db: sqlite3.Connection, found: Examined) -> None:
 def _examine_tables(db: sqlite3.Connection, found: Examined) -> None:
     told: dict[str, int] = {}
     counted: Counter[str] = Counter()
-    for table in (SESSION, *PARTS, PREFIX):
+    for table in (SESSION, *PARTS, PREFIX, RECORD):
         for row in table.scan(db):
             if isinstance(row, DamagedRow):
                 found.losses.append(str(row.args[0]))
             elif table is SESSION:
                 told[row[0]] = row[-1]
-            elif table is not PREFIX:
+            elif table in PARTS:
                 counted[row[0]] += 1
     found._owned = set(told)
     for session, parts in told.items():

@@ -6,6 +6,7 @@
     edit, edit_count   their edits, likewise: see journal_edits.py
     breakpoint   and breakpoints: see journal_breakpoints.py
     prefix       public prefixes, likewise
+    record       records: see journal_records.py
     mark         when that fold was, and the number of its last change
 
 A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
@@ -33,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from djinn_client.protocol import Class
-from djinnd.server import journal_breakpoints, journal_conversations, journal_edits
+from djinnd.server import journal_breakpoints, journal_conversations, journal_edits, journal_records
 from djinnd.server.breakpoint_list import BreakpointList
 from djinnd.server.edit_list import EditList
 from djinnd.server.journal_breakpoints import BreakpointFold, BreakpointsEnded, Broken, Stopped
@@ -52,6 +53,7 @@ from djinnd.server.journal_conversations import ConversationFold, Conversed
 from djinnd.server.journal_database import damaged_files, open_database
 from djinnd.server.journal_edits import Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.journal_examination import Examined, changes_in
+from djinnd.server.journal_records import Recorded, RecordFold, Unrecorded
 from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, SESSION, Row
 from djinnd.server.socket_path import StartError
 
@@ -145,6 +147,10 @@ class JournalFile:
         """Likewise."""
         return journal_conversations.read_conversations(self._db)
 
+    def records(self) -> list[Recorded]:
+        """As of the last fold, the oldest first."""
+        return list(journal_records.read_records(self._db))
+
     def append(self, changes: Sequence[Change]) -> None:
         """Commits them: all or none."""
         encoded, at = _encoder.encode(changes), self.clock.now()
@@ -224,9 +230,9 @@ class JournalFile:
             return self._image(session, images) is not None
 
         edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
-        conversations = ConversationFold(self._db, exists)
+        conversations, records = ConversationFold(self._db, exists), RecordFold(self._db)
         for at, change in self._unfolded:
-            self._apply(change, at, images, prefixes, edits, breakpoints, conversations)
+            self._apply(change, at, images, prefixes, edits, breakpoints, conversations, records)
         gone = [(name,) for name, image in images.items() if image is None]
         withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
         published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
@@ -236,6 +242,7 @@ class JournalFile:
             edits.write()
             breakpoints.write()
             conversations.write()
+            records.write()
             for name in edits.touched | breakpoints.touched | conversations.touched:
                 if (image := images[name]) is not None:
                     image.parts = self._count_parts(name)
@@ -279,6 +286,7 @@ class JournalFile:
         edits: EditFold,
         breakpoints: BreakpointFold,
         conversations: ConversationFold,
+        records: RecordFold,
     ) -> None:
         match change:
             case Opened(session, user, model, shared, priority, created):
@@ -298,6 +306,8 @@ class JournalFile:
                 edits.apply(change)
             case Broken() | BreakpointsEnded() | Stopped():
                 breakpoints.apply(change)
+            case Recorded() | Unrecorded():
+                records.apply(change)
             case Published(prefix):
                 prefixes[prefix] = change
             case Withdrawn(prefix):

@@ -101,6 +101,7 @@ EDIT_COUNT = Table("edit_count", ("session", "given"))
 BREAKPOINT = Table("breakpoint", ("session", "list"))
 PREFIX = Table("prefix", ("id", "model", "user", "created", "tokens"))
 CONVERSATION = Table("conversation", ("session", "key", "prompt"))
+RECORD = Table("record", ("user", "id", "model", "session", "created", "tokens", "body"))
 PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows that belong to a session, which says how many there are
 
 # From version 5, which had no checksums.

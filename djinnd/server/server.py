@@ -46,6 +46,7 @@ from djinnd.server.principals.tokens import Tokens
 from djinnd.server.python import python_module
 from djinnd.server.queueing import Queue
 from djinnd.server.quotas import Quotas
+from djinnd.server.records import RecordTable
 from djinnd.server.router import Router
 from djinnd.server.sessions import SessionRecord, SessionTable
 from djinnd.server.sharing import Sharing
@@ -95,6 +96,7 @@ class Server:
         self._queue = Queue(config.limits.queue, time.monotonic())
         self._sessions = SessionTable(config.limits, self._quotas, self._close_in_engine, self._journal)
         self._prefixes = PrefixTable(config.limits, self._journal)
+        self._records = RecordTable(config.limits, self._sessions, self._journal)
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
         self._texts = Texts(config.limits)
@@ -165,6 +167,7 @@ class Server:
             self._texts,
             self._sharing,
             self._prefixes,
+            self._records,
             self._queue,
             self._status,
             self._supervisor,
@@ -200,6 +203,7 @@ class Server:
         self._metrics.start()
         self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now, kept.conversations)
         self._prefixes.restore(kept.prefixes)
+        self._records.restore(kept.records)
         _make_folder(self._page_folder)
         adopted = self._arena.adopt()
         self._sharing.start()
@@ -240,7 +244,15 @@ class Server:
             functions=config.functions,
             admins=config.admins,
         )
-        for part in (self._clients, self._quotas, self._sessions, self._prefixes, self._sharing, self._supervisor):
+        for part in (
+            self._clients,
+            self._quotas,
+            self._sessions,
+            self._prefixes,
+            self._records,
+            self._sharing,
+            self._supervisor,
+        ):
             part.limits = held.limits
         self._inspector.limits = self._tokens.limits = held.limits
         self._models.follow(held.limits)
@@ -289,6 +301,7 @@ class Server:
         await self._tokens.close()
         await self._journal.close()
         self._sessions.leave()
+        self._records.close()
         log.info("djinnd_stopped")
 
     def _leave(self) -> list[Inherited]:

@@ -271,6 +271,9 @@ class SessionTable:
             )
         return session
 
+    def get(self, session_id: str) -> SessionRecord | None:
+        return self._sessions.get(session_id)
+
     def count(self, user: int) -> int:
         return sum(s.user == user for s in self._sessions.values())
 
@@ -284,6 +287,9 @@ class SessionTable:
         if len(self) >= self.limits.sessions:
             raise NotPermitted(f"the daemon has {len(self):,} sessions, its limit", sessions=len(self))
         return tenant
+
+    def tenant(self, user: int) -> Tenant:
+        return self._quotas.tenant(user, time.monotonic())
 
     def make_room(self, user: int, nbytes: int, sessions: int = 0) -> None:
         """For so many bytes more in the journal, and so many more sessions, of the user's: kept sessions give way."""

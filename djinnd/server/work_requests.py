@@ -26,20 +26,29 @@ from djinnd.server.model import Model
 from djinnd.server.models import Models
 from djinnd.server.notes import notes_on
 from djinnd.server.queueing import Place, Queue
+from djinnd.server.records import RecordTable
 from djinnd.server.runs import ForwardRun, GenerateRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
 from djinnd.server.texts import ModelText, Prompt, Texts
 
 
 class WorkRequests:
-    def __init__(self, sessions: SessionTable, models: Models, texts: Texts, queue: Queue, carrying: Carrying) -> None:
+    def __init__(
+        self,
+        sessions: SessionTable,
+        models: Models,
+        texts: Texts,
+        queue: Queue,
+        carrying: Carrying,
+        records: RecordTable,
+    ) -> None:
         self._sessions = sessions
         self._models = models
         self._texts = texts
         self._formats = Formats(texts)
         self._queue = queue
         self._carrying = carrying
-        self._conversing = Conversing(sessions, models)
+        self._conversing = Conversing(sessions, models, records)
 
     async def generate(self, call: Call, request: Generate) -> Answer:
         if request.conversation is not None:
@@ -63,7 +72,9 @@ class WorkRequests:
             raise InvalidRequest("give a session or a conversation, not both", field="conversation")
         with self._placed(call) as place:
             model = await self._conversing.model(call, conversation)
-            prompt = await self._prompt(call.client.user, request, model, 0)
+            before = self._conversing.before(call, request, conversation, model)
+            prompt = await self._prompt(call.client.user, request, model, len(before))
+            prompt = prompt._replace(tokens=[*before, *prompt.tokens])
             guide = await self._formats.guide(model.described[1], call.client.user, request, prompt)
             await self._models.ready(model.name)
             model = self._models.find_open(model.name, call.client)

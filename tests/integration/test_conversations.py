@@ -10,7 +10,18 @@ import pytest
 import djinn_client as djinn
 from djinn_client.bounds import pack
 from djinn_client.options import build
-from djinn_client.protocol import Embed, Embedded
+from djinn_client.protocol import (
+    Done,
+    DropRecord,
+    Embed,
+    Embedded,
+    GetRecord,
+    KeepRecord,
+    ListRecords,
+    Record,
+    RecordKept,
+    Records,
+)
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.conversing import Program
@@ -87,5 +98,33 @@ def test_embeddings_are_what_the_final_norm_gives(talkative: Daemon, program: Pr
         assert client.status(check=True).integrity == []
     with pytest.raises(djinn.PromptTooLong):
         program.ask(build(Embed, model=MODEL, texts=["a", "b c " * 40000]), Embedded)
+    with talkative.client() as client:
+        assert client.status(check=True).integrity == []
+
+
+def test_a_record_is_gone_on_from_wherever_its_session_is(talkative: Daemon, program: Program) -> None:
+    first = program.say(turn(3, size=40))
+    kept = program.ask(build(KeepRecord, session=first.session, body=b"mine", record="resp_1"), RecordKept)
+    assert kept.record == "resp_1"
+    point, new = list(program.transcript), turn(4)
+    onward = program.generate(new, after="resp_1")
+    assert (onward.session, onward.usage.prompt_tokens) == (first.session, len(point) + len(new))
+    assert onward.usage.computed_tokens <= len(new) + 1
+    other = turn(9)
+    branch = program.generate(other, after="resp_1")  # its session has gone on
+    assert branch.session != first.session
+    assert branch.token_ids == program.generate([*point, *other], key="to compare").token_ids
+    djinn.close(onward.session, address=talkative.address)
+    program.close()
+    with talkative.client() as client:
+        restart(client, warm=False)
+    program.connection = Program(talkative.address).connection
+    record = program.ask(build(GetRecord, record="resp_1"), Record)
+    assert (record.body, record.session, record.length, record.model) == (b"mine", first.session, len(point), MODEL)
+    assert program.generate(new, after="resp_1").token_ids == onward.token_ids
+    assert [info.record for info in program.ask(build(ListRecords), Records).records] == ["resp_1"]
+    program.ask(build(DropRecord, record="resp_1"), Done)
+    with pytest.raises(djinn.NotFound, match="resp_1"):
+        program.generate(new, after="resp_1")
     with talkative.client() as client:
         assert client.status(check=True).integrity == []

@@ -20,6 +20,7 @@ from djinnd.server.journal_changes import Change, Closed, Extended, Opened, Publ
 from djinnd.server.journal_conversations import Conversed
 from djinnd.server.journal_edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal_file import NAME, JournalFile
+from djinnd.server.journal_records import Recorded, Unrecorded
 from djinnd.server.socket_path import StartError
 
 ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
@@ -143,7 +144,7 @@ def make_older(folder: Path, version: int, *lacking: str) -> None:
         for table in tables:
             db.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
         db.execute("ALTER TABLE session DROP COLUMN parts")
-        db.executescript("".join(f"DROP TABLE {table};" for table in ("mark", "conversation", *lacking)))
+        db.executescript("".join(f"DROP TABLE {table};" for table in ("mark", "conversation", "record", *lacking)))
         db.execute(f"PRAGMA user_version = {version}")
     db.close()
 
@@ -295,6 +296,24 @@ def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, f
     assert found() == {"one": Conversed("one", "", 9), "two": Conversed("two", "key", 7)}
     write(tmp_path, [Closed("one"), Conversed("one", "", 10)])
     assert found() == {"two": Conversed("two", "key", 7)}
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_records_are_read_back_whatever_becomes_of_sessions(tmp_path: Path, folds: bool) -> None:
+    one, two = (Recorded(7, name, "llama", "one", at, b"\1\0\0\0", b"body") for name, at in (("a", 2.0), ("b", 1.0)))
+    file = JournalFile(str(tmp_path))
+    for changes in ([ONE, one, two, Recorded(8, "a", "m", "", 3.0, b"", b"")], [Closed("one"), Unrecorded(8, "a")]):
+        file.append(changes)
+        if folds:
+            file.fold()
+    file.close()
+    replaced = Recorded(7, "b", "qwen", "two", 4.0, b"", b"other")
+    for expected, changes in (([two, one], [replaced]), ([one, replaced], [])):
+        write(tmp_path)
+        file = JournalFile(str(tmp_path))
+        assert file.records() == expected
+        file.append(changes)
+        file.close()
 
 
 def test_a_journal_that_knew_no_breakpoints_is_read_and_written(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Records in the journal's file: see records.py. A record is no session's, and stays when its session goes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+import msgspec
+
+from djinnd.server.journal_rows import RECORD
+
+TABLES = """
+    CREATE TABLE record (
+        user INTEGER, id TEXT, model TEXT, session TEXT, created REAL, tokens BLOB, body BLOB, checksum BLOB,
+        PRIMARY KEY (user, id)
+    );
+"""
+
+
+class Recorded(msgspec.Struct, array_like=True, tag="recorded", frozen=True):
+    """The user's record of this name, in the place of one that there was. `origin`: the session that it was made of.
+    `tokens`: 32 bits each. `created`: seconds since 1970."""
+
+    user: int
+    record: str
+    model: str
+    origin: str
+    created: float
+    tokens: bytes
+    body: bytes
+
+
+class Unrecorded(msgspec.Struct, array_like=True, tag="unrecorded", frozen=True):
+    user: int
+    record: str
+
+
+def read_records(db: sqlite3.Connection) -> Iterator[Recorded]:
+    """The oldest first. Raises DamagedRow."""
+    return (Recorded(*row) for row in RECORD.read(db, "ORDER BY created"))
+
+
+class RecordFold:
+    """What one fold's changes make of records."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._are: dict[tuple[int, str], Recorded | None] = {}
+
+    def apply(self, change: Recorded | Unrecorded) -> None:
+        self._are[change.user, change.record] = change if isinstance(change, Recorded) else None
+
+    def write(self) -> None:
+        """In the fold's transaction."""
+        gone = [name for name, record in self._are.items() if record is None]
+        rows = [RECORD.sealed(*msgspec.structs.astuple(record)) for record in self._are.values() if record is not None]
+        self._db.executemany("DELETE FROM record WHERE user = ? AND id = ?", gone)
+        self._db.executemany(RECORD.insert, rows)

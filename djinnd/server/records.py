@@ -1,0 +1,185 @@
+"""Records: named points of conversations, with bytes of the caller's that the daemon does not read.
+
+A record holds the tokens that its session had, so that a call can go on from it when the session has gone on, or has
+gone. It is in the journal and charged to its user. What a user keeps beyond a limit pushes out the user's oldest
+records, as callers that keep a record for every answer never remove one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+from djinn_client.bounds import pack, unpack
+from djinn_client.errors import InvalidRequest, NotFound
+from djinn_client.protocol import (
+    Done,
+    DropRecord,
+    GetRecord,
+    KeepRecord,
+    ListRecords,
+    Record,
+    RecordInfo,
+    RecordKept,
+    Records,
+)
+from djinnd.config import Limits
+from djinnd.server.client import Answer, Call
+from djinnd.server.journal import Journal
+from djinnd.server.journal_records import Recorded
+from djinnd.server.ledger import JOURNAL_BYTES, Ledger
+from djinnd.server.sessions import SessionRecord, SessionTable
+
+log = logging.getLogger("djinnd.server")
+
+RECORD_BYTES = 512  # in the journal, beside tokens and body
+_SWEEP = 600.0  # seconds, at most, that a record is there beyond its time
+
+
+class RecordTable:
+    """`limits` may be replaced."""
+
+    def __init__(self, limits: Limits, sessions: SessionTable, journal: Journal) -> None:
+        self.limits = limits
+        self._sessions = sessions
+        self._journal = journal
+        self._of: dict[int, dict[str, Recorded]] = {}  # by user and name; a user's oldest first
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def restore(self, kept: Iterable[Recorded]) -> None:
+        """At start: what the journal has, the oldest first."""
+        for record in kept:
+            self._of.setdefault(record.user, {})[record.record] = record
+            self._ledger(record.user).add(JOURNAL_BYTES, _nbytes(record))
+        self._drop_expired()
+
+    def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def find(self, user: int, name: str) -> Recorded:
+        """Raises NotFound; the answer is the same for unknown records and other users'."""
+        record = self._of.get(user, {}).get(name)
+        if record is None:
+            raise NotFound(f"there is no record {name[:64]!r}: it was dropped, has expired, or never was", record=name)
+        return record
+
+    def of_model(self, user: int, name: str, model: str) -> Recorded:
+        """The record, for a call of this model that goes on from it. Raises NotFound, InvalidRequest."""
+        record = self.find(user, name)
+        if record.model != model:
+            raise InvalidRequest(f"record {name} is of {record.model}, and not of {model}", field="conversation.after")
+        return record
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def keep(self, call: Call, request: KeepRecord) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.expect_idle()
+        self._expect_plain(session)
+        if len(request.body) > self.limits.record_bytes:
+            told = f"a record's body has {len(request.body):,} bytes, and limits.record_bytes is"
+            raise InvalidRequest(f"{told} {self.limits.record_bytes:,}: keep less with it", field="body")
+        name, tokens = request.record or secrets.token_hex(8), pack(session.tokens)
+        record = Recorded(session.user, name, session.model, session.id, time.time(), tokens, request.body)
+        self._make_room(session, record)
+        self._of.setdefault(record.user, {})[name] = record
+        session.tenant.ledger.add(JOURNAL_BYTES, _nbytes(record))
+        self._journal.recorded(record)
+        return Answer(RecordKept(id=call.id, record=name))
+
+    async def get(self, call: Call, request: GetRecord) -> Answer:
+        found = self.find(call.client.user, request.record)
+        return Answer(
+            Record(
+                id=call.id,
+                record=found.record,
+                model=found.model,
+                session=found.origin,
+                length=_length(found),
+                created=found.created,
+                body=found.body,
+            )
+        )
+
+    async def drop(self, call: Call, request: DropRecord) -> Answer:
+        self._drop(self.find(call.client.user, request.record))
+        return Answer(Done(id=call.id))
+
+    async def list_records(self, call: Call, request: ListRecords) -> Answer:
+        return Answer(Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)]))
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def _expect_plain(self, session: SessionRecord) -> None:
+        """Raises InvalidRequest for a session whose tokens do not tell what comes next."""
+        if not session.is_plain:
+            raise InvalidRequest(
+                f"session {session.id} has edits, breakpoints or KV of a client, which a record does not keep: fork it",
+                field="session",
+            )
+
+    def _make_room(self, session: SessionRecord, record: Recorded) -> None:
+        """Raises QuotaExceeded where there is none without the user's records."""
+        nbytes, ledger = _nbytes(record), session.tenant.ledger
+        if (was := self._of.get(record.user, {}).get(record.record)) is not None:
+            self._drop(was)
+        self._sessions.make_room(record.user, nbytes)
+        for oldest in self._own(record.user):
+            is_full = len(self._of.get(record.user, ())) >= self.limits.records_per_user
+            if not is_full and ledger.has_room(JOURNAL_BYTES, nbytes):
+                break
+            self._drop(oldest)
+        self._sessions.expect_journal(session.tenant, nbytes)
+
+    def _drop(self, record: Recorded) -> None:
+        own = self._of[record.user]
+        del own[record.record]
+        if not own:
+            del self._of[record.user]
+        self._ledger(record.user).release(JOURNAL_BYTES, _nbytes(record))
+        self._journal.freed(_nbytes(record))
+        self._journal.unrecorded(record)
+
+    def _drop_expired(self) -> None:
+        """Now and then, those that are older than their time to live: 0 is none."""
+        oldest = time.time() - self.limits.record_ttl
+        if self.limits.record_ttl:
+            for user in list(self._of):
+                for record in self._own(user):
+                    if record.created < oldest:
+                        self._drop(record)
+        self._sweep = asyncio.get_running_loop().call_later(_SWEEP, self._drop_expired)
+
+    def _own(self, user: int) -> list[Recorded]:
+        return list(self._of.get(user, {}).values())
+
+    def _ledger(self, user: int) -> Ledger:
+        return self._sessions.tenant(user).ledger
+
+
+def tokens_of(record: Recorded) -> list[int]:
+    return unpack(record.tokens)
+
+
+def _length(record: Recorded) -> int:
+    return len(record.tokens) // 4
+
+
+def _nbytes(record: Recorded) -> int:
+    """In the journal."""
+    return RECORD_BYTES + len(record.tokens) + len(record.body)
+
+
+def _info(record: Recorded) -> RecordInfo:
+    return RecordInfo(
+        record=record.record,
+        model=record.model,
+        session=record.origin,
+        length=_length(record),
+        nbytes=len(record.body),
+        created=record.created,
+    )
