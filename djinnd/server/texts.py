@@ -63,7 +63,8 @@ from djinnd.text_jobs import (
 )
 
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
-SHORT_CHAT = 1 << 10  # bytes of messages and tools: likewise
+SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with the template
+LONG_CHAT = 32 << 10  # bytes: a template and its filters hold the interpreter's lock for some milliseconds
 SHORT_TOKENS = 512  # to be made text: likewise
 LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
@@ -216,7 +217,7 @@ class Texts:
     ) -> Prompt:
         """All tokens of a chat, up to the answer. Raises as `prepare`; InvalidRequest with what the template says."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
-        if vocabulary is None or size > LONG_TEXT:
+        if vocabulary is None or size > LONG_CHAT:
             question = EncodeChat(text.number, chat, room, list(stops), False)
             prompt = await self._encoded(text, user, question)
         else:

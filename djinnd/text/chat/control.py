@@ -36,7 +36,7 @@ class ControlStrings:
         parted = {each for each in special if len(each) > 1}
         edged = {each for each in (*special, *added) if each.strip()} - parted
         self._parted = frozenset(parted)
-        self._any = re.compile(f"{_any_of(parted | edged)}|[{PARTS}{EDGE}]") if parted | edged else _MARKS
+        self._any = re.compile(_any_of(parted | edged))
         edge, escaped = f"(?:{EDGE}|{re.escape(_ESCAPED_EDGE)})", _any_of(_ESCAPED_PARTS.join(each) for each in parted)
         self._marked = re.compile(
             f"{edge}({_any_of(edged)}){edge}|(.(?:{PARTS}.)+|{escaped})|[{PARTS}{EDGE}]", re.DOTALL
@@ -45,7 +45,7 @@ class ControlStrings:
     def mark(self, value: Any) -> Any:
         """The same JSON value with its texts marked. Marks that are there already go."""
         if isinstance(value, str):
-            return self._any.sub(self._mark, value)
+            return self._any.sub(self._mark, value.replace(PARTS, "").replace(EDGE, ""))
         if isinstance(value, dict):
             return {self.mark(key): self.mark(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -54,6 +54,9 @@ class ControlStrings:
 
     def spans(self, rendered: str) -> Iterator[Span]:
         """Of a text that was rendered from marked values; together they are the text without the marks."""
+        if not any(mark in rendered for mark in (PARTS, EDGE, _ESCAPED_PARTS, _ESCAPED_EDGE)):
+            yield from [Span(rendered, True)] * bool(rendered)
+            return
         at = 0
         for found in self._marked.finditer(rendered):
             if found.start() > at:
@@ -67,12 +70,9 @@ class ControlStrings:
 
     def _mark(self, found: re.Match[str]) -> str:
         text = found[0]
-        if text in (PARTS, EDGE):
-            return ""
         return PARTS.join(text) if text in self._parted else f"{EDGE}{text}{EDGE}"
 
 
-_MARKS = re.compile(f"[{PARTS}{EDGE}]")
 _NOTHING = "(?!)"
 
 
