@@ -127,6 +127,26 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_stream(target: Daemon, addre
         assert s.generate("def f", max_tokens=8, ignore_eos=True).text == first.text
 
 
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TERABYTE = "{{ 'x' * 10 ** 12 }}"
+
+
+def test_templates_that_take_minutes_and_terabytes(address: str, folder: Path) -> None:
+    """What else templates may not do is their environment's: see tests/unit/text/chat."""
+    tiny_with(folder, lambda tokenizer: None)
+    (folder / "chat_template.jinja").write_text(LOOP)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TERABYTE)
+    with djinn.Session(str(folder), address=address) as s:
+        with pytest.raises(djinn.TextFailed, match=r"limits\.text_seconds"):
+            s.chat("hello", max_tokens=1)
+        with pytest.raises(djinn.DjinnError, match="MemoryError") as raised:
+            s.chat("hello", max_tokens=1, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert len(raised.value.message) < 3000
+        assert (s.token_ids, s.messages) == ([], [])
+        assert s.generate("def f", max_tokens=2, ignore_eos=True).token_ids
+
+
 @pytest.mark.parametrize("options", [{"stop": ["return", "\n\n"]}, {"logprobs": 1}])
 def test_an_honest_stranger_s_model_says_what_a_configured_one_does(address: str, folder: Path, options: Any) -> None:
     tiny_with(folder, lambda tokenizer: None)

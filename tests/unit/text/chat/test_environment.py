@@ -42,11 +42,15 @@ def rendered(template: str, chat: ChatInput = CHAT, **variables: Any) -> str:
         "{{ 1 / 0 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ messages | nosuch }}",
+        "{% for" * 10_000,
+        "{{ " + "(" * 10_000,
+        "{{ raise_exception('x' * 10 ** 7) }}",
     ],
 )
 def test_what_templates_may_not_do_is_the_caller_s_error(template: str) -> None:
-    with pytest.raises(InvalidRequest, match="chat template"):
+    with pytest.raises(InvalidRequest, match="chat template") as raised:
         rendered(template)
+    assert len(raised.value.message) <= rendering.MOST_TOLD
 
 
 def test_formatting_reaches_no_internals() -> None:
