@@ -27,7 +27,6 @@ from djinnd.text.vocabulary import Vocabulary
 MAX_QUESTION = 256 << 20  # bytes: a request's text, which limits.request_bytes bounds
 MAX_ANSWER = 8 << 20  # bytes: the tokens of a prompt, or the text of READ_TOKENS tokens
 MAX_TEMPLATES = 64 << 10  # characters of chat templates that are looked at to find the format of answers
-MAX_SPECIAL = 4096  # special tokens that the server learns of
 READ_TOKENS = 1024  # of one Read, at the most
 
 # --- server to worker -----------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class CheckGrammar(msgspec.Struct, tag="check_grammar"):
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """A reading: the text of tokens that follow `context`. `least`: see TextReader."""
+    """A reading: the text of tokens that follow `context`. The other fields are ReadingRules."""
 
     reading: int
     model: int
@@ -95,6 +94,7 @@ class Begin(msgspec.Struct, tag="begin"):
     stops: list[str]
     skip_special: bool
     least: int = 0
+    shown: tuple[str, ...] = ()
 
 
 class Read(msgspec.Struct, tag="read"):
@@ -135,7 +135,6 @@ class Opened(msgspec.Struct, tag="opened"):
     has_chat: bool = False
     template: str = ""  # of chats without tools
     templates: str = ""  # the texts of all
-    special: list[str] = []  # texts of special tokens
 
 
 class Encoded(msgspec.Struct, tag="encoded"):
@@ -189,8 +188,8 @@ def opened(vocabulary: Vocabulary) -> Opened:
     assert vocabulary.chats is not None
     bos, eos = vocabulary.named
     ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
-    special, joined = sorted(vocabulary.special)[:MAX_SPECIAL], vocabulary.chats.joined[:MAX_TEMPLATES]
-    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined, special)
+    joined = vocabulary.chats.joined[:MAX_TEMPLATES]
+    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined)
 
 
 ToWorker = Open | Forget | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | End | Name

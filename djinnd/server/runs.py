@@ -275,8 +275,9 @@ class GenerateRun(SessionRun):
         self.submit(engine)
         try:  # while the engine has its work
             is_late, chat = worker is not None, text.reply(request, prompt)
-            rules = ReadingRules([], skip_special=False)  # of a chat, `chat` looks for stop strings
-            if chat is None:
+            if chat is not None:
+                rules = chat.rules
+            else:
                 rules = ReadingRules(request.stop, request.skip_special_tokens, request.sampling.min_tokens)
             reader = text.reader(session.tokens, rules)
             fields = (request, session.tokens, len(prompt.tokens), prompt.stop_tokens, reader, call.received)

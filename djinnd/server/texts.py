@@ -45,7 +45,6 @@ from djinnd.text.replies.detection import AUTO
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, lacking, text_files
 from djinnd.text_jobs import (
-    MAX_SPECIAL,
     MAX_TEMPLATES,
     CheckGrammar,
     Decode,
@@ -133,7 +132,7 @@ class ModelText:
         used: its expressions are a stranger's, and would run here."""
         if self.vocabulary is not None:
             return self.vocabulary.reply_format(self._configured_format)
-        return reply_format(self.told.templates[:MAX_TEMPLATES], {}, self.told.special[:MAX_SPECIAL])
+        return reply_format(self.told.templates[:MAX_TEMPLATES], {})
 
     def reply(self, request: Generate, prompt: Prompt) -> ChatReply | None:
         """Of a chat; None for other requests."""
@@ -417,7 +416,6 @@ def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
     if vocabulary.has_text:
         vocabulary.characters_per_token  # noqa: B018
     if vocabulary.chats:
-        vocabulary.special  # noqa: B018
         with suppress(InvalidRequest):  # which the first chat is told
             vocabulary.chats.compile()
     return vocabulary

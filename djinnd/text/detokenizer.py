@@ -15,7 +15,7 @@ raises on some bytes that are no UTF-8, holds back and decodes again the whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -39,16 +39,17 @@ class Detokenizer:
         self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
         self._special = frozenset(self.special_ids.values())
 
-    def stream(self, context: Sequence[int] = (), skip_special: bool = True) -> TextStream:
+    def stream(self, context: Sequence[int] = (), skip_special: bool = True, shown: Iterable[str] = ()) -> TextStream:
         """The text of the tokens that follow `context`, the session's tokens so far. `skip_special`: special tokens
-        have no text."""
-        return TextStream(self, context, skip_special)
+        have no text but those that are `shown`."""
+        skipped = self._special.difference(map(self.special_ids.get, shown)) if skip_special else frozenset()
+        return TextStream(self, context, skipped)
 
-    def has_text(self, token: int, skip_special: bool = True) -> bool:
-        """False for ids that the tokenizer does not know, as models are often padded past it, and for special tokens
-        where they are skipped."""
-        if token in self._special:
-            return not skip_special
+    def has_text(self, token: int, skipped: Collection[int] = ()) -> bool:
+        """False for ids that the tokenizer does not know, as models are often padded past it, and for those that are
+        skipped."""
+        if token in skipped:
+            return False
         return self._tokenizer.id_to_token(token) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -59,8 +60,8 @@ class TextStream:
     """The pieces of one request's text. Together they are what decoding the request's tokens behind the context adds to
     the context's text; a character that the context left unfinished comes whole."""
 
-    def __init__(self, detokenizer: Detokenizer, context: Sequence[int], skip_special: bool = True) -> None:
-        self._has_text = partial(detokenizer.has_text, skip_special=skip_special)
+    def __init__(self, detokenizer: Detokenizer, context: Sequence[int], skipped: Collection[int]) -> None:
+        self._has_text = partial(detokenizer.has_text, skipped=skipped)
         last = list(islice(filter(self._has_text, reversed(context)), CONTEXT_TOKENS))[::-1]
         first, end = _whole(detokenizer, last)
         self._detokenizer = detokenizer

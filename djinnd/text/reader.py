@@ -14,12 +14,13 @@ CHARACTERS_PER_TOKEN = 256  # and all tokens of a request so many more, on avera
 
 
 class ReadingRules(NamedTuple):
-    """`stops` are looked for in the text behind the first `least` tokens. `skip_special`: special tokens have no
-    text."""
+    """`stops` are looked for in the text behind the first `least` tokens. `skip_special`: special tokens have no text
+    but those that are `shown`."""
 
     stops: list[str]
     skip_special: bool = True
     least: int = 0
+    shown: tuple[str, ...] = ()
 
 
 class TextReader:

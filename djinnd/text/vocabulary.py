@@ -101,16 +101,10 @@ class Vocabulary:
         assert self._detokenizer is not None
         return self._detokenizer.special_ids
 
-    @cached_property
-    def special(self) -> frozenset[str]:
-        """The texts of its special tokens. Where there is text."""
-        assert self._detokenizer is not None
-        return frozenset(self._detokenizer.special_ids)
-
     def reply_format(self, configured: str = AUTO) -> ReplyFormat:
         """How answers are written. Where there is text."""
         assert self.chats is not None
-        return reply_format(self.chats.joined, self._told, self.special, configured)
+        return reply_format(self.chats.joined, self._told, configured)
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
@@ -135,7 +129,7 @@ class Vocabulary:
         if spelled:
             return [self._tokenizer.id_to_token(token) or "" for token in tokens]
         has_text = self._detokenizer.has_text
-        return [self._detokenizer.decode([token for token in tokens if has_text(token, skip_special=False)])]
+        return [self._detokenizer.decode([token for token in tokens if has_text(token)])]
 
     @property
     def has_text(self) -> bool:
@@ -165,12 +159,17 @@ class Vocabulary:
         return self._encoder.encode(text, rules)
 
     def reader(
-        self, context: Sequence[int], stops: Sequence[str], skip_special: bool = True, least: int = 0
+        self,
+        context: Sequence[int],
+        stops: Sequence[str],
+        skip_special: bool = True,
+        least: int = 0,
+        shown: Sequence[str] = (),
     ) -> TextReader | None:
-        """Of tokens that follow `context`. `least`: see TextReader."""
+        """Of tokens that follow `context`: see ReadingRules."""
         if self._detokenizer is None:
             return None
-        return TextReader(self._detokenizer.stream(context, skip_special), stops, least)
+        return TextReader(self._detokenizer.stream(context, skip_special, shown), stops, least)
 
     def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
         """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where

@@ -20,7 +20,7 @@ from djinnd.confinement.channel import Channel
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.encoder import TextRules
 from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
-from djinnd.text.reader import TextReader, expect_bounded
+from djinnd.text.reader import ReadingRules, TextReader, expect_bounded
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import (
     MAX_ANSWER,
@@ -112,7 +112,8 @@ class Serving:
         """What fails is told with the first Read, which then finds no reading."""
         with suppress(BaseException):
             vocabulary = self._vocabulary(message.model)
-            reader = vocabulary.reader(message.context, message.stops, message.skip_special, message.least)
+            rules = ReadingRules(message.stops, message.skip_special, message.least, message.shown)
+            reader = vocabulary.reader(message.context, *rules)
             assert reader is not None, "the server asks for the text of models that have some"
             self._readings[message.reading] = reader, vocabulary
 

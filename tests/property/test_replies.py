@@ -37,7 +37,7 @@ def cuts(draw: st.DrawFn) -> tuple[str, list[str]]:
 @given(names, templates, prompts, cuts())
 def test_pieces_change_nothing(name: str, template: str, prompt: str, cut: tuple[str, list[str]]):
     text, pieces = cut
-    form = reply_format(template, {}, ["<|im_end|>"], name)
+    form = reply_format(template, {}, name)
     assert read(form, pieces, prompt) == read(form, [text], prompt)
 
 
@@ -45,7 +45,7 @@ def test_pieces_change_nothing(name: str, template: str, prompt: str, cut: tuple
 def test_what_is_told_is_in_the_text_in_its_order(name: str, text: str):
     """Formats that convert no arguments: everything that is told stands in the reply, one after another."""
     at = 0
-    for event in read(reply_format("", {}, [], name), [text]):
+    for event in read(reply_format("", {}, name), [text]):
         if isinstance(event, Content | Reasoning) or (isinstance(event, CallArguments) and event.text in text[at:]):
             at = text.index(event.text, at) + len(event.text)
 
@@ -53,4 +53,4 @@ def test_what_is_told_is_in_the_text_in_its_order(name: str, text: str):
 @given(names, st.text(alphabet=st.characters(exclude_characters="<[`{t"), max_size=200))
 def test_text_without_markers_is_content(name: str, text: str):
     expected = [Content(text)] if text else []
-    assert read(reply_format("", {}, ["<|im_end|>"], name), text) == expected
+    assert read(reply_format("", {}, name), text) == expected

@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
     @property
     def format(self) -> ReplyFormat:
-        return reply_format(self.template, {}, ["<|im_end|>", "<s>"], self.form)
+        return reply_format(self.template, {}, self.form)
 
 
 PARIS = Call("get_weather", '{"city": "Paris"}')
@@ -92,7 +92,7 @@ SAMPLES = (
     ),
     Sample(
         "hermes",
-        "<think>\nI look.\n</think>\n\nThe tag <think> begins it.<|im_end|>",
+        "<think>\nI look.\n</think>\n\nThe tag <think> begins it.",
         (Reasoning("I look."), Content("The tag <think> begins it.")),
         template="<think></think>",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinnd.text.reader import ReadingRules
 from djinnd.text.replies import (
     CallArguments,
     CallBegin,
@@ -19,10 +20,12 @@ from djinnd.text.stop_strings import StopMatcher
 
 
 class ChatReply:
-    """Takes the text of an answer in pieces, special tokens included. Stop strings are looked for in content only;
-    nothing counts behind the one that is complete first. `prompt`: the end of the text before the answer."""
+    """Takes the text of an answer in pieces. Stop strings are looked for in content only; nothing counts behind the one
+    that is complete first. `prompt`: the end of the text before the answer. `rules`: how the answer's tokens become
+    that text, which has the format's special tokens in it."""
 
     def __init__(self, form: ReplyFormat, prompt: str, tools: Tools, stops: Sequence[str]) -> None:
+        self.rules = ReadingRules([], skip_special=form.markers is not None, shown=form.markers or ())
         self._parser = ReplyParser(form, prompt, tools)
         self._matcher = StopMatcher(stops)
         self._content: list[str] = []

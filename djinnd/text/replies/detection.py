@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from djinnd.text.replies.format import CallSyntax, ReplyFormat, Span
 from djinnd.text.replies.gemma_calls import GemmaCalls
-from djinnd.text.replies.harmony import CHANNEL, ENDS, MESSAGE, START, HarmonyFormat
+from djinnd.text.replies.harmony import CHANNEL, MESSAGE, HarmonyFormat
 from djinnd.text.replies.marked_calls import LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
 from djinnd.text.replies.python_calls import PythonCalls, ToolCode
 from djinnd.text.replies.spans import SpanFormat
@@ -69,13 +69,11 @@ REASONING = (
 NAMES = (PLAIN, "harmony", *dict.fromkeys(name for name, _, _ in FAMILIES))
 
 
-def reply_format(
-    template: str, tokenizer_config: Mapping[str, Any], special: Collection[str], configured: str = AUTO
-) -> ReplyFormat:
-    """template: the chat template's text. special: the vocabulary's special tokens. configured: one of NAMES, in the
-    place of what the template suggests, or AUTO."""
+def reply_format(template: str, tokenizer_config: Mapping[str, Any], configured: str = AUTO) -> ReplyFormat:
+    """template: the chat template's text. configured: one of NAMES, in the place of what the template suggests, or
+    AUTO."""
     assert configured == AUTO or configured in NAMES
-    family = _by_family(template, special, configured)
+    family = _by_family(template, configured)
     own = tokenizer_config.get("response_template")
     if own is None or configured != AUTO:
         return family
@@ -85,9 +83,9 @@ def reply_format(
         return family
 
 
-def _by_family(template: str, special: Collection[str], configured: str) -> ReplyFormat:
+def _by_family(template: str, configured: str) -> ReplyFormat:
     if configured == "harmony" or (configured == AUTO and CHANNEL in template and MESSAGE in template):
-        return HarmonyFormat(silent=_silent(special, (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")))
+        return HarmonyFormat()
     name, calls = next(
         (
             (name, calls)
@@ -96,9 +94,7 @@ def _by_family(template: str, special: Collection[str], configured: str) -> Repl
         ),
         (PLAIN, None),
     )
-    reasoning = _reasoning(name, template)
-    used = _used(reasoning, calls)
-    return SpanFormat(name, reasoning, calls, _silent(special, used), nine_character_ids=name.startswith("mistral"))
+    return SpanFormat(name, _reasoning(name, template), calls, nine_character_ids=name.startswith("mistral"))
 
 
 def _reasoning(name: str, template: str) -> Span | None:
@@ -107,13 +103,3 @@ def _reasoning(name: str, template: str) -> Span | None:
     if name == "gemma4":
         return _GEMMA_THOUGHT
     return next((span for span in REASONING if span.end in template), None)
-
-
-def _used(reasoning: Span | None, calls: CallSyntax | None) -> tuple[str, ...]:
-    """Every marker of the format: special tokens among these have a meaning."""
-    spans = (reasoning.begin, reasoning.end) if reasoning else ()
-    return (*spans, *(calls.markers() if calls else ()))
-
-
-def _silent(special: Collection[str], used: Collection[str]) -> tuple[str, ...]:
-    return tuple(sorted(token for token in special if token and not any(token in text for text in used)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,8 @@ from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.source import Reading, Source
 from djinnd.text.replies.tools import Schema, Tools
+
+_TOKEN = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class CallSyntax(Protocol):
     def starts(self) -> tuple[str, ...]: ...
 
     def markers(self) -> tuple[str, ...]:
-        """Every marker of the syntax that a vocabulary may have as a special token."""
+        """Every marker of the syntax."""
         ...
 
     def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
@@ -56,6 +59,11 @@ class ReplyFormat(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def markers(self) -> tuple[str, ...] | None:
+        """Special tokens that must have text in what is read; None: all. The others must have none."""
+        ...
 
     @property
     def nine_character_ids(self) -> bool:
@@ -81,6 +89,11 @@ class ReplyFormat(Protocol):
     def before_content(self, prompt: str) -> Pieces:
         """What a reply to a prompt that ends like this has before its content, as a grammar."""
         ...
+
+
+def tokens_in(*texts: str) -> tuple[str, ...]:
+    """What a vocabulary may have as special tokens of these markers."""
+    return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
 
 
 def cannot_force(name: str) -> InvalidRequest:

@@ -24,13 +24,13 @@ _MAX_PROMPT = 64 << 10  # characters of a prompt that can hold the message that 
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
+_BORDERS = markers(START, CHANNEL, *ENDS)  # where a message ends, or another one begins
+
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """silent: special tokens that are no part of the format, and have no text."""
-
     name: str = "harmony"
-    silent: tuple[str, ...] = ()
+    markers: tuple[str, ...] = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
     nine_character_ids: bool = False
 
     def begins_reasoning(self, prompt: str) -> bool:
@@ -49,15 +49,14 @@ class HarmonyFormat:
 
     def _header(self, begin: str, source: Source, output: Output) -> Reading[str]:
         """The next message's header; "" if the reply ends before it. Text between messages is content."""
-        marks = markers(START, CHANNEL, *ENDS, *self.silent)
         while True:
-            if begin and begin not in ENDS and begin not in self.silent:
+            if begin and begin not in ENDS:
                 try:
                     return (yield from _rest_of_header(begin, source))
                 except Malformed:
                     output.give_up()
             source.told()
-            begin = yield from source.until(marks, output.content)
+            begin = yield from source.until(_BORDERS, output.content)
             if not begin:
                 return ""
 
@@ -75,10 +74,7 @@ class HarmonyFormat:
                 output.give_up()
         channel = _CHANNEL.search(header)
         tell = output.reasoning if channel and channel[1] == "analysis" and not name else output.content
-        marks = markers(START, CHANNEL, *ENDS, *self.silent)
-        while (found := (yield from source.until(marks, tell))) in self.silent and found:
-            source.told()
-        return found
+        return (yield from source.until(_BORDERS, tell))
 
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         """One call: the marker that ends a call ends the reply, too."""

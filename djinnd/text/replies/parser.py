@@ -10,7 +10,8 @@ from djinnd.text.replies.tools import Tools
 
 
 class ReplyParser:
-    """Takes the text of a reply, special tokens included, in pieces of any size, and gives what the reply says.
+    """Takes the text of a reply, with the special tokens that are the format's markers, in pieces of any size, and
+    gives what the reply says.
 
     prompt: the text before the reply; its last characters are enough. Many templates open the reasoning there.
     tools: the functions that the request offers. Without any, text that looks like a call is content.

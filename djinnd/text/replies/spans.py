@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import CallSyntax, Span, cannot_force
+from djinnd.text.replies.format import CallSyntax, Span, cannot_force, tokens_in
 from djinnd.text.replies.grammar import Maybe, Pieces, Space, Until, lark
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.source import MAX_SPACE, Malformed, Reading, Source, markers
@@ -16,13 +16,15 @@ _TAIL = 1024  # characters of a prompt that can hold what opened the reasoning
 
 @dataclass(frozen=True)
 class SpanFormat:
-    """silent: special tokens of the vocabulary that mean nothing here, and have no text."""
-
     name: str
     reasoning: Span | None = None
     calls: CallSyntax | None = None
-    silent: tuple[str, ...] = ()
     nine_character_ids: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        spans = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
+        return tokens_in(*spans, *(self.calls.markers() if self.calls else ()))
 
     def begins_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt[-_TAIL:].rstrip().endswith(self.reasoning.begin.rstrip())
@@ -33,13 +35,8 @@ class SpanFormat:
         if tools and (yield from self._call_starts(source)):
             yield from self._read_calls("", source, output, tools)
         calls = self.calls.begins if self.calls is not None and tools else ()
-        marks = markers(*calls, *self.silent)
-        while found := (yield from source.until(marks, output.content, trim=True)):
-            if found in self.silent:
-                output.content(source.held().removesuffix(found))
-                source.told()
-            else:
-                yield from self._read_calls(found, source, output, tools)
+        while found := (yield from source.until(markers(*calls), output.content, trim=True)):
+            yield from self._read_calls(found, source, output, tools)
 
     def _reasoning_starts(self, prompt: str, source: Source) -> Reading[bool]:
         """Reasoning begins a reply. Its marker is text anywhere else."""
@@ -55,11 +52,7 @@ class SpanFormat:
         assert self.reasoning is not None
         source.told()
         yield from source.drop_space()
-        marks = markers(self.reasoning.end, *self.silent)
-        while found := (yield from source.until(marks, output.reasoning, trim=True)):
-            if found == self.reasoning.end:
-                break
-            output.reasoning(source.held().removesuffix(found))
+        yield from source.until(markers(self.reasoning.end), output.reasoning, trim=True)
         source.told()
         yield from source.drop_space()
 

@@ -29,6 +29,7 @@ class TemplateFormat:
     template: ResponseTemplate
     otherwise: ReplyFormat
     name: str = "response-template"
+    markers: None = None
 
     @property
     def nine_character_ids(self) -> bool:

@@ -234,7 +234,7 @@ def test_stop_strings_count_behind_min_tokens(tiny, story):
 
 
 ANSWER = '<think>a b</think>So: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-QWEN = reply_format("<think></think><tool_call>", {}, [])
+QWEN = reply_format("<think></think><tool_call>", {})
 
 
 def test_a_chat_s_pieces_add_up_to_its_message(tiny):

@@ -60,7 +60,7 @@ class Play:
         self.worker = Worker(tiny)
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True, chat=chat)
-        rules = ReadingRules(message.stop if chat is None else [], message.skip_special_tokens)
+        rules = ReadingRules(message.stop, message.skip_special_tokens) if chat is None else chat.rules
         self.late = LateText(self.worker, 1, self.session, rules, self)  # type: ignore[arg-type]
 
     def feed(self, tokens: list[int]) -> None:
@@ -198,7 +198,7 @@ def test_who_has_gone_hears_nothing_more(tiny: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_ends_with_the_token_that_completes_a_stop_string(tiny: Any, stream: bool) -> None:
     tokens = tiny.encode("<think>stop</think>go and stop here").ids
-    form = reply_format("<think></think>", {}, [])
+    form = reply_format("<think></think>", {})
     play = Play(tiny, ChatReply(form, "", {}, ["stop"]), stream=stream, stop=["stop"])
     play.feed(tokens)
     reply = play.finish()

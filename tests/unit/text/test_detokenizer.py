@@ -99,6 +99,14 @@ def test_special_and_unknown_tokens_have_no_text(tokenizer: Tokenizer):
     assert told + stream.finish() == "the dog"
 
 
+def test_special_tokens_that_are_shown_have_text(tokenizer: Tokenizer):
+    tokens = [*tokenizer.encode("the dog", add_special_tokens=False).ids, tokenizer.token_to_id("</s>")]
+    detokenizer = Detokenizer(tokenizer)
+    for shown, text in ((["</s>", "unknown"], "the dog</s>"), (["unknown"], "the dog")):
+        stream = detokenizer.stream(shown=shown)
+        assert stream.feed_all(tokens).replace(" </s>", "</s>") + stream.finish() == text
+
+
 def test_special_tokens_within_a_character(byte_fallback: Tokenizer):
     first, second, third = byte_tokens(byte_fallback, "€".encode())
     end = byte_fallback.token_to_id("</s>")

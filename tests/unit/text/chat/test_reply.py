@@ -4,14 +4,14 @@ from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.replies import reply_format
 
-QWEN = reply_format("<think></think><tool_call>", {}, ["<|im_end|>"])
+QWEN = reply_format("<think></think><tool_call>", {})
 TOOLS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
 def test_content_reasoning_and_calls_come_apart() -> None:
     reply = ChatReply(QWEN, "<|im_start|>assistant\n", TOOLS, [])
     answer = '<think>Paris?</think>\n\nLet me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
-    said = "".join(map(reply.feed, answer + "</tool_call><|im_end|>")) + reply.finish()
+    said = "".join(map(reply.feed, answer + "</tool_call>")) + reply.finish()
     (call,) = reply.message.tool_calls
     assert said == "Let me look."
     assert reply.message == ChatMessage(said, "Paris?", [ToolCall(call.id, "weather", '{"city": "Paris"}')])

@@ -7,7 +7,6 @@ import pytest
 from djinnd.config.schema import ReplyFormatName
 from djinnd.text.replies import NAMES, reply_format
 from djinnd.text.replies.harmony import HarmonyFormat
-from djinnd.text.replies.spans import SpanFormat
 from tests.support.replies import D_BEGIN
 
 
@@ -30,24 +29,30 @@ from tests.support.replies import D_BEGIN
     ],
 )
 def test_from_the_template(template: str, name: str, reasons: bool):
-    form = reply_format(template, {}, [])
+    form = reply_format(template, {})
     assert form.name == name
     assert isinstance(form, HarmonyFormat) or (form.reasoning is not None) == reasons
 
 
 def test_configured_goes_first():
-    assert reply_format("<tool_call>", {}, [], "llama3").name == "llama3"
-    assert reply_format("<|channel|><|message|>", {}, [], "plain").name == "plain"
+    assert reply_format("<tool_call>", {}, "llama3").name == "llama3"
+    assert reply_format("<|channel|><|message|>", {}, "plain").name == "plain"
 
 
 def test_each_format_can_be_configured():
     assert {"auto", *NAMES} == set(get_args(ReplyFormatName))
 
 
-def test_special_tokens_without_a_meaning_are_silent():
-    form = reply_format("[TOOL_CALLS][ARGS]", {}, ["[TOOL_CALLS]", "</s>", "[ARGS]"])
-    assert isinstance(form, SpanFormat)
-    assert form.silent == ("</s>",)
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [
+        ("[TOOL_CALLS][ARGS][/THINK]", {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"}),
+        ("<|tool_call>", {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"}),
+        ("", set()),
+    ],
+)
+def test_special_tokens_that_must_have_text(template: str, tokens: set[str]):
+    assert set(reply_format(template, {}).markers or ()) == tokens
 
 
 @pytest.mark.parametrize(
@@ -60,4 +65,4 @@ def test_special_tokens_without_a_meaning_are_silent():
     ],
 )
 def test_reasoning_that_the_prompt_has_opened(prompt: str, begins: bool):
-    assert reply_format("</think>", {}, []).begins_reasoning(prompt) is begins
+    assert reply_format("</think>", {}).begins_reasoning(prompt) is begins

@@ -53,7 +53,7 @@ def test_each_format_that_has_calls_is_here():
 
 @pytest.mark.parametrize("name", FORCED)
 def test_calls_follow_the_grammar_and_are_read(name: str):
-    form = reply_format("", {}, [], name)
+    form = reply_format("", {}, name)
     assert allows(form.call_grammar(BY_NAME, True, "", {}), FORCED[name])
     city, now = says(read(form, [FORCED[name]]))
     assert city == (PARIS if "days" not in FORCED[name] else TWO_DAYS._replace(arguments=city[1]))
@@ -62,7 +62,7 @@ def test_calls_follow_the_grammar_and_are_read(name: str):
 
 @pytest.mark.parametrize("name", FORCED)
 def test_text_and_second_calls_do_not(name: str):
-    form = reply_format("", {}, [], name)
+    form = reply_format("", {}, name)
     assert not allows(form.call_grammar(BY_NAME, False, "", {}), FORCED[name])
     assert not allows(form.call_grammar(BY_NAME, True, "", {}), "Hello")
     assert not allows(form.call_grammar({"other": {}}, True, "", {}), FORCED[name])
@@ -72,22 +72,22 @@ def test_text_and_second_calls_do_not(name: str):
     ("prompt", "before"), [("<think>\n", "Hm\n</think>\n\n"), ("", "<think>\nHm\n</think>"), ("", "")]
 )
 def test_reasoning_comes_first(prompt: str, before: str):
-    grammar = reply_format("</think>", {}, [], "hermes").call_grammar(BY_NAME, False, prompt, {})
+    grammar = reply_format("</think>", {}, "hermes").call_grammar(BY_NAME, False, prompt, {})
     assert allows(grammar, before + HERMES_CALL)
 
 
 def test_harmony_calls_once_after_its_analysis():
-    grammar = reply_format("", {}, [], "harmony").call_grammar(BY_NAME, True, "<|start|>assistant", {})
+    grammar = reply_format("", {}, "harmony").call_grammar(BY_NAME, True, "<|start|>assistant", {})
     assert allows(grammar, HARMONY_CALL)
     assert allows(grammar, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" + HARMONY_CALL)
 
 
 def test_special_tokens_are_named_by_their_ids():
-    form = reply_format("</think>", {}, [], "hermes")
+    form = reply_format("</think>", {}, "hermes")
     grammar = form.call_grammar(BY_NAME, False, "<think>", {"</think>": 7, "<tool_call>": 8})
     assert "<[7]>" in grammar and "<[8]>" in grammar and '"</think>"' not in grammar
 
 
 def test_a_format_without_calls_cannot_be_forced():
     with pytest.raises(InvalidRequest, match=r"tool_choice.*'plain'.*reply_format"):
-        reply_format("", {}, []).call_grammar(BY_NAME, False, "", {})
+        reply_format("", {}).call_grammar(BY_NAME, False, "", {})

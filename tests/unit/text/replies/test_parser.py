@@ -8,7 +8,7 @@ from djinnd.text.replies import NAMES, CallBegin, CallEnd, Content, ReplyParser,
 from djinnd.text.replies.source import MAX_HELD
 from tests.support.replies import BY_NAME, PARIS, SAMPLES, Call, Sample, read, says
 
-HERMES = reply_format("", {}, [], "hermes")
+HERMES = reply_format("", {}, "hermes")
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.form}: {sample.text[:24]!r}")
@@ -108,6 +108,6 @@ def test_deep_nesting_is_malformed():
 
 
 def test_ids_of_mistral_have_nine_characters():
-    parser = ReplyParser(reply_format("[TOOL_CALLS][ARGS]", {}, []), tools=BY_NAME)
+    parser = ReplyParser(reply_format("[TOOL_CALLS][ARGS]", {}), tools=BY_NAME)
     (begin, *_) = parser.feed("[TOOL_CALLS]now[ARGS]{}")
     assert isinstance(begin, CallBegin) and len(begin.id) == 9 and begin.id.isalnum()

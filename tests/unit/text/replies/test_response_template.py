@@ -102,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
 def test_what_a_reply_says(template: dict[str, Any], prompt: str, text: str, expected: tuple[Any, ...]):
-    form = reply_format("", {"response_template": template}, [])
+    form = reply_format("", {"response_template": template})
     assert form.name == "response-template"
     assert says(read(form, [text], prompt)) == expected
     for size in (1, 2, 5):
@@ -130,7 +130,7 @@ def test_as_transformers_reads_it(template: dict[str, Any], prompt: str, text: s
     ],
 )
 def test_malformed_calls_are_content(text: str):
-    form = reply_format("", {"response_template": QWEN}, [])
+    form = reply_format("", {"response_template": QWEN})
     assert says(read(form, [text], START)) == (Content(text),)
     assert says(read(form, text, START)) == (Content(text),)
 
@@ -147,10 +147,10 @@ def test_malformed_calls_are_content(text: str):
     ],
 )
 def test_a_template_that_cannot_be_read_leaves_the_family_s_format(change: dict[str, Any]):
-    assert reply_format("<tool_call>", {"response_template": QWEN | change}, []).name == "hermes"
+    assert reply_format("<tool_call>", {"response_template": QWEN | change}).name == "hermes"
 
 
 def test_empty_delimiters_do_not_repeat_for_ever():
     fields = {"thinking": {"open_pattern": "(?=a)", "close_pattern": "(?=a)"}, "content": {"close_pattern": "(?=a)"}}
-    form = reply_format("", {"response_template": {"start_anchor": "x", "fields": fields}}, [])
+    form = reply_format("", {"response_template": {"start_anchor": "x", "fields": fields}})
     assert sum(len(event.text) for event in says(read(form, ["bab"])) if isinstance(event, Content | Reasoning)) == 3
