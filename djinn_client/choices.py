@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from djinn_client.session import SessionSteps
 
 MAX_CHOICES = 128
+
 _SEEDS = 1 << 63
+
+
+class Outputs(Generated, kw_only=True, tag="outputs"):
+    """The first output, with the others: what this module makes of several replies, and no message."""
+
+    others: list[Generated]
+
+    @property
+    def choices(self) -> list[Generated]:
+        """The first is this one, and the session's."""
+        return [self, *self.others]
 
 
 def expect_count(n: int) -> None:
@@ -85,7 +97,7 @@ def _whole(outputs: Sequence[Generated], prefill: Generated | None) -> Generated
     if prefill is not None:
         outputs = [_behind(prefill, output, is_first=index == 0) for index, output in enumerate(outputs)]
     first, *others = outputs
-    return msgspec.structs.replace(first, others=others)
+    return Outputs(**msgspec.structs.asdict(first), others=others)
 
 
 def _behind(prefill: Generated, output: Generated, is_first: bool) -> Generated:

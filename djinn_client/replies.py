@@ -98,14 +98,13 @@ class Generated(Reply, tag="generated"):
     hit: HitInfo | None = None  # finish_reason "breakpoint"
     token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
     notes: list[str] = []  # what the caller should know
-    others: list[Generated] = []  # of a call with n: see choices
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
     session: str = ""  # that the daemon chose, for a call with a conversation
 
     @property
     def choices(self) -> list[Generated]:
-        """All outputs of a call with n, which djinn_client puts together; the first is this one, and the session's."""
-        return [self, *self.others]
+        """All outputs of a call: of one with n see djinn_client.choices."""
+        return [self]
 
 
 class BreakpointAdded(Reply, tag="breakpoint_added"):

@@ -230,7 +230,14 @@ def test_every_reply_comes_back(kind: type[Any], data: st.DataObject) -> None:
     assert (decode_reply(frame.payload), frame.fds) == (message, 1)
 
 
-@given(built(Sampling) | st.builds(Sampling, temperature=st.floats(), top_p=st.floats(), min_p=st.floats()))
+few_biases = st.dictionaries(st.integers(0, 99), st.floats(-101, 101), max_size=2)
+
+
+@given(
+    built(Sampling)
+    | st.builds(Sampling, temperature=st.floats(), top_p=st.floats(), min_p=st.floats())
+    | st.builds(Sampling, frequency_penalty=st.floats(-101, 101), logit_bias=few_biases, min_tokens=st.integers(-1, 9))
+)
 def test_sampling_is_valid_within_its_ranges_and_nowhere_else(sampling: Sampling) -> None:
     within = (
         0 <= sampling.temperature <= 100
@@ -238,6 +245,9 @@ def test_sampling_is_valid_within_its_ranges_and_nowhere_else(sampling: Sampling
         and 0 <= sampling.min_p <= 1
         and 0.01 <= sampling.repetition_penalty <= 100
         and -100 <= sampling.presence_penalty <= 100
+        and -100 <= sampling.frequency_penalty <= 100
+        and all(-100 <= bias <= 100 for bias in sampling.logit_bias.values())
+        and sampling.min_tokens >= 0
         and 0 <= sampling.top_k < 1 << 31
         and (sampling.seed is None or 0 <= sampling.seed < 1 << 63)
     )
