@@ -6,6 +6,7 @@ import argparse
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import djinn_client as djinn
@@ -13,6 +14,7 @@ from tools.demo import page, scenes
 from tools.demo.model import DemoModel, demo_model, toy
 from tools.private_daemon import DaemonFailed, PrivateDaemon
 
+HTTP_PATIENCE_S = 60.0
 MEMORY = "3GiB"  # enough for the small model, and the machine keeps the rest
 FAILURES = (scenes.DemoFailed, DaemonFailed, djinn.DjinnError)
 
@@ -39,11 +41,26 @@ def visit(model: DemoModel, address: str, http: str) -> None:
     device = djinn.status(address=address).devices[0]
     with djinn.Session(model.name, address=address) as session:
         page.note(f"{model.name} is on {device.name}, {device.description}.")
+        _wait_for_http(http)
         scenes.over_http(model.name, http)
         scenes.in_a_session(session)
         scenes.paused(session)
         scenes.forked(session, address)
     scenes.steered(model.name, address)
+
+
+def _wait_for_http(address: str) -> None:
+    """The gateway is a process of its own, and begins when the daemon is ready."""
+    host, _, port = address.partition(":")
+    deadline = time.monotonic() + HTTP_PATIENCE_S
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise scenes.DemoFailed(f"nobody listens at {address}") from None
+            time.sleep(0.1)
 
 
 def _free_port() -> int:

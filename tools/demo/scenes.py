@@ -27,7 +27,7 @@ class DemoFailed(Exception):
 def over_http(model: str, address: str) -> None:
     page.title("Over HTTP, as programs that speak OpenAI's API do it")
     url = f"http://{address}/v1/chat/completions"
-    body = f"""{{"model": "{model}", "max_tokens": {TOKENS}, "messages": [
+    body = f"""{{"model": "{model}", "max_tokens": {TOKENS}, "temperature": 0, "messages": [
     {{"role": "user", "content": "What is the capital of France?"}}]}}"""
     page.code(f"curl {url} -d \\\n  '{body}'")
     reply = _curl(url, body)
