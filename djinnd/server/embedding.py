@@ -7,13 +7,8 @@ the sessions of one request run together, AT_ONCE of them. Rows are added up in 
 from __future__ import annotations
 
 import asyncio
-import mmap
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from djinn_client.bounds import unpack
 from djinn_client.edits import Captured
@@ -25,12 +20,13 @@ from djinnd.server.model import Model
 from djinnd.server.models import Models, expect_open
 from djinnd.server.sessions import SessionTable
 
+if TYPE_CHECKING:
+    from djinnd.server.vectors import Pooling, Vector
+
 AT_ONCE = 16  # inputs of one request that run together
 POINT = "ln_final.hook_normalized"
 
-Pooling = Literal["mean", "last"]
 Prompt = str | list[int]
-Vector = npt.NDArray[np.float32]
 
 
 class _Input(NamedTuple):
@@ -58,12 +54,9 @@ class Embedding:
             raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
         pooling = request.pooling or model.source.pooling
         found = await self._all(call, model, inputs, pooling)
-        vectors = np.stack([each.vector for each in found])
-        if request.normalize:
-            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
         tokens = [each.tokens for each in found]
-        width = vectors.shape[1]
-        return Answer(Embedded(id=call.id, vectors=vectors.tobytes(), width=width, tokens=tokens, pooling=pooling))
+        return Answer(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
 
     async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
         """Where one fails, or the call is cancelled, the others end within a step."""
@@ -124,19 +117,13 @@ def _inputs(request: Embed) -> Sequence[Prompt]:
 
 
 def _pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
-    """Of the rows in this window, which is closed."""
-    (fd,), (point,) = fds, captured.points
-    try:
-        with mmap.mmap(fd, captured.nbytes, prot=mmap.PROT_READ) as window:
-            bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[captured.dtype]
-            shape = captured.positions, point.width
-            rows = np.ndarray(shape, bits, window, point.offset)
-            return _as_float32(rows[-1] if pooling == "last" else rows, captured.dtype, pooling)
-    finally:
-        os.close(fd)
+    """In a thread, which may have to import numpy."""
+    from djinnd.server.vectors import pooled
+
+    return pooled(fds, captured, pooling)
 
 
-def _as_float32(rows: npt.NDArray[np.generic], dtype: str, pooling: Pooling) -> Vector:
-    """A copy: the last row, or the mean of all."""
-    exact = (rows.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rows.astype(np.float32)
-    return exact.mean(axis=0, dtype=np.float64).astype(np.float32) if pooling == "mean" else exact
+def _joined(vectors: Sequence[Vector], normalize: bool) -> tuple[bytes, int]:
+    from djinnd.server.vectors import joined
+
+    return joined(vectors, normalize)
