@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 
 from djinn_client.bounds import Whole
 from djinn_client.chat import FUNCTION, ChatInput
 from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generate, Sampling
+from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
 
 _THINKING = {"enabled": True, "disabled": False}  # of other types, the model's template decides
@@ -121,14 +123,15 @@ class MessagesBody(ChatFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None
+    service_tier: str | None = None
 
-    def generation(self) -> Generate:
-        """A Generate without a session. Raises HttpError."""
+    def generation(self, headers: Headers) -> Generate:
+        """In the conversation that the headers name, or that the daemon finds. Raises HttpError."""
         if self.max_tokens < 1:
             raise HttpError(400, f"max_tokens is {self.max_tokens}; it must be 1 or more", param="max_tokens")
         return Generate(
             id=0,
-            session="",
+            conversation=conversation_of(headers, self.model, service_tier=self.service_tier),
             chat=self.chat(),
             max_tokens=self.max_tokens,
             sampling=Sampling(

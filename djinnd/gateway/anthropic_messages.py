@@ -24,7 +24,7 @@ _FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
 async def create(request: HttpRequest) -> Reply:
     body = request.body(MessagesBody)
     request.ignored.update(body.ignored())
-    wanted = replace(body.generation(), conversation=conversation_of(request.headers, body.model))
+    wanted = replace(body.generation(request.headers), conversation=conversation_of(request.headers, body.model))
     if body.stream:
         return Stream(_events(request, body.model, wanted), anthropic_reply.failed, _FRAMING)
     reply = await generate(request, body.model, wanted)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from djinn_client.protocol import (
     DescribeTokenizer,
+    Embedded,
     Generate,
     Generated,
     LoadModel,
@@ -23,7 +24,7 @@ from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.generating import generate, stream
 from djinnd.gateway.http_request import HttpRequest
-from djinnd.gateway.ollama_body import ChatBody, CommonFields, GenerateBody
+from djinnd.gateway.ollama_body import TAG, ChatBody, CommonFields, EmbedBody, GenerateBody
 from djinnd.gateway.openai_models import models
 from djinnd.gateway.openai_sampling import finish_reason
 from djinnd.gateway.replies import NDJSON, Reply, Stream, Whole, json, line
@@ -41,14 +42,16 @@ class Named(msgspec.Struct):
 
     @property
     def wanted(self) -> str:
-        return (self.model or self.name).removesuffix(":latest")
+        return (self.model or self.name).removesuffix(TAG)
 
 
 async def chat(request: HttpRequest) -> Reply:
     body = request.body(ChatBody)
     if not body.messages:
         return await _load(request, body, ollama_reply.Lines("chat", body.model))
-    return await _answer(request, body, ollama_reply.Lines("chat", body.model), body.generation(chat=body.chat()))
+    place = conversation_of(request.headers, body.model_name)
+    wanted = body.generation(chat=body.chat(), conversation=place)
+    return await _answer(request, body, ollama_reply.Lines("chat", body.model), wanted)
 
 
 async def complete(request: HttpRequest) -> Reply:
@@ -63,6 +66,15 @@ async def complete(request: HttpRequest) -> Reply:
             request.ignored.add("system")
         return await _answer(request, body, lines, body.generation(text=body.prompt))
     return await _answer(request, body, lines, body.generation(chat=body.chat()))
+
+
+async def embed(request: HttpRequest) -> Whole:
+    body = request.body(EmbedBody)
+    request.ignored.update(body.ignored())
+    async with request.link() as link:
+        reply = await link.call(body.wanted(), Embedded)
+    request.prompt_tokens += sum(reply.tokens)
+    return json(ollama_reply.embeddings(body.model, reply))
 
 
 async def tags(request: HttpRequest) -> Whole:
@@ -137,6 +149,7 @@ async def _tokenizer(request: HttpRequest, model: str) -> TokenizerInfo:
 ROUTES = [
     Route(OLLAMA, "POST", "/api/chat", chat),
     Route(OLLAMA, "POST", "/api/generate", complete),
+    Route(OLLAMA, "POST", "/api/embed", embed),
     Route(OLLAMA, "GET", "/api/tags", tags),
     Route(OLLAMA, "GET", "/api/ps", running),
     Route(OLLAMA, "POST", "/api/show", show),

@@ -10,9 +10,10 @@ import msgspec
 from djinn_client.bounds import Whole
 from djinn_client.chat import ChatInput
 from djinn_client.output_format import OutputFormat
-from djinn_client.protocol import Generate, Sampling
+from djinn_client.protocol import Embed, Generate, Sampling
 from djinnd.gateway.errors import HttpError
 
+TAG = ":latest"  # which clients put behind each name
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -85,8 +86,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """Ollama's clients put a tag behind each name."""
-        return self.model.removesuffix(":latest")
+        return self.model.removesuffix(TAG)
 
     def read_options(self) -> Options:
         """Raises HttpError."""
@@ -101,11 +101,10 @@ class CommonFields(msgspec.Struct, kw_only=True):
         return [f"options.{name[:64]}" for name in self.options or {} if name not in known]
 
     def generation(self, **prompt: Any) -> Generate:
-        """A Generate without a session. Raises HttpError."""
+        """Raises HttpError."""
         options = self.read_options()
         return Generate(
             id=0,
-            session="",
             max_tokens=options.most_tokens,
             sampling=options.sampling(),
             stop=options.stops,
@@ -156,6 +155,24 @@ class GenerateBody(CommonFields, kw_only=True):
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
         return ChatInput(messages=_json(messages), arguments=self.template_arguments())
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+    def wanted(self) -> Embed:
+        """Raises HttpError."""
+        if self.dimensions is not None:
+            raise HttpError(400, "dimensions is not supported: a vector has the model's width", param="dimensions")
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        return Embed(id=0, model=self.model.removesuffix(TAG), texts=texts)
+
+    def ignored(self) -> list[str]:
+        """A text that is too long is refused, and never cut."""
+        return ["truncate"] if self.truncate else []
 
 
 class _CallIds:

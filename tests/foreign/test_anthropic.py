@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,18 @@ anthropic = pytest.importorskip("anthropic")
 MODEL = "djinn-tiny"
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "def add(a, b):"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": ASK, "extra_body": {"temperature": 0}}
+
+
+LOOK = {
+    "name": "look",
+    "description": "Looks something up.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"count": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["count"],
+        "additionalProperties": False,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +75,36 @@ def test_an_answer_that_has_begun_goes_on(client):
     assert rest and rest != whole
 
 
+def test_a_forced_call_of_a_tool(client):
+    choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
+    wanted = GREEDY | {"max_tokens": 64, "tools": [LOOK], "tool_choice": choice}
+    message = client.messages.create(**wanted)
+    (call,) = [block for block in message.content if block.type == "tool_use"]
+    assert message.stop_reason == "tool_use"
+    assert call.name == "look" and 1 <= call.input["count"] <= 9
+    with client.messages.stream(**wanted) as stream:
+        events = [event for event in stream if event.type == "input_json"]
+        streamed = stream.get_final_message()
+    assert streamed.content[-1].input == call.input
+    assert json.loads("".join(event.partial_json for event in events)) == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "found"}
+    turn = [*ASK, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(**GREEDY | {"messages": turn, "tools": [LOOK]}).content
+
+
+def test_a_turn_computes_its_new_messages_only(client):
+    first = client.messages.create(**GREEDY | {"messages": [{"role": "user", "content": "x = 1\n" * 100}]})
+    turn = [
+        {"role": "user", "content": "x = 1\n" * 100},
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": "and more?"},
+    ]
+    usage = client.messages.create(**GREEDY | {"messages": turn}).usage
+    before = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    assert usage.cache_read_input_tokens > before - 32
+    assert usage.input_tokens < 64
+
+
 def test_several_at_once(gateway):
     async def ask() -> list[str]:
         async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
@@ -87,5 +130,5 @@ def test_errors_are_the_client_s_own(client, fields, kind, told):
 
 
 def test_what_has_no_effect_is_named(client):
-    raw = client.messages.with_raw_response.create(**GREEDY, metadata={"user_id": "me"}, service_tier="auto")
-    assert raw.headers["x-djinn-ignored"] == "metadata, service_tier"
+    raw = client.messages.with_raw_response.create(**GREEDY, metadata={"user_id": "me"}, inference_geo="eu")
+    assert raw.headers["x-djinn-ignored"] == "inference_geo, metadata"

@@ -84,6 +84,12 @@ def test_a_schema_for_the_output(client):
     assert 1 <= json.loads(answer.message.content)["count"] <= 9
 
 
+def test_embeddings(client):
+    one, other = client.embed(MODEL, ["def f():", "import os"]).embeddings
+    assert len(one) == len(other) > 0 and one != other
+    assert sum(value * value for value in one) == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("call", "status", "told"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from djinn_client.protocol import Generate, encode
 from djinnd.gateway.anthropic_body import MessagesBody
@@ -56,7 +57,7 @@ def request_of(body: dict[str, Any], kind: type[Any]) -> Generate | None:
     try:
         read = msgspec.json.decode(json.dumps(body), type=kind)
         if isinstance(read, MessagesBody):
-            return read.generation()
+            return read.generation(Headers())
         prompt = read.chat() if isinstance(read, GenerateBody) or read.messages else None
         wanted: Generate = read.generation(chat=prompt)
         return wanted

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.datastructures import Headers
 
 from djinn_client.output_format import OutputFormat
 from djinnd.gateway.anthropic_body import CountBody, MessagesBody
@@ -102,7 +103,7 @@ def test_claude_code_recognises_the_refusal_of_a_system_message():
 )
 def test_what_is_refused(fields: dict[str, Any], told: str):
     with pytest.raises(HttpError, match=told) as caught:
-        body(**fields).generation()
+        body(**fields).generation(Headers())
     assert caught.value.problem.status == 400
 
 
@@ -136,15 +137,15 @@ def test_what_has_no_effect_is_named():
 
 
 def test_how_tokens_are_chosen():
-    wanted = body(temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["END"]).generation()
+    wanted = body(temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["END"]).generation(Headers())
     assert (wanted.max_tokens, wanted.stop) == (9, ["END"])
     assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k) == (0.5, 0.9, 5)
-    assert body().generation().sampling.temperature == 1.0
+    assert body().generation(Headers()).sampling.temperature == 1.0
 
 
 def test_a_schema_for_the_output():
     schema = {"type": "object"}
-    wanted = body(output_config={"format": {"type": "json_schema", "schema": schema}}).generation()
+    wanted = body(output_config={"format": {"type": "json_schema", "schema": schema}}).generation(Headers())
     assert wanted.format == OutputFormat("json_schema", json.dumps(schema), strict=False)
 
 
