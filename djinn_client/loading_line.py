@@ -25,7 +25,8 @@ class LoadingLine:
     def __init__(self, terminal: TextIO, patience_s: float = PATIENCE_S) -> None:
         self._terminal = terminal
         self._told: Progress | None = None
-        self._drawn = self._closed = False
+        self._drawn = ""  # what stands there
+        self._closed = False
         self._lock = threading.Lock()  # the timer draws in a thread of its own
         self._timer = threading.Timer(patience_s, self._draw)
         self._timer.daemon = True
@@ -41,9 +42,11 @@ class LoadingLine:
         with self._lock:
             if self._closed or self._told is None:
                 return
-            self._drawn = True
-            self._terminal.write(_CLEAR + line_of(self._told, _columns(self._terminal)))
-            self._terminal.flush()
+            line = line_of(self._told, _columns(self._terminal))
+            if line != self._drawn:
+                self._terminal.write(_CLEAR + line)
+                self._terminal.flush()
+                self._drawn = line
 
     def close(self) -> None:
         self._timer.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from djinn_client import ConnectionLost, DjinnError
+from djinn_client import ConnectionLost, DjinnError, __version__
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
 from djinnctl.commands import daemon, memory, models, prefixes, run, sessions, tokens
 
@@ -38,6 +38,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
 @everywhere
 def main() -> None:
     """Look after djinnd: its models, its sessions, its health, and the machine it runs on."""

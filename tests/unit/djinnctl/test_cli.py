@@ -742,6 +742,10 @@ def test_version_with_and_without_a_daemon(address: str) -> None:
     assert json.loads(run("version", "--json", "--address", address).stdout)["djinnd"] == "0.1.0"
 
 
+def test_its_own_version_needs_no_daemon() -> None:
+    assert run("--version").stdout == f"{djinn_client.__version__}\n"
+
+
 def three_times(line: Line) -> None:
     """Three readings of the models, and then the daemon is gone."""
     line.welcome()

@@ -70,6 +70,14 @@ def test_this_python_has_what_the_project_asks_for() -> None:
     assert {result.subject for result in results} == {"Python", *software.PACKAGES}
 
 
+def test_a_machine_with_the_client_alone_is_not_told_to_install_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "has_daemon", lambda: False)
+    results = [*software.check_packages()]
+    assert results[0].finding.startswith("not installed here: this is its client")
+    assert {result.subject for result in results[1:]} == {*software.CLIENT_PACKAGES}
+    assert [subject for subject, _ in doctor.checks(None, False)] == ["Python", "packages", "socket", "daemon"]
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

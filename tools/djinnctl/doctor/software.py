@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -12,18 +13,17 @@ from djinnctl.doctor.result import Result, fail, ok
 Version = tuple[int, ...]
 
 PYTHON: Version = (3, 11)
+CLIENT_PACKAGES: dict[str, Version] = {"msgspec": (), "xxhash": (), "cloudpickle": (), "click": ()}
 PACKAGES: dict[str, Version] = {  # the oldest that will do; () is any
+    **CLIENT_PACKAGES,
     "torch": (2, 11),
     "transformers": (5, 17),
     "safetensors": (),
     "tokenizers": (),
     "numpy": (),
-    "msgspec": (),
     "uvloop": (),
     "posix_ipc": (),
-    "cloudpickle": (),
     "PyYAML": (),
-    "click": (),
 }
 
 
@@ -31,8 +31,16 @@ def check_python() -> Iterator[Result]:
     yield judge_python(tuple(sys.version_info[:3]))
 
 
+def has_daemon() -> bool:
+    """Whether djinnd is installed in this Python, and not its client alone."""
+    return importlib.util.find_spec("djinnd") is not None
+
+
 def check_packages() -> Iterator[Result]:
-    for name, oldest in PACKAGES.items():
+    """What the daemon needs, or where only its client is installed, what that needs."""
+    if not has_daemon():
+        yield ok("djinnd", "not installed here: this is its client, for a daemon that runs elsewhere")
+    for name, oldest in (PACKAGES if has_daemon() else CLIENT_PACKAGES).items():
         try:
             yield judge_package(name, version(name), oldest)
         except PackageNotFoundError:
