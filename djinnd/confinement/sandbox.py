@@ -31,7 +31,7 @@ from djinnd.confinement import landlock, own_root, seccomp
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522
 DESCRIPTORS = 64
-_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_NOBODY = 65534  # the kernel's default overflow uid, which owns nothing
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/urandom")
 
 
@@ -53,7 +53,7 @@ def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -
     """`user`: the tenant's principal; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises
     OSError."""
     paths = _readable()
-    uid = user if is_unix_user(user) else int(_OVERFLOW_UID.read_text())  # of nobody
+    uid = user if is_unix_user(user) else _NOBODY
     room = _address_space() + memory
     nowhere = os.open(os.devnull, os.O_RDWR)
     own_root.enter(paths)

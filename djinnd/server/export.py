@@ -38,6 +38,7 @@ class Exporting:
 
     async def export(self, call: Call, request: ExportSession) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
+        call.client.expect_class(session.priority)
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
             reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)

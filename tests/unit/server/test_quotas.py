@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinn_client.errors import QuotaExceeded
+from djinn_client.principals import number_of
 from djinn_client.scheduling import ResourceUse
 from djinnd.config import Quota
 from djinnd.messages import TenantLimits, TenantUse
@@ -39,6 +40,12 @@ def test_the_first_rule_that_matches():
         two=Quota(users=(2,)), ten=Quota(groups=(10, 11)), either=Quota(users=(3,), groups=(20,)), rest=Quota()
     )
     assert [table.tenant(user, 0.0).rule.name for user in (1, 2, 3, 4)] == ["ten", "two", "either", "rest"]
+
+
+def test_names_that_tokens_stand_for():
+    table = quotas(robots=Quota(users=("ci", 2)), ten=Quota(groups=(10,)), rest=Quota())
+    names = [table.tenant(user, 0.0).rule.name for user in (number_of("ci"), 2, number_of("other"), 1)]
+    assert names == ["robots", "robots", "rest", "ten"]
 
 
 def test_whom_no_rule_matches_may_have_all():
