@@ -19,11 +19,12 @@ from tests.support.daemon import PATIENCE, Daemon
 from tests.support.other_user import as_user, only_root, open_to_all
 
 ATTACKER = 23002
-LIMIT = 512 << 10
-VALUES = np.ones((256, 192), np.float32)  # 192 KiB
+LIMIT = 256 << 10
+POSITIONS = list(range(128))
+VALUES = np.ones((len(POSITIONS), 192), np.float32)  # 96 KiB
 LARGE = np.ones((2048, 192), np.float32)  # 1.5 MiB
 MANY = 400  # attacks; each kind is refused long before
-LIMITS = {"journal_bytes_per_user": "512KiB", "breakpoints_per_session": 100_000}
+LIMITS = {"journal_bytes_per_user": "256KiB", "breakpoints_per_session": 100_000}
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,13 @@ def attacker(daemon: Daemon) -> Iterator[Attacker]:
 
 def by_edits(attacker: Attacker, number: int) -> None:
     session = attacker.open() if number % 10 == 0 else attacker.sessions[-1]
-    session.steer(f"blocks.{number % 8}", VALUES, positions=list(range(256)))
+    session.steer(f"blocks.{number % 8}", VALUES, positions=POSITIONS)
 
 
 def by_forks(attacker: Attacker, number: int) -> None:
     if number == 0:
         session = attacker.open()
-        session.steer("blocks.1", VALUES, positions=list(range(256)))
+        session.steer("blocks.1", VALUES, positions=POSITIONS)
     with as_user(ATTACKER):
         attacker.sessions.append(attacker.sessions[0].fork())
 
@@ -109,7 +110,7 @@ def test_more_than_the_user_may_have(
     assert caught.value.data["quota"] == "journal_bytes"
     assert LIMIT // 2 < attacker.used() <= LIMIT
     with djinn.Session(MODEL, address=daemon.address) as session:
-        session.steer("blocks.1", VALUES, positions=list(range(256)))
+        session.steer("blocks.1", VALUES, positions=POSITIONS)
         assert len(session.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
     attacker.clear()
     assert attacker.used() == 0
@@ -190,7 +191,7 @@ def test_a_small_disk_that_one_user_fills(small_disk: Daemon, attack: Callable[[
                     all_of_it(attack, attacker)
                 assert caught.value.data["quota"] == "journal_reserve"
         with djinn.Session(MODEL, address=address) as session:
-            session.steer("blocks.1", VALUES, positions=list(range(256)))
+            session.steer("blocks.1", VALUES, positions=POSITIONS)
             assert len(session.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2
         attacker.clear()
         attacker.open().steer("blocks.1", LARGE, positions=list(range(2048)))

@@ -138,6 +138,7 @@ almost_messages = st.builds(
 
 
 @given(almost_messages, st.integers(0), st.integers(0, 255))
+@settings(max_examples=40)  # tests/fuzz has the many
 def test_almost_messages_whole_cut_and_with_a_byte_changed(message: dict[str, Any], place: int, byte: int) -> None:
     payload = msgspec.msgpack.encode(message)
     place %= len(payload)
@@ -148,6 +149,7 @@ def test_almost_messages_whole_cut_and_with_a_byte_changed(message: dict[str, An
 
 
 @given(almost_messages)
+@settings(max_examples=40)
 def test_the_id_of_a_request_that_did_not_decode_is_found(message: dict[str, Any]) -> None:
     expected = message["id"] if type(message["id"]) is int else None
     assert request_id_of(msgspec.msgpack.encode(message)) == expected
@@ -214,7 +216,7 @@ def strategy_for(type_: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_every_request_comes_back(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(built(kind))
     (frame,) = FrameDecoder(MAX_REQUEST).feed(encode(message))
@@ -223,7 +225,7 @@ def test_every_request_comes_back(kind: type[Any], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", REPLIES, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_every_reply_comes_back(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(built(kind))
     (frame,) = FrameDecoder(MAX_REQUEST).feed(encode(message, fds=1))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -290,5 +291,10 @@ class TierMachine(RuleBasedStateMachine):
                     assert sorted(slot for _, slot in found) == sorted(going)
 
 
-TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=100, stateful_step_count=40)
+class TestTier(TierMachine.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.long
+class TestTierAtLength(TierMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40)

@@ -32,7 +32,7 @@ def longest(variants: list[Variant]) -> list[Variant]:
     "attention",
     [
         Attention(HOPPER, torch.float32, 192, 7, 1),  # with larger tiles it took more than 30 s
-        Attention(AMPERE, torch.float32, 128, 8, 1),
+        pytest.param(Attention(AMPERE, torch.float32, 128, 8, 1), marks=pytest.mark.long),
         Attention(HOPPER, torch.bfloat16, 256, 8, 1),
     ],
     ids=str,
