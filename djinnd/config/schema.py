@@ -39,6 +39,7 @@ ReplyFormatName = Literal[
     "deepseek-v3",
     "deepseek-v3.1",
     "kimi",
+    "granite",
     "glm",
     "qwen3-coder",
     "lfm2",

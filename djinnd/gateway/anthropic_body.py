@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ from djinn_client.protocol import Generate, Sampling
 from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
 
+# Claude Code begins its system prompt with this line, for Anthropic's accounts. It has a checksum of the request: with
+# it, no prompt would begin like the one before.
+_BILLING = re.compile(r"^x-anthropic-billing-header:(?: *[\w-]+=[^;\n]*;)*\s*")
 _THINKING = {"enabled": True, "disabled": False}  # of other types, the model's template decides
 _EFFORTS = {"low": "low", "medium": "medium"}  # all others: high
 
@@ -149,7 +153,8 @@ class CountBody(ChatFields, kw_only=True):
 
 
 def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
-    text = system if isinstance(system, str) else "\n".join(block.text for block in system or [])
+    parts = [system] if isinstance(system, str) else [block.text for block in system or []]
+    text = "\n".join(filter(None, (_BILLING.sub("", part, count=1) for part in parts)))
     return [{"role": "system", "content": text}] if text else []
 
 

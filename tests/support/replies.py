@@ -168,6 +168,11 @@ SAMPLES = (
         (Reasoning("Hm"), Content("See."), Call("get_weather", '{"city":"a:{b\\"","days":2}')),
     ),
     Sample(
+        "granite",
+        'See.<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
+        (Content("See."), PARIS, NOW),
+    ),
+    Sample(
         "functiongemma",
         "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>",
         (Call("get_weather", '{"city":"Paris"}'),),

@@ -8,7 +8,7 @@ from typing import Any
 from djinnd.text.replies.format import CallSyntax, ReplyFormat, Span
 from djinnd.text.replies.gemma_calls import GemmaCalls
 from djinnd.text.replies.harmony import CHANNEL, MESSAGE, HarmonyFormat
-from djinnd.text.replies.marked_calls import LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
+from djinnd.text.replies.marked_calls import ListCalls, LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
 from djinnd.text.replies.python_calls import PythonCalls, ToolCode
 from djinnd.text.replies.spans import SpanFormat
 from djinnd.text.replies.tagged_calls import GlmCalls, QwenCoderCalls
@@ -49,6 +49,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], CallSyntax], ...] = (
     ("deepseek-v3", (_DEEPSEEK.section, "```json"), SectionCalls(_DEEPSEEK, markdown=True)),
     ("deepseek-v3.1", (_DEEPSEEK.section,), SectionCalls(_DEEPSEEK)),
     ("kimi", ("<|tool_calls_section_begin|>",), SectionCalls(_KIMI, numbered=True)),
+    ("granite", ("<|tool_call|>",), ListCalls()),
     ("glm", ("<arg_key>",), GlmCalls()),
     ("qwen3-coder", ("<function=", "<parameter="), QwenCoderCalls()),
     ("lfm2", ("<|tool_call_start|>",), PythonCalls("<|tool_call_start|>", "<|tool_call_end|>")),

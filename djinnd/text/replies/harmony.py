@@ -85,6 +85,8 @@ class HarmonyFormat:
         return lark(self._thought(prompt), calls, ("", "", ""), False, special)
 
     def before_content(self, prompt: str) -> Pieces:
+        if _opened(prompt)[1] and not self.begins_reasoning(prompt):
+            return ()  # the prompt has begun the message itself
         return (*self._thought(prompt), f"{CHANNEL}final{MESSAGE}")
 
     def _thought(self, prompt: str) -> Pieces:

@@ -43,6 +43,17 @@ def call_object(source: Source, output: Output, known: Tools | None = None) -> R
     output.end()
 
 
+def call_list(source: Source, output: Output) -> Reading[None]:
+    """One or more objects between brackets."""
+    yield from source.expect("[")
+    while True:
+        yield from source.space()
+        yield from call_object(source, output)
+        yield from source.space()
+        if (yield from source.expect(",", "]")) == "]":
+            return
+
+
 def arguments(source: Source, output: Output, name: str, call_id: str = "") -> Reading[None]:
     """Begins the call, and tells its arguments as they are written."""
     yield from source.space()

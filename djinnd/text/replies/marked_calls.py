@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.grammar import arguments as argument_grammar
-from djinnd.text.replies.json_calls import arguments, call_object, read_name
+from djinnd.text.replies.json_calls import arguments, call_list, call_object, read_name
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.python_calls import read_python_call
 from djinnd.text.replies.source import Reading, Source
@@ -42,6 +42,34 @@ class ObjectCalls:
 
     def between(self) -> tuple[str, str, str]:
         return "", "\n", ""
+
+
+@dataclass(frozen=True)
+class ListCalls:
+    """`<|tool_call|>[{"name": …, "arguments": {…}}, …]`: Granite 3, Phi-4-mini, which writes the end, too."""
+
+    begin: str = "<|tool_call|>"
+    end: str = "<|/tool_call|>"
+    starts: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.begin,)
+
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, self.end)
+
+    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+        yield from source.space()
+        yield from call_list(source, output)
+        yield from source.space()
+        yield from source.comes(self.end)
+
+    def forced(self, name: str, parameters: Schema) -> Pieces:
+        return json_object(name, "arguments", parameters)
+
+    def between(self) -> tuple[str, str, str]:
+        return f"{self.begin}[", ", ", "]"
 
 
 @dataclass(frozen=True)
@@ -91,20 +119,11 @@ class MistralCalls:
         yield from source.space()
         following = yield from source.peek()
         if following == "[":
-            yield from self._list(source, output)
+            yield from call_list(source, output)
         elif following == "{":
             yield from call_object(source, output)
         else:
             yield from self._named(source, output)
-
-    def _list(self, source: Source, output: Output) -> Reading[None]:
-        yield from source.expect("[")
-        while True:
-            yield from source.space()
-            yield from call_object(source, output)
-            yield from source.space()
-            if (yield from source.expect(",", "]")) == "]":
-                return
 
     def _named(self, source: Source, output: Output) -> Reading[None]:
         name, marker = yield from read_name(source, "[ARGS]", "[CALL_ID]")

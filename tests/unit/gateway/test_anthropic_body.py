@@ -11,6 +11,7 @@ from djinn_client.output_format import OutputFormat
 from djinnd.gateway.anthropic_body import CountBody, MessagesBody
 from djinnd.gateway.errors import HttpError
 
+SHORT = {"type": "text", "text": "Be brief."}
 SAY: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -37,6 +38,13 @@ def test_the_system_s_words_come_first(system: Any):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
     ]
+
+
+def test_claude_code_s_checksum_is_no_part_of_the_prompt():
+    """It is another one with each request."""
+    line = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;"
+    for system in (f"{line}Be brief.", f"{line}\nBe brief.", [{"type": "text", "text": line}, SHORT]):
+        assert messages(system=system)[0] == {"role": "system", "content": "Be brief."}
 
 
 def test_a_turn_with_a_tool():

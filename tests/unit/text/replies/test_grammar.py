@@ -6,6 +6,7 @@ import pytest
 
 from djinn_client.errors import InvalidRequest
 from djinnd.text.replies import NAMES, reply_format
+from djinnd.text.replies.grammar import lark_around
 from tests.support.replies import BY_NAME, D_BEGIN, D_CALL, D_CALL_END, D_END, D_SEP, NOW, PARIS, TWO_DAYS, read, says
 
 llguidance = pytest.importorskip("llguidance", reason="the daemon's dependency for structured output")
@@ -18,6 +19,8 @@ FORCED = {
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
     "llama3": '{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+    '{"name": "now", "arguments": {}}]',
     "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}',
     "mistral-v3": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, '
     '{"name": "now", "arguments": {}}]',
@@ -35,6 +38,7 @@ FORCED = {
     "pythonic": '[get_weather(city="Paris", days=2), now()]',
     "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=2), now()]<|tool_call_end|>',
 }
+ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
 
 
@@ -79,7 +83,7 @@ def test_reasoning_comes_first(prompt: str, before: str):
 def test_harmony_calls_once_after_its_analysis():
     grammar = reply_format("", {}, "harmony").call_grammar(BY_NAME, True, "<|start|>assistant", {})
     assert allows(grammar, HARMONY_CALL)
-    assert allows(grammar, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" + HARMONY_CALL)
+    assert allows(grammar, ANALYSIS + HARMONY_CALL)
 
 
 def test_special_tokens_are_named_by_their_ids():
@@ -91,3 +95,25 @@ def test_special_tokens_are_named_by_their_ids():
 def test_a_format_without_calls_cannot_be_forced():
     with pytest.raises(InvalidRequest, match=r"tool_choice.*'plain'.*reply_format"):
         reply_format("", {}).call_grammar(BY_NAME, False, "", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text"),
+    [
+        ("plain", "", "{}"),
+        ("hermes", "<think>\n", "Hm\n</think>\n\n{}"),
+        ("hermes", "", "{}"),
+        ("harmony", "<|start|>assistant", "<|channel|>final<|message|>{}"),
+        (
+            "harmony",
+            "<|start|>assistant",
+            f"{ANALYSIS}<|channel|>final<|message|>{{}}",
+        ),
+        ("harmony", "<|start|>assistant<|channel|>final<|message|>", "{}"),
+    ],
+)
+def test_what_comes_before_content_of_a_grammar_s_own(name: str, prompt: str, text: str):
+    before = reply_format("</think>", {}, name).before_content(prompt)
+    start = lark_around(before, {}).replace("@answer", '"{}"') if before else 'start: "{}"'
+    assert allows(start, text)
+    assert not allows(start, text.replace("{}", "[]"))

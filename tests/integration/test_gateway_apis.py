@@ -1,0 +1,73 @@
+"""Anthropic's and Ollama's APIs in front of a real daemon; tests/foreign has their own clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.chat_families import TOOLS
+from tests.support.gateway import Gateway
+
+ASK = [{"role": "user", "content": "def add(a, b):"}]
+MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0, "messages": ASK}
+CHAT: dict[str, Any] = {"model": MODEL, "options": {"num_predict": 8, "temperature": 0}, "messages": ASK}
+LOOK = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    with DaemonStarter() as start:
+        daemon = start()
+        with daemon.client() as client:
+            client.load(MODEL, chat_template=TOOLS)
+        with Gateway(start.folder(), daemon.address) as running:
+            yield running
+
+
+def lines(content: bytes) -> list[Any]:
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def test_a_message_whole_and_streamed(gateway):
+    whole = gateway.post("/v1/messages", MESSAGES).json
+    streamed = gateway.post("/v1/messages", MESSAGES | {"stream": True})
+    events = [json.loads(line[6:]) for line in streamed.content.decode().splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events[:2]] == ["message_start", "content_block_start"]
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == whole["content"][0]["text"] != ""
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
+
+
+def test_a_forced_call(gateway):
+    tool = {"name": "look", "input_schema": LOOK}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    answer = gateway.post("/v1/messages", MESSAGES | {"max_tokens": 64, "tools": [tool], "tool_choice": choice}).json
+    (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
+    assert call["name"] == "look" and call["input"]["n"] in (1, 2)
+
+
+def test_a_chat_of_ollama_s_whole_and_streamed(gateway):
+    whole = gateway.post("/api/chat", CHAT | {"stream": False}).json
+    *parts, last = lines(gateway.post("/api/chat", CHAT).content)
+    assert "".join(part["message"]["content"] for part in parts) == whole["message"]["content"] != ""
+    assert last["done"] and last["eval_count"] == whole["eval_count"] == 8
+
+
+def test_what_is_refused_is_told_in_each_api_s_shape(gateway):
+    answer = gateway.post("/v1/messages", b"{")
+    assert answer.status == 400 and answer.json["error"]["type"] == "invalid_request_error"
+    answer = gateway.post("/v1/messages", MESSAGES | {"messages": [*ASK, {"role": "system", "content": "a"}]})
+    assert answer.status == 400 and "role system is not supported" in answer.json["error"]["message"]
+    answer = gateway.post("/api/chat", CHAT | {"model": "nobody"})
+    assert answer.status == 404 and "nobody" in answer.json["error"]
+    assert isinstance(gateway.get("/api/nothing").json["error"], str)
+
+
+def test_the_gateway_says_what_ollama_says_of_itself(gateway):
+    assert gateway.get("/").content == b"Ollama is running"
+    assert [model["name"] for model in gateway.get("/api/tags").json["models"]] == [MODEL]
+    assert "tools" in gateway.post("/api/show", {"model": MODEL}).json["capabilities"]
