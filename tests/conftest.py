@@ -36,6 +36,7 @@ FIRST = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start: which waits
     for it in vain, where a test sends it."""
+    os.environ.pop("DJINND_TOKEN", None)  # for the daemon of whoever runs the tests
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -32,10 +32,11 @@ class PrivateDaemon:
     """`djinnd` as a child process, told about itself through NOTIFY_SOCKET as systemd would be.
 
     `folder` receives the socket, the state and the log, and is the caller's to remove. `config` is YAML; the system's
-    configuration and DJINND_* variables do not count.
+    configuration and DJINND_* variables do not count: a token among them, which is for another daemon, is taken away.
     """
 
     def __init__(self, folder: Path, config: str, options: Sequence[str] = ()) -> None:
+        os.environ.pop("DJINND_TOKEN", None)
         self.address = str(folder / "djinnd.sock")
         self._log = folder / "djinnd.log"
         (folder / "notify").unlink(missing_ok=True)  # of a daemon that was in this folder before
