@@ -29,6 +29,7 @@ from djinn_client.protocol import (
     Tokenize,
     UnloadModel,
 )
+from djinn_client.pulled import pulled_folder
 from djinn_client.steps import Steps
 
 R = TypeVar("R", bound=Reply)
@@ -41,13 +42,14 @@ _TRIES = 3  # somebody else may unload the model between two requests
 
 def model_name(model: Any) -> Any:
     """What the daemon is told. A folder is named by its absolute path: one that begins with `/`, `~` or `.`, and any
-    other with a slash that is there, also where it could be a hub id. All else is a name, or wrong."""
+    other with a slash that is there, also where it could be a hub id. A hub id that `djinnctl pull` has fetched is its
+    folder, too. All else is a name, or wrong."""
     if not isinstance(model, str | os.PathLike):
         return model
     name = os.fspath(model)
     if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.isdir(name)):
         return "/" + os.path.abspath(os.path.expanduser(name)).lstrip("/")
-    return name
+    return pulled_folder(name) or name
 
 
 def call(

@@ -4,31 +4,23 @@ own rights and token. What has come of a broken download is kept, and the next o
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
 import click
 
+from djinn_client.pulled import is_hub_id
+
 # The files of a checkpoint that djinnd reads, as the daemon fetches them itself: no pickles, no code.
 FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _INSTALL = "pull needs the library huggingface_hub: pip install 'djinn-client[hub]'"
-
-
-def models_folder() -> Path:
-    """Where `pull` puts what it fetches: the caller's own, unless $DJINN_MODELS names another."""
-    if named := os.environ.get("DJINN_MODELS"):
-        return Path(named).expanduser()
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "djinnd" / "models"
 
 
 def pull(hub_id: str, folder: Path, revision: str | None = None) -> Path:
     """Fetches what is not there yet, with a bar on a terminal; the checkpoint's folder, below `folder`.
 
     Raises click.ClickException for a name that is no hub id, and with the library's account of what went wrong."""
-    if _HUB_ID.fullmatch(hub_id) is None:
+    if not is_hub_id(hub_id):
         raise click.UsageError(f"{hub_id!r} is no hub id: they read org/name")
     if not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when the library is imported
@@ -45,12 +37,3 @@ def pull(hub_id: str, folder: Path, revision: str | None = None) -> Path:
     if not (target / "config.json").is_file():
         raise click.ClickException(f"{hub_id} is no checkpoint that djinnd can read: it has no config.json")
     return target
-
-
-def pulled(model: str) -> str:
-    """The folder of a hub id that was pulled; any other name as it is."""
-    if _HUB_ID.fullmatch(model) and not os.path.isdir(model):
-        folder = models_folder() / model
-        if (folder / "config.json").is_file():
-            return str(folder)
-    return model

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from djinnctl.pulling import models_folder, pulled
 from tests.support.stub_hub import StubHub, stub_hub
 
 WEIGHTS = os.urandom(12 << 20)  # the library writes pieces of 10 MiB
@@ -71,17 +70,3 @@ def test_what_is_not_there(djinnctl: Djinnctl) -> None:
     assert done.returncode == 1 and "org/other could not be fetched" in done.stderr
     assert "Traceback" not in done.stderr
     assert djinnctl("pull", "no-hub-id").returncode == 2
-
-
-def test_a_pulled_model_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DJINN_MODELS", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert models_folder() == tmp_path
-    assert pulled("org/name") == "org/name", "it was not pulled"
-    folder = tmp_path / "models" / "org" / "name"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    monkeypatch.setenv("DJINN_MODELS", str(tmp_path / "models"))
-    assert pulled("org/name") == str(folder)
-    assert pulled("llama") == "llama"
-    assert pulled("models/org") == "models/org", "a folder that is there, from here"

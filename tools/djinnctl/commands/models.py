@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from djinn_client.pulled import models_folder
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
 from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
 
@@ -37,12 +38,12 @@ def models(settings: Settings, watch: float | None) -> None:
 def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | None) -> None:
     """Fetch the model ID (org/name) from the hub; again, it fetches what is missing. Needs no daemon.
 
-    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. `run`, `load` and
-    `plan` find it there by its id.
+    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. Your sessions and
+    commands find it there by its id.
     """
     from djinnctl import pulling, screen
 
-    target = pulling.pull(hub_id, folder or pulling.models_folder(), revision)
+    target = pulling.pull(hub_id, folder or models_folder(), revision)
     screen.show(lambda: {"folder": str(target)}, lambda _: f"{hub_id} is in {target}", as_json=settings.json)
 
 
@@ -82,11 +83,11 @@ def load(
     Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
     defaults.
     """
-    from djinnctl import pulling, render, screen
+    from djinnctl import render, screen
 
     with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
         info = client.load(
-            pulling.pulled(model),
+            model,
             kv_bytes=kv or 0,
             host_kv_bytes=host_kv,
             disk_kv_bytes=disk_kv,
@@ -112,10 +113,10 @@ def load(
 @pass_settings
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
     """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
-    from djinnctl import pulling, render, screen
+    from djinnctl import render, screen
 
     with settings.client() as client:
-        planned = client.plan(pulling.pulled(model), memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
+        planned = client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
     screen.show(lambda: planned, render.plan, as_json=settings.json)
 
 
@@ -126,8 +127,8 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
 @pass_settings
 def unload(settings: Settings, model: str, force: bool) -> None:
     """Unload MODEL and free its memory."""
-    from djinnctl import pulling, screen
+    from djinnctl import screen
 
     with settings.client() as client:
-        client.unload(pulling.pulled(model), force=force)
+        client.unload(model, force=force)
     screen.show(lambda: {"unloaded": model}, lambda done: f"unloaded {model}", as_json=settings.json)

@@ -39,7 +39,7 @@ def run(
 
     With PROMPT, or with text on stdin, one answer and no more; of both, the text follows the prompt.
     """
-    from djinnctl import pulling, screen
+    from djinnctl import screen
     from djinnctl.chat import loop
     from djinnctl.chat.dialog import Dialog
     from djinnctl.chat.settings import Settings as ChatSettings
@@ -56,7 +56,7 @@ def run(
         raise click.UsageError("there is nothing to say: give a prompt, or text on stdin")
     with settings.client():
         pass  # a daemon answers: what takes time from here on is the model's loading, which shows itself
-    dialog = Dialog(pulling.pulled(model), chat_settings, priority=priority, address=settings.address)
+    dialog = Dialog(model, chat_settings, priority=priority, address=settings.address)
     try:
         if not text:
             loop.talk(dialog)
