@@ -170,6 +170,7 @@ class SessionSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
 
     def chat(self, said: str | Iterable[Message], options: ChatOptions) -> Steps[Generated]:
+        self._expect_no_interventions("chat")
         messages = history(said, self.messages)
         request = chat_request(self.info.id, messages, {**options, "n": 1}, stream=False)
         result = yield from self._generate(request, options.get("n", 1))
@@ -182,6 +183,9 @@ class SessionSteps:
         return StreamSteps(self, request, lambda result: self._answered(messages, options, result))
 
     def _answered(self, messages: list[Message], options: ChatOptions, result: Generated) -> None:
+        """An answer that has stopped at a breakpoint is not whole."""
+        if result.hit is not None:
+            return
         assert result.message is not None, "the answer to a chat has a message"
         said = as_message(result.message)
         self.messages = continued(messages, said) if options.get("continue_final") else [*messages, said]

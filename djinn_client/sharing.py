@@ -95,8 +95,8 @@ def share_model(
                 Mapping or a function that makes the tensor of a name. A tensor is asked for once, block after block,
                 so that what makes them need not have them all (and once more where blocks cannot be packed)
     config      the model's PretrainedConfig, or a dict; None: the transformers model's own
-    tokenizer   a fast tokenizer of transformers, a tokenizers.Tokenizer, the path of a tokenizer.json; None: the model
-                takes and gives token ids only
+    tokenizer   a fast tokenizer of transformers, with its chat templates; a tokenizers.Tokenizer, the path of a
+                tokenizer.json; None: the model takes and gives token ids only
     dtype       what it is computed in; "auto": as its weights, on a CPU float32
 
     `kv_bytes`, `on_progress` and `placing` are as for `load`. The tensors are not needed any more when this returns.
@@ -180,7 +180,20 @@ def _files(config: Any, generation: Any, tokenizer: Any) -> dict[str, bytes]:
         files["generation_config.json"] = _json("generation_config", generation)
     if tokenizer is not None:
         files["tokenizer.json"] = _tokenizer(tokenizer)
+        files |= _of_chats(tokenizer)
     return files
+
+
+def _of_chats(tokenizer: Any) -> dict[str, bytes]:
+    """What a tokenizer of transformers has beside: its chat templates, and its special tokens by name."""
+    template = getattr(tokenizer, "chat_template", None)
+    named = getattr(tokenizer, "special_tokens_map", None)
+    settings = {name: str(token) for name, token in named.items() if name.endswith("_token")} if named else {}
+    if isinstance(template, dict):
+        templates = [{"name": name, "template": text} for name, text in template.items()]
+        return {"tokenizer_config.json": msgspec.json.encode({**settings, "chat_template": templates})}
+    files = {"tokenizer_config.json": msgspec.json.encode(settings)} if settings else {}
+    return files | ({"chat_template.jinja": template.encode()} if isinstance(template, str) else {})
 
 
 def _json(field: str, config: Any) -> bytes:

@@ -43,6 +43,9 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     if isinstance(request.max_tokens, int) and not 0 <= request.max_tokens <= MAX_NEW_TOKENS:
         wanted = f"it must be from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; {wanted}", field="max_tokens")
+    if request.chat is not None and (request.prefix_space is not None or not request.skip_special_tokens):
+        told = "prefix_space and skip_special_tokens=False are for texts: a chat's template and format decide here"
+        raise InvalidRequest(told, field="chat")
     check_tokens([*request.sampling.logit_bias], model)
     _check_hints(request)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:

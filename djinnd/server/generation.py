@@ -63,7 +63,8 @@ class Generation:
         self._is_stopped = False  # a stop string is complete
         self._read = self._prompt_end  # the text of tokens before this has been read
         self._asked = self._prompt_end  # and before this, a text worker is reading it
-        self._read_at_once = 1 if request.stream or request.stop else READ_AT_ONCE
+        may_end = bool(request.stop) or (chat is not None and chat.may_end)  # at any token
+        self._read_at_once = 1 if request.stream or may_end else READ_AT_ONCE
         self._next_read = self._read + next(_turns) % self._read_at_once  # when there are more tokens than that
         self._received = received
         self._started = self._first_token = 0.0
@@ -109,7 +110,7 @@ class Generation:
         """The next tokens for the text worker, of which at most one is at work. One by one where a stop string is
         looked for here, so that it is known which token has completed it."""
         assert self._asked == self._read
-        most = 1 if self._chat is not None and self._request.stop else most
+        most = 1 if self._chat is not None and self._chat.may_end else most
         self._asked = min(len(self._tokens), self._read + most)
         return self._with_text(self._tokens[self._read : self._asked])
 

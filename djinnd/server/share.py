@@ -22,7 +22,7 @@ from djinnd.server.client import Client
 from djinnd.server.handed_over import expect_memfd, open_window
 from djinnd.server.ledger import Ledger
 
-FILES = ("config.json", "generation_config.json", "tokenizer.json")
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _PIECE = 1 << 20  # bytes of a file that are copied at once
 
 

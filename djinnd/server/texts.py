@@ -138,7 +138,8 @@ class ModelText:
         """Of a chat; None for other requests."""
         if request.chat is None:
             return None
-        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop)
+        parallel = request.chat.parallel_tools
+        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop, parallel=parallel)
 
     @property
     def token_bytes(self) -> TokenBytes | None:

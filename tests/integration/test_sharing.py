@@ -15,12 +15,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import djinn_client as djinn
 from djinnd.server.principals.names import unix_name
 from tests.conftest import DaemonStarter
 from tests.support import reference
+from tests.support.chat_families import TURNS
 from tests.support.daemon import ROOT, Daemon, clean_environ, descriptors_of, wait_for
 from tests.support.models import reduced_model, tiny_model
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
@@ -173,9 +174,12 @@ def test_a_tokenizer_comes_along(address: str) -> None:
     tiny = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
     expected = reference.greedy(tiny_model(), tokenizer.encode("def ").ids, 12)
-    with djinn.share_model(tiny, tokenizer=tokenizer, kv_bytes=KV, address=address) as handle:
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", chat_template=TURNS)
+    with djinn.share_model(tiny, tokenizer=whole, kv_bytes=KV, address=address) as handle:
         with djinn.Session(handle.name, address=address) as s:
             reply = s.generate("def ", max_tokens=12, ignore_eos=True)
+            s.chat("x = 1", max_tokens=1)
+            assert s.token_ids[:-1] == tokenizer.encode("# user\nx = 1<|endoftext|># assistant\n").ids
         assert (reply.token_ids, reply.text) == (expected, tokenizer.decode(expected))
     with djinn.share_model(tiny, kv_bytes=KV, address=address) as handle:
         with djinn.Session(handle.name, address=address) as s:

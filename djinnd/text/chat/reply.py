@@ -9,6 +9,7 @@ from djinnd.text.reader import ReadingRules
 from djinnd.text.replies import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Content,
     Event,
     Reasoning,
@@ -22,12 +23,17 @@ from djinnd.text.stop_strings import StopMatcher
 class ChatReply:
     """Takes the text of an answer in pieces. Stop strings are looked for in content only; nothing counts behind the one
     that is complete first. `prompt`: the end of the text before the answer. `rules`: how the answer's tokens become
-    that text, which has the format's special tokens in it."""
+    that text, which has the format's special tokens in it. `parallel` False: the answer ends with its first call."""
 
-    def __init__(self, form: ReplyFormat, prompt: str, tools: Tools, stops: Sequence[str]) -> None:
+    def __init__(
+        self, form: ReplyFormat, prompt: str, tools: Tools, stops: Sequence[str], *, parallel: bool = True
+    ) -> None:
         self.rules = ReadingRules([], skip_special=form.markers is not None, shown=form.markers or ())
         self._parser = ReplyParser(form, prompt, tools)
         self._matcher = StopMatcher(stops)
+        self.may_end = bool(stops) or not parallel  # at any token
+        self._parallel = parallel
+        self._has_called = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, _Call] = {}
@@ -36,7 +42,8 @@ class ChatReply:
 
     @property
     def is_stopped(self) -> bool:
-        return self._matcher.matched is not None
+        """The answer is over, whatever the model goes on with."""
+        return self._matcher.matched is not None or (self._has_called and not self._parallel)
 
     @property
     def stopped_by(self) -> str:
@@ -89,6 +96,8 @@ class ChatReply:
                 case CallArguments(index, text):
                     self._calls[index].arguments.append(text)
                     self._new_calls.append(ToolCallDelta(index, arguments=text))
+                case CallEnd():
+                    self._has_called = True
         if told:
             self._content.append(told)
         return told

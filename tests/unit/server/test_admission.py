@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
 from djinn_client.placing import Placing
 from djinn_client.protocol import Forward, Generate, LoadModel, ModelInfo, PlanModel, Sampling
@@ -33,6 +34,9 @@ def test_what_may_be_asked(fields):
     ("fields", "words"),
     [
         ({"text": "x", "token_ids": [1]}, "not as two of them"),
+        ({"chat": ChatInput(b"[]"), "text": "x"}, "not as two of them"),
+        ({"chat": ChatInput(b"[]"), "skip_special_tokens": False}, "are for texts"),
+        ({"chat": ChatInput(b"[]"), "prefix_space": True}, "are for texts"),
         ({"max_tokens": -5}, "max_tokens is -5"),
         ({"max_tokens": 1 << 40}, "max_tokens"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),

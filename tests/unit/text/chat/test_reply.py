@@ -49,3 +49,14 @@ def test_a_stop_string_that_may_not_end_is_content() -> None:
     assert not reply.is_stopped
     assert reply.feed(" and the end") == " and the "
     assert reply.is_stopped
+
+
+def test_without_parallel_tools_an_answer_ends_with_its_first_call() -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    for parallel, calls in ((True, 2), (False, 1)):
+        reply = ChatReply(QWEN, "", TOOLS, [], parallel=parallel)
+        assert reply.feed(call) == ""
+        assert reply.is_stopped is reply.may_end is not parallel
+        reply.feed(call)
+        reply.finish()
+        assert len(reply.message.tool_calls) == calls and reply.stopped_by == ""
