@@ -117,7 +117,8 @@ class KeepRecord(Request, tag="keep_record"):
     nothing. Answered by RecordKept. The record does not need the session: a call can go on from it when that is gone.
     A record of the caller's that has the same name is replaced."""
 
-    session: Name
+    session: Name = ""  # "": a record of `model` that has no tokens, for chats only
+    model: Name = ""
     body: bytes = b""
     record: RecordName = ""  # its name; "": the daemon makes one up
 

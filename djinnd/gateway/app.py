@@ -21,6 +21,7 @@ from djinnd.gateway import (
     openai_completions,
     openai_models,
     operations,
+    responses,
     tokenizing,
 )
 from djinnd.gateway.anthropic_messages import ANTHROPIC
@@ -35,6 +36,7 @@ ROUTES: list[Route] = [
     *openai_models.ROUTES,
     *openai_chat.ROUTES,
     *openai_completions.ROUTES,
+    *responses.ROUTES,
     *anthropic_messages.ROUTES,
     *ollama.ROUTES,
     *tokenizing.ROUTES,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from djinn_client.conversations import Conversation
+from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import CLASSES, Class, Generate, Generated
 from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server import edit_admission
@@ -56,7 +57,12 @@ class Conversing:
         if not conversation.after:
             return []
         record = self._records.of_model(call.client.user, conversation.after, model.name)
-        return [] if request.chat is not None else tokens_of(record)
+        if request.chat is not None:
+            return []
+        if not record.tokens:
+            told = f"record {conversation.after} has no tokens: go on from it with a chat of all its messages"
+            raise InvalidRequest(told, field="conversation.after")
+        return tokens_of(record)
 
     @contextmanager
     def session(

@@ -77,17 +77,22 @@ class RecordTable:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def keep(self, call: Call, request: KeepRecord) -> Answer:
-        session = self._sessions.lookup(request.session, call.client)
-        session.expect_idle()
-        self._expect_plain(session)
+        user, model, tokens = call.client.user, request.model, b""
+        if request.session:
+            session = self._sessions.lookup(request.session, call.client)
+            session.expect_idle()
+            self._expect_plain(session)
+            user, model, tokens = session.user, session.model, pack(session.tokens)
+        elif not model:
+            raise InvalidRequest("a record needs a session, or a model", field="session")
         if len(request.body) > self.limits.record_bytes:
             told = f"a record's body has {len(request.body):,} bytes, and limits.record_bytes is"
             raise InvalidRequest(f"{told} {self.limits.record_bytes:,}: keep less with it", field="body")
-        name, tokens = request.record or secrets.token_hex(8), pack(session.tokens)
-        record = Recorded(session.user, name, session.model, session.id, time.time(), tokens, request.body)
-        self._make_room(session, record)
+        name = request.record or secrets.token_hex(8)
+        record = Recorded(user, name, model, request.session, time.time(), tokens, request.body)
+        self._make_room(record)
         self._of.setdefault(record.user, {})[name] = record
-        session.tenant.ledger.add(JOURNAL_BYTES, _nbytes(record))
+        self._ledger(user).add(JOURNAL_BYTES, _nbytes(record))
         self._journal.recorded(record)
         return Answer(RecordKept(id=call.id, record=name))
 
@@ -122,9 +127,9 @@ class RecordTable:
                 field="session",
             )
 
-    def _make_room(self, session: SessionRecord, record: Recorded) -> None:
+    def _make_room(self, record: Recorded) -> None:
         """Raises QuotaExceeded where there is none without the user's records."""
-        nbytes, ledger = _nbytes(record), session.tenant.ledger
+        nbytes, ledger = _nbytes(record), self._ledger(record.user)
         if (was := self._of.get(record.user, {}).get(record.record)) is not None:
             self._drop(was)
         self._sessions.make_room(record.user, nbytes)
@@ -133,7 +138,7 @@ class RecordTable:
             if not is_full and ledger.has_room(JOURNAL_BYTES, nbytes):
                 break
             self._drop(oldest)
-        self._sessions.expect_journal(session.tenant, nbytes)
+        self._sessions.expect_journal(self._sessions.tenant(record.user), nbytes)
 
     def _drop(self, record: Recorded) -> None:
         own = self._of[record.user]

@@ -23,6 +23,7 @@ class Gateway:
 
     def __init__(self, folder: Path, daemon: str, http: Mapping[str, Any] | None = None) -> None:
         self.log_path = folder / "gateway.log"
+        self.daemon = daemon  # its address
         section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http or {})
         self._file = folder / "gateway.yaml"
         self._file.write_text(yaml.safe_dump({"socket": daemon, "state_dir": str(folder), "http": section}))
