@@ -13,7 +13,7 @@ Tools = Mapping[str, Schema]  # name → JSON schema of the parameters
 MAX_NAME = 256
 _NAME = re.compile(rf"[^\s<>{{}}()\[\]\"'`]{{1,{MAX_NAME}}}")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_MAX_NESTED = 8  # schemas inside anyOf that are looked at
+_MAX_SCHEMAS = 64  # that anyOf and oneOf name, and that are looked at
 
 
 def tools_by_name(tools: Sequence[Any]) -> dict[str, Schema]:
@@ -43,16 +43,18 @@ def members_of(parameters: Schema) -> list[tuple[str, Schema, bool]]:
     return [(key, schema if isinstance(schema, dict) else {}, key in needed) for key, schema in names.items()]
 
 
-def types(schema: Schema, depth: int = 0) -> frozenset[str]:
-    """JSON types that the schema allows; empty where it does not say."""
-    declared = schema.get("type")
-    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
-    found = {name for name in names if isinstance(name, str)}
-    if depth < _MAX_NESTED:
+def types(schema: Schema) -> frozenset[str]:
+    """JSON types that the schema allows, by the first _MAX_SCHEMAS of its choices; empty where it does not say."""
+    found: set[str] = set()
+    choices = [schema]
+    for each in choices:  # which grows meanwhile
+        declared = each.get("type")
+        names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+        found.update(name for name in names[:_MAX_SCHEMAS] if isinstance(name, str))
         for union in ("anyOf", "oneOf"):
-            choices = schema.get(union)
-            for choice in choices if isinstance(choices, list) else []:
-                found |= types(_mapping(choice), depth + 1)
+            inner = each.get(union)
+            room = _MAX_SCHEMAS - len(choices)
+            choices += map(_mapping, inner[:room] if isinstance(inner, list) else [])
     return frozenset(found)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinnd.text.replies.tools import as_json, tools_by_name
+from djinnd.text.replies.tools import as_json, tools_by_name, types
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,19 @@ from djinnd.text.replies.tools import as_json, tools_by_name
 )
 def test_values_become_json_by_their_schema(text: str, schema: dict[str, object], json: str):
     assert as_json(text, schema) == json
+
+
+def test_few_of_a_schema_s_choices_are_looked_at():
+    """A stranger may write millions, and each value of a call asks."""
+    nested: dict[str, object] = {"type": "integer"}
+    for _ in range(6):
+        nested = {"anyOf": [nested] * 10}
+    assert types(nested) == frozenset()
+    assert types({"anyOf": [{"type": "null"}, {"oneOf": [{"type": ["string", "integer"]}]}]}) == {
+        "null",
+        "string",
+        "integer",
+    }
 
 
 def test_entries_that_are_no_functions_are_passed_over():
