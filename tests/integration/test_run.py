@@ -15,7 +15,7 @@ import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_templates import TURNS
+from tests.support.chat_families import TURNS
 from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
 
 PROMPT = b">>> "
