@@ -41,6 +41,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, int | float | str] = {}
     ahead: list[str] = []
     others_ahead: int = 0
+    user_name: str = ""  # of the session's principal
 
 
 class ResourceUse(msgspec.Struct, frozen=True, array_like=True):

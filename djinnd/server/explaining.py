@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from djinn_client.errors import EngineLost, ModelNotFound, SessionLost
 from djinn_client.protocol import ExplainSession, WhyReply
 from djinn_client.scheduling import Why
@@ -34,7 +36,7 @@ class Explaining:
                 break
             except EngineLost:
                 continue  # the model has no engine then
-        return Answer(WhyReply(id=call.id, why=why))
+        return Answer(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
 
     def _seen_by(self, client: Client, told: Explained) -> Why:
         """Others' sessions are counted, and named to administrators only."""

@@ -14,7 +14,8 @@ def told(session: str, why: Why) -> str:
 
 
 def _lines(session: str, why: Why) -> Iterator[str]:
-    yield f"{session} is {why.state}: {why.reason}"
+    of_whom = f" of {why.user_name}" if why.user_name else ""
+    yield f"{session}{of_whom} is {why.state}: {why.reason}"
     yield from (f"  {name}: {_figure(value)}" for name, value in why.figures.items())
     if why.ahead or why.others_ahead:
         yield f"served before it: {_ahead(why)}"

@@ -81,6 +81,7 @@ def test_why_for_programs(address: str) -> None:
         "figures": QUEUED.figures,
         "ahead": ["s-2"],
         "others_ahead": 2,
+        "user_name": "",
     }
 
 
@@ -88,3 +89,4 @@ def test_a_long_line_is_cut_and_counted() -> None:
     many = Why(state="queued", reason="so", ahead=[f"s-{n}" for n in range(NAMED + 1200)])
     assert told("s", many).splitlines()[-1].endswith(f"s-{NAMED - 1}, 1,200 more of yours")
     assert told("s", Why(state="idle", reason="no call runs on it")) == "s is idle: no call runs on it"
+    assert told("s", Why(state="idle", reason="none runs", user_name="ci")) == "s of ci is idle: none runs"
