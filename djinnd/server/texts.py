@@ -64,7 +64,7 @@ from djinnd.text_jobs import (
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
 SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with the template
 LONG_CHAT = 32 << 10  # bytes: a template and its filters hold the interpreter's lock for some milliseconds
-SHORT_TOKENS = 512  # to be made text: likewise
+SHORT_TOKENS = 512  # to be made text: a millisecond on the loop
 LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
 _THREADS = 2

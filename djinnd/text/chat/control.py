@@ -14,7 +14,7 @@ the template's own, and its control strings are control tokens. Where a template
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 PARTS, EDGE = "\ufdd0", "\ufdd1"
@@ -51,6 +51,12 @@ class ControlStrings:
         if isinstance(value, list):
             return [self.mark(inner) for inner in value]
         return value
+
+    def keep_apart(self, texts: Sequence[str]) -> list[str]:
+        """Marked texts that a template may write one behind the other, with an edge between them where they would make
+        a control string together."""
+        together = self._any.search("".join(text.strip() for text in texts))
+        return [texts[0], *(EDGE + text for text in texts[1:])] if together else [*texts]
 
     def spans(self, rendered: str) -> Iterator[Span]:
         """Of a text that was rendered from marked values; together they are the text without the marks."""

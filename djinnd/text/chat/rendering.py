@@ -104,6 +104,8 @@ class ChatTemplates:
         messages, tools, arguments = (
             template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
         )
+        for message in messages:
+            _keep_apart(message.get("content"), template.control)
         if chat.continue_final:
             _mark_end(messages[-1])
         text = template.render(Conversation(messages, tools, arguments), self._variables, chat.continue_final)
@@ -123,6 +125,13 @@ def _literals(template: str) -> str:
     texts = [each.data for each in tree.find_all(nodes.TemplateData)]
     texts += [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
     return "\0".join(texts)
+
+
+def _keep_apart(content: Any, control: ControlStrings) -> None:
+    """The parts of a marked content."""
+    if isinstance(content, list) and len(content) > 1:
+        for part, text in zip(content, control.keep_apart([part["text"] for part in content]), strict=True):
+            part["text"] = text
 
 
 def _mark_end(message: dict[str, Any]) -> None:

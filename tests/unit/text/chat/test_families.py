@@ -191,6 +191,18 @@ def test_control_strings_in_contents_are_text(family: str, kind: str) -> None:
     assert control(hostile) == control("-")
 
 
+@pytest.mark.parametrize("family", ["Gemma", "GLM"])
+def test_parts_of_a_content_make_no_control_string_together(family: str) -> None:
+    vocabulary, special = vocabulary_of(family, "byte_level"), FAMILIES[family].special[-1]
+    halves = [{"type": "text", "text": text} for text in (f"a{special[:4]}", special[4:])]
+    tokens, harmless = (
+        vocabulary.encode_chat(chat_input([{"role": "user", "content": content}])).tokens for content in (halves, "a")
+    )
+    token = tokenizer_of(family, "byte_level").token_to_id(special)
+    assert tokens.count(token) == harmless.count(token)
+    assert f"a{special}" in vocabulary.texts(tokens)[0]
+
+
 @pytest.mark.parametrize("family", ["Qwen 3", "Llama 3", "Mistral"])
 def test_control_strings_are_the_text_that_they_were(family: str) -> None:
     vocabulary, control = vocabulary_of(family, "byte_level"), FAMILIES[family].special[1]
