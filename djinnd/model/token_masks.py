@@ -44,22 +44,41 @@ class TokenMasks:
 
     def apply(self, logits: Tensor, masks: RowMasks) -> None:
         """logits: [rows, vocab], changed in place."""
-        count, width = len(masks.rows), WORD_BYTES * len(masks.words[0])
-        self._reserve(count * width)
-        np.stack(masks.words, out=self._words[: count * width // WORD_BYTES].reshape(count, -1))
-        send(self._bits[: count * width], self._staging[: count * width])
-        bits = self._bits[: count * width].view(count, width, 1)
-        places = upload(masks.rows, torch.int64, self._device)
-        for first in range(0, count, self._group):
-            some = slice(first, min(first + self._group, count))
-            allowed = bits[some].bitwise_right_shift(self._shifts).bitwise_and_(1)
-            blocked = allowed.view(-1, 8 * width)[:, : self._vocab] == 0
-            rows = places[some]
-            logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(blocked, -math.inf))
+        barred = self._send(masks)
+        places = None if len(masks.rows) == len(logits) else upload(masks.rows, torch.int64, self._device)
+        for first in range(0, len(masks.rows), self._group):
+            some = slice(first, first + self._group)
+            blocked = self._unpacked(barred[some])
+            if places is None:
+                logits[some].masked_fill_(blocked, -math.inf)
+            else:
+                rows = places[some]
+                logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(blocked, -math.inf))
+
+    def _send(self, masks: RowMasks) -> Tensor:
+        """uint8 [rows, bytes], on the device: a bit for each token that may not come."""
+        shape = len(masks.rows), len(masks.words[0])
+        nbytes = WORD_BYTES * shape[0] * shape[1]
+        self._reserve(nbytes)
+        words = self._words[: shape[0] * shape[1]].reshape(shape)
+        np.invert(np.stack(masks.words, out=words), out=words)
+        if self._device.type == "cpu":
+            return self._staging[:nbytes].view(shape[0], -1)
+        send(self._bits[:nbytes], self._staging[:nbytes])
+        return self._bits[:nbytes].view(shape[0], -1)
+
+    def _unpacked(self, barred: Tensor) -> Tensor:
+        """bool [rows, vocab]."""
+        if self._device.type == "cpu":  # which has an instruction for that
+            bits = torch.from_numpy(np.unpackbits(barred.numpy(), axis=1, count=self._vocab, bitorder="little"))
+            return bits.view(torch.bool)
+        bits = barred[:, :, None].bitwise_right_shift(self._shifts).bitwise_and_(1)
+        return bits.view(len(barred), -1)[:, : self._vocab].bool()
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > len(self._staging):
             size = 1 << (nbytes - 1).bit_length()
             self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._words = self._staging.numpy().view(np.uint32)
-            self._bits = torch.empty(size, dtype=torch.uint8, device=self._device)
+            if self._device.type != "cpu":
+                self._bits = torch.empty(size, dtype=torch.uint8, device=self._device)

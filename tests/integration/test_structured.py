@@ -14,7 +14,7 @@ import pytest
 from djinn_client import AsyncSession, GrammarRejected, Session
 from djinn_client.errors import InvalidRequest
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_templates import TOOLS
+from tests.support.chat_families import TOOLS
 from tests.support.daemon import Daemon
 
 PERSON = {

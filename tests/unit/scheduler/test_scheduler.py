@@ -6,7 +6,7 @@ import pytest
 
 from djinn_client.errors import OutOfMemory, PromptTooLong, SessionNotFound
 from djinn_client.points import Point
-from djinnd.core.batch import Batch
+from djinnd.core.batch import LATE, Batch
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
@@ -907,3 +907,57 @@ def test_who_waits_for_room_to_come_back_into_waits() -> None:
     queue = daemon.scheduler._queues["m"]
     queue.awaited["a"] = daemon.scheduler.session("a")
     assert not daemon.scheduler.nobody_waits
+
+
+# --- outputs that follow a grammar ----------------------------------------------------------------------------------
+
+
+def test_a_row_that_is_late_runs_its_last_token_again() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", 6)
+    _, finished = daemon.step(LATE)
+    assert (finished, session.computed, len(session.tokens), request.computed) == ([], 5, 6, 5)
+    batch, _ = daemon.step(9)
+    assert [(row.start, row.count) for row in batch.rows] == [(5, 1)]
+    assert (session.tokens[6:], request.computed) == ([9], 6)
+    daemon.step(LATE)
+    assert (session.computed, session.tokens[6:]) == (6, [9])
+
+
+def test_tokens_that_must_come_run_in_one_chunk() -> None:
+    daemon = Daemon()
+    session = daemon.open("a")
+    request = daemon.submit("a", 4, max_tokens=8)
+    daemon.step(9)
+    assert daemon.scheduler.force(request.id, [1, 2, 3]) == ([1, 2, 3], None)
+    daemon.scheduler.check_integrity()
+    batch, _ = daemon.step(6)
+    assert [(row.start, row.count) for row in batch.rows] == [(4, 4)]
+    assert session.tokens[4:] == [9, 1, 2, 3, 6] and request.computed == 4
+
+
+def test_tokens_that_must_come_end_with_max_tokens_or_a_stop_token() -> None:
+    daemon = Daemon()
+    for more, appended, reason in (({}, [1, 2], "length"), ({"stop_tokens": frozenset({1})}, [1], "stop")):
+        daemon.open(f"s{reason}")
+        request = daemon.submit(f"s{reason}", 4, max_tokens=3, **more)
+        daemon.step(9)
+        assert daemon.scheduler.force(request.id, [1, 2, 3]) == (appended, request)
+        assert request.finish_reason == reason
+        daemon.scheduler.check_integrity()
+
+
+def test_a_held_request_is_forced_later_and_released_by_each_of_its_holders() -> None:
+    daemon = Daemon()
+    daemon.open("a")
+    request = daemon.submit("a", 4)
+    daemon.step(9)
+    daemon.scheduler.hold(request.id)
+    daemon.scheduler.hold(request.id, "grammar")
+    assert daemon.scheduler.force(request.id, [1]) == ([], None)
+    daemon.scheduler.release(request.id)
+    assert request.state is RequestState.HELD and daemon.scheduler.next_batch() is None
+    daemon.scheduler.release(request.id, "grammar")
+    assert daemon.scheduler.force(request.id, [1]) == ([1], None)
+    daemon.scheduler.check_integrity()

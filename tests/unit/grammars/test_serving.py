@@ -1,0 +1,101 @@
+"""The grammar process's work, in this process: states and masks of runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from djinn_client.output_format import OutputFormat
+from djinnd.grammar_jobs import SLOTS, Advance, Begin, End, State, words_of
+from djinnd.grammars.serving import Serving
+from djinnd.text.grammar import grammar_text
+from tests.support.walks import END, tiny_tokenizer
+
+
+class Talk:
+    """A channel that has said these messages, one after another, each when the last one has been answered."""
+
+    def __init__(self, *messages: Any) -> None:
+        self.said: list[State] = []
+        self._messages = messages
+        self.serving: Serving
+
+    def messages(self) -> Any:
+        for message in self._messages:
+            yield message, []
+            self.serving._compiling.submit(lambda: None).result()  # what is being compiled has been
+
+    def send(self, message: Any) -> None:
+        self.said += message.states
+
+
+def served(*messages: Any, vocab: int = 2048) -> tuple[list[State], Any]:
+    talk = Talk(*messages)
+    masks = np.full((SLOTS, words_of(vocab)), 0xFFFFFFFF, np.uint32)
+    talk.serving = Serving(tiny_tokenizer(), vocab, masks, 1, talk)  # type: ignore[arg-type]
+    talk.serving.serve()
+    return talk.said, masks
+
+
+def allowed(mask: Any) -> list[str]:
+    tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return sorted(tiny_tokenizer().decode_str([token]) for token in tokens)
+
+
+def ids(text: str) -> list[int]:
+    return tiny_tokenizer().tokenize_str(text)
+
+
+def regex(text: str) -> str:
+    return grammar_text(OutputFormat("regex", text))
+
+
+def test_a_run_from_its_begin_to_its_end() -> None:
+    states, masks = served(
+        Begin(1, 5, regex("[xy]z?"), []),
+        Advance([(1, ids("x")[0])]),
+        Advance([(1, ids("z")[0])]),
+        End(1),
+    )
+    assert [(state.run, state.forced, state.ended, state.error) for state in states] == [
+        (1, [], False, ""),
+        (1, [], False, ""),
+        (1, [], True, ""),
+    ]
+    assert allowed(masks[5]) == ["<|endoftext|>"]
+
+
+def test_what_must_come_is_told_with_the_mask_behind_it() -> None:
+    states, masks = served(Begin(1, 0, regex("hello world[!?]"), []))
+    assert states[0].forced == ids("hello world") and not states[0].ended
+    assert allowed(masks[0]) == ["!", "?"]
+
+
+def test_an_output_goes_on_behind_its_tokens() -> None:
+    states, masks = served(Begin(1, 0, regex("(abc){2}[!?]"), [*ids("abc")]), Begin(2, 1, regex("abc"), ids("xyz")))
+    assert states[0].forced == ids("abc") and allowed(masks[0]) == ["!", "?"]
+    assert "does not follow its grammar" in states[1].error
+
+
+def test_runs_are_advanced_together_and_one_that_errs_ends_alone() -> None:
+    states, masks = served(
+        Begin(1, 0, regex("[xy]+"), []),
+        Begin(2, 1, regex("[xy]+"), []),
+        Advance([(1, ids("x")[0]), (2, ids("7")[0])]),
+    )
+    assert not states[2].error and states[3].run == 2 and states[3].error
+    assert "x" in allowed(masks[0])
+
+
+def test_a_grammar_that_nothing_meets_is_refused() -> None:
+    states, _ = served(Begin(1, 0, grammar_text(OutputFormat("lark", "start: X\nX: /a/ & /b/")), []))
+    assert states[0].error
+
+
+def test_padding_is_never_allowed_and_what_the_model_lacks_neither() -> None:
+    _, masks = served(Begin(1, 0, regex("(?s:.*)"), []), vocab=3000)
+    assert not masks[0, 2048 // 32 :].any() and masks[0, : 2048 // 32].any()
+    narrow = END + 1 + max(ids("!"))  # of a model that has no more tokens than these
+    states, _ = served(Begin(1, 0, regex("hello"), []), Begin(2, 1, regex("[!]"), []), vocab=narrow)
+    assert states[0].error and not states[1].error
