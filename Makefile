@@ -9,13 +9,14 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test test-long fuzz cubins lint types layers check clean
+.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to a small real model, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  the soaks and the runs of many examples, which make test leaves out"
+	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
 	@echo "make check    lint, types, layers and make test"
@@ -32,7 +33,11 @@ test: which := not long
 test-long: which := long
 test test-long: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 3 --dist loadgroup --no-loadscope-reorder --ignore=tests/foreign $(ARGS)
+
+test-foreign: $(VENV)/foreign.stamp
+	@echo "==> other people's clients"
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest tests/foreign $(ARGS)
 
 cubins: $(VENV)/dev.stamp
 	@echo "==> attention's kernels, compiled for GPUs that this machine need not have"
@@ -72,6 +77,11 @@ $(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
 	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[dev]' '$(TESTED)'
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/foreign.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
+	@echo "==> installing other people's clients into $(VENV)"
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[foreign]' '$(TESTED)'
+	@touch $@
 
 $(VENV)/fuzz.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
 	@echo "==> installing the fuzzer into $(VENV)"

@@ -173,8 +173,14 @@ def chat_input(body: Body) -> ChatInput:
         arguments=msgspec.json.encode(arguments) if arguments else b"",
         continue_final=bool(body.continue_final_message),
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tools=body.parallel_tool_calls is not False,
+        parallel_tools=_may_be_several(body),
     )
+
+
+def _may_be_several(body: Body) -> bool:
+    """A function that is named is called once, as OpenAI does it, unless the body says otherwise."""
+    is_named = isinstance(body.tool_choice, NamedTool)
+    return not is_named if body.parallel_tool_calls is None else body.parallel_tool_calls
 
 
 def _tool_choice(choice: str | NamedTool | None) -> str:

@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
         return {"text": self.text} if self.token_ids is None else {"token_ids": self.token_ids}
 
 
-def prompts_of(given: Given) -> list[Prompt]:
+def prompts_of(given: Given, field: str = "prompt") -> list[Prompt]:
     """One text, one list of tokens, or a list of either. Raises HttpError."""
     if isinstance(given, str):
         return [Prompt(given, None)]
@@ -30,8 +30,8 @@ def prompts_of(given: Given) -> list[Prompt]:
     if numbers and len(numbers) == len(given):
         return [Prompt(None, numbers)]
     if numbers or not given:
-        told = "prompt must be a text, a list of tokens, or a list of texts or of such lists"
-        raise HttpError(400, told, param="prompt")
+        told = f"{field} must be a text, a list of tokens, or a list of texts or of such lists"
+        raise HttpError(400, told, param=field)
     return [Prompt(each, None) if isinstance(each, str) else Prompt(None, _row(each)) for each in given]
 
 

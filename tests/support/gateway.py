@@ -22,6 +22,7 @@ class Gateway:
     starts it; leaving it stops it and asserts that it ended well and has logged no error."""
 
     def __init__(self, folder: Path, daemon: str, http: Mapping[str, Any] | None = None) -> None:
+        self.daemon = daemon
         self.log_path = folder / "gateway.log"
         self.daemon = daemon  # its address
         section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http or {})
