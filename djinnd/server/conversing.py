@@ -15,6 +15,7 @@ import msgspec
 from djinn_client.conversations import Conversation
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import CLASSES, Class, Generate, Generated
+from djinn_client.signals import MAX_TOOL_NAME
 from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server import edit_admission
 from djinnd.server.client import Answer, Call
@@ -24,8 +25,6 @@ from djinnd.server.model import Model
 from djinnd.server.models import Models, expect_open
 from djinnd.server.records import RecordTable, tokens_of
 from djinnd.server.sessions import SessionRecord, SessionTable
-
-_MAX_LEARNT = 48  # characters of a key by which waits are learnt
 
 
 class Taken(NamedTuple):
@@ -92,7 +91,7 @@ class Conversing:
         assert isinstance(reply, Generated)
         reply.session = session.id
         reply.usage = msgspec.structs.replace(reply.usage, prompt_tokens=prompt)
-        self._wait(session, conversation)
+        self._wait(session, conversation, reply)
         return answer
 
     def _at_record(self, call: Call, conversation: Conversation) -> SessionRecord | None:
@@ -129,10 +128,12 @@ class Conversing:
             self._models.tell(session, Truncate(session.id, kept))
             session.is_restored = False
 
-    def _wait(self, session: SessionRecord, conversation: Conversation) -> None:
-        """Its pages may leave the device until the next call, if that is known to come later."""
-        if not conversation.expected_wait_s:
+    def _wait(self, session: SessionRecord, conversation: Conversation, reply: Generated) -> None:
+        """Its pages may leave the device until the next call, where that is known to come later: the caller says so, or
+        has functions to call first. How long that takes is learnt by the key, or else by the function."""
+        calls = [] if reply.message is None else reply.message.tool_calls
+        if not conversation.expected_wait_s and not calls:
             return
+        learnt = f"key {conversation.key}" if conversation.key else f"function {calls[0].name}" if calls else ""
         session.woken_at = 0.0
-        learnt = f"conversation {conversation.key[:_MAX_LEARNT]}"
-        self._models.tell(session, Signal(session.id, True, conversation.expected_wait_s, learnt))
+        self._models.tell(session, Signal(session.id, True, conversation.expected_wait_s, learnt[:MAX_TOOL_NAME]))

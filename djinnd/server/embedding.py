@@ -78,7 +78,7 @@ class Embedding:
             await asyncio.wait(tasks)
         failed = [error for task in tasks if not task.cancelled() and (error := task.exception())]
         if failed:
-            raise failed[0]
+            raise min(failed, key=lambda error: isinstance(error, Cancelled))  # what the others were cancelled for
         return [task.result() for task in tasks]
 
     async def _run(self, call: Call, model: Model, prompt: Prompt, pooling: Pooling) -> _Input:

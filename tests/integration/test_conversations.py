@@ -11,10 +11,13 @@ import djinn_client as djinn
 from djinn_client.bounds import pack
 from djinn_client.options import build
 from djinn_client.protocol import (
+    Conversation,
     Done,
     DropRecord,
     Embed,
     Embedded,
+    Generate,
+    Generated,
     GetRecord,
     KeepRecord,
     ListRecords,
@@ -128,3 +131,38 @@ def test_a_record_is_gone_on_from_wherever_its_session_is(talkative: Daemon, pro
         program.generate(new, after="resp_1")
     with talkative.client() as client:
         assert client.status(check=True).integrity == []
+
+
+def test_a_conversation_that_waits_is_learnt_by_its_key(talkative: Daemon, program: Program) -> None:
+    for _ in range(2):
+        reply = program.say(turn(6), key="agent", expected_wait_s=30.0)
+        with talkative.client() as client:
+            (info,) = [info for info in client.sessions() if info.id == reply.session]
+        assert info.state == "waiting"
+    reply = program.say(turn(6), key="agent")
+    with talkative.client() as client:
+        assert [info.state for info in client.sessions() if info.id == reply.session] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("conversation", "error"),
+    [
+        ({"key": "k" * 257}, djinn.InvalidRequest),
+        ({"expected_wait_s": float("nan")}, djinn.InvalidRequest),
+        ({"expected_wait_s": -1.0}, djinn.InvalidRequest),
+        ({"after": "nothing"}, djinn.NotFound),
+        ({"model": "nobody"}, djinn.ModelNotFound),
+        ({"model": ""}, djinn.InvalidRequest),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_leaves_nothing(talkative: Daemon, program: Program, conversation, error) -> None:
+    with talkative.client() as client:
+        before = {info.id for info in client.sessions()}
+        with pytest.raises(error):
+            program.generate([1, 2, 3], **conversation)
+        with pytest.raises(djinn.PromptTooLong):
+            program.generate([1] * 5000)
+        with pytest.raises(djinn.InvalidRequest, match="not both"):
+            program.ask(build(Generate, session="s", conversation=Conversation(model=MODEL)), Generated)
+        assert {info.id for info in client.sessions()} == before

@@ -38,7 +38,7 @@ class Program:
         fields = {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt)}
         request = build(
             Generate,
-            conversation=Conversation(model=MODEL, **conversation),  # type: ignore[arg-type]
+            conversation=Conversation(**({"model": MODEL} | conversation)),  # type: ignore[arg-type]
             max_tokens=max_tokens,
             ignore_eos=True,
             sampling=Sampling(temperature=0.0),
