@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from djinn_client import DjinnError, Generated
+from djinn_client import DjinnError, Generated, Session
 from djinnctl.chat.commands import Bye, obey
 from djinnctl.chat.dialog import Dialog
 from djinnctl.chat.terminal import FURTHER, PROMPT, Answer, history, note
 from djinnctl.chat.typed import Command, Typed
+from djinnctl.command import SILENCE_S
 from djinnctl.units import interval
 
 ReadLine = Callable[[str], str]
@@ -54,12 +57,32 @@ def _take(line: str, typed: Typed, dialog: Dialog) -> None:
 
 def ask(dialog: Dialog, text: str, out: TextIO | None = None) -> Generated:
     """One message and its answer, which is written as it comes. Raises the daemon's error."""
-    result = dialog.ask(text, Answer(out or sys.stdout))
+    answer = Answer(out or sys.stdout)
+    with _patience(dialog.branch.session, answer):
+        result = dialog.ask(text, answer)
     if result.finish_reason == "length":
         note("the answer was cut short: `/set max_tokens` allows more")
     if dialog.settings.stats:
         note(stats(result))
     return result
+
+
+@contextmanager
+def _patience(session: Session, answer: Answer) -> Iterator[None]:
+    """Says, once, what the session waits for, where nothing of the answer has come after SILENCE_S."""
+
+    def tell() -> None:
+        with suppress(DjinnError):  # it may have been closed meanwhile
+            if not answer.begun and (why := session.why()) and not answer.begun:
+                note(f"waiting: {why.reason}")
+
+    timer = threading.Timer(SILENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def stats(result: Generated) -> str:

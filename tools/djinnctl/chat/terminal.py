@@ -29,6 +29,7 @@ class Answer:
         self._out = out
         self._terminal = out.isatty()
         self._colours = self._terminal and not os.environ.get("NO_COLOR")
+        self.begun = False  # something has come
         self._reasoning = False  # is what was written last
         self._last = "\n"
 
@@ -58,6 +59,7 @@ class Answer:
             self._write("\n\n")
 
     def _write(self, text: str) -> None:
+        self.begun = True
         self._out.write(text)
         self._out.flush()
         self._last = text[-1]

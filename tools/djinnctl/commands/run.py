@@ -54,6 +54,8 @@ def run(
     text = "\n\n".join(filter(None, (" ".join(prompt), _piped())))
     if not text and not sys.stdin.isatty():
         raise click.UsageError("there is nothing to say: give a prompt, or text on stdin")
+    if not text and settings.json:
+        raise click.UsageError("--json prints one answer: give a prompt, or text on stdin")
     with settings.client():
         pass  # a daemon answers: what takes time from here on is the model's loading, which shows itself
     dialog = Dialog(model, chat_settings, priority=priority, address=settings.address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,19 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_has_come(dialog: Dialog, model: 
     assert dialog.branch.messages == so_far
     assert dialog.ask("hello", Answer(io.StringIO())).text == "hello, you said"
     assert model.chats[1][:2] == so_far
+
+
+def test_what_a_silent_session_waits_for_is_told_once(
+    talk: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elapsed(threading.Timer):
+        def start(self) -> None:
+            assert self.interval == 5.0
+            self.function()
+
+    monkeypatch.setattr(threading, "Timer", Elapsed)
+    _, err = talk("hello")
+    assert err.count("waiting: no call runs\n") == 1
 
 
 def test_a_saved_conversation_goes_on(
