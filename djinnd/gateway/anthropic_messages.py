@@ -12,7 +12,7 @@ from djinnd.gateway import anthropic_reply
 from djinnd.gateway.anthropic_body import CountBody, MessagesBody
 from djinnd.gateway.api import Api, Route
 from djinnd.gateway.conversations import conversation_of
-from djinnd.gateway.generating import generate, stream
+from djinnd.gateway.fitting import generate_fitting, stream_fitting
 from djinnd.gateway.http_request import HttpRequest
 from djinnd.gateway.openai_sampling import finish_reason
 from djinnd.gateway.replies import SSE, Framing, Reply, Stream, Whole, json, named_event
@@ -26,10 +26,10 @@ async def create(request: HttpRequest) -> Reply:
     request.ignored.update(body.ignored())
     wanted = replace(body.generation(request.headers), conversation=conversation_of(request.headers, body.model))
     if body.stream:
-        return Stream(_events(request, body.model, wanted), anthropic_reply.failed, _FRAMING)
-    reply = await generate(request, body.model, wanted)
+        return Stream(_events(request, body, wanted), anthropic_reply.failed, _FRAMING)
+    reply = await generate_fitting(request, body.model, wanted)
     finish_reason(reply.finish_reason)
-    return json(anthropic_reply.message(f"msg_{request.id}", body.model, reply))
+    return json(anthropic_reply.message(f"msg_{request.id}", body.model, body.max_tokens, reply))
 
 
 async def count_tokens(request: HttpRequest) -> Whole:
@@ -40,9 +40,9 @@ async def count_tokens(request: HttpRequest) -> Whole:
     return json({"input_tokens": len(tokenized.token_ids)})
 
 
-async def _events(request: HttpRequest, model: str, wanted: Generate) -> AsyncGenerator[bytes]:
-    events = anthropic_reply.Events(f"msg_{request.id}", model)
-    async with aclosing(stream(request, model, wanted)) as replies:
+async def _events(request: HttpRequest, body: MessagesBody, wanted: Generate) -> AsyncGenerator[bytes]:
+    events = anthropic_reply.Events(f"msg_{request.id}", body.model, body.max_tokens)
+    async with aclosing(stream_fitting(request, body.model, wanted)) as replies:
         begun = False
         async for reply in replies:
             if isinstance(reply, Generated):

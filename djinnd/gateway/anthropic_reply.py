@@ -22,14 +22,15 @@ _KINDS = {
 }
 
 
-def message(name: str, model: str, reply: Generated) -> dict[str, Any]:
+def message(name: str, model: str, most: int, reply: Generated) -> dict[str, Any]:
+    """`most`: tokens that were asked for."""
     return {
         "id": name,
         "type": "message",
         "role": "assistant",
         "model": model,
         "content": list(_blocks(reply)),
-        **_ending(reply),
+        **_ending(reply, most),
         "usage": usage(reply),
     }
 
@@ -58,9 +59,10 @@ def usage(reply: Generated) -> dict[str, int]:
 class Events:
     """The events of one streamed message. One block is open at a time: thinking, then text, then a block a call."""
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, most: int) -> None:
         self._name = name
         self._model = model
+        self._most = most  # tokens that were asked for
         self._index = -1
         self._open = ""  # the type of the open block; "": none
         self._call = -1  # the index of the call whose block is open
@@ -122,7 +124,9 @@ class Events:
 
     def _end(self, reply: Generated) -> Iterator[bytes]:
         yield from self._close()
-        yield named_event("message_delta", {"type": "message_delta", "delta": _ending(reply), "usage": usage(reply)})
+        yield named_event(
+            "message_delta", {"type": "message_delta", "delta": _ending(reply, self._most), "usage": usage(reply)}
+        )
         yield named_event("message_stop", {"type": "message_stop"})
 
 
@@ -149,9 +153,10 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}
 
 
-def _ending(reply: Generated) -> dict[str, str | None]:
+def _ending(reply: Generated, most: int) -> dict[str, str | None]:
     if reply.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        is_whole = reply.usage.generated_tokens >= most
+        return {"stop_reason": "max_tokens" if is_whole else "model_context_window_exceeded", "stop_sequence": None}
     if reply.stopped_by:
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
     has_calls = reply.message is not None and bool(reply.message.tool_calls)

@@ -22,7 +22,7 @@ from djinnd.gateway import ollama_models, ollama_reply
 from djinnd.gateway.api import Api, Route
 from djinnd.gateway.conversations import conversation_of
 from djinnd.gateway.errors import HttpError
-from djinnd.gateway.generating import generate, stream
+from djinnd.gateway.fitting import generate_fitting, stream_fitting
 from djinnd.gateway.http_request import HttpRequest
 from djinnd.gateway.ollama_body import TAG, ChatBody, CommonFields, EmbedBody, GenerateBody
 from djinnd.gateway.openai_models import models
@@ -111,7 +111,7 @@ async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.
         wanted = replace(wanted, conversation=conversation_of(request.headers, body.model_name))
     if body.is_streamed:
         return Stream(_events(request, body.model_name, lines, wanted), ollama_reply.failed, NDJSON)
-    reply = await generate(request, body.model_name, wanted)
+    reply = await generate_fitting(request, body.model_name, wanted)
     finish_reason(reply.finish_reason)
     return json(lines.whole(reply))
 
@@ -119,7 +119,7 @@ async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.
 async def _events(
     request: HttpRequest, model: str, lines: ollama_reply.Lines, wanted: Generate
 ) -> AsyncGenerator[bytes]:
-    async with aclosing(stream(request, model, wanted)) as replies:
+    async with aclosing(stream_fitting(request, model, wanted)) as replies:
         async for reply in replies:
             if isinstance(reply, Generated):
                 finish_reason(reply.finish_reason)

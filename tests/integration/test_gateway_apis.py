@@ -28,6 +28,16 @@ def gateway() -> Iterator[Gateway]:
             yield running
 
 
+def _lines_that_leave(gateway: Gateway, room: int) -> int:
+    """So many lines leave room for so many tokens, or some more."""
+    first, second = (
+        gateway.post("/v1/messages/count_tokens", MESSAGES | {"messages": [{"role": "user", "content": text}]}).json
+        for text in ("x = 1\n" * 100, "x = 1\n" * 200)
+    )
+    tokens = second["input_tokens"] - first["input_tokens"]  # of 100 lines
+    return 100 + (2048 - room - first["input_tokens"]) * 100 // tokens
+
+
 def lines(content: bytes) -> list[Any]:
     return [json.loads(line) for line in content.splitlines()]
 
@@ -40,6 +50,17 @@ def test_a_message_whole_and_streamed(gateway):
     deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(deltas) == whole["content"][0]["text"] != ""
     assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
+
+
+def test_more_tokens_than_the_context_has_room_for(gateway):
+    long = [{"role": "user", "content": "x = 1\n" * _lines_that_leave(gateway, 32)}]
+    whole = gateway.post("/v1/messages", MESSAGES | {"messages": long, "max_tokens": 32_000}).json
+    used = whole["usage"]
+    assert whole["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+    assert used["input_tokens"] + used["cache_read_input_tokens"] + used["output_tokens"] <= 2048
+    options = {"num_predict": 32_000, "temperature": 0}
+    last = lines(gateway.post("/api/chat", CHAT | {"messages": long, "options": options}).content)[-1]
+    assert last["done"] and last["eval_count"] == used["output_tokens"]
 
 
 def test_a_forced_call(gateway):

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from msgspec.structs import replace
+
 from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinn_client.protocol import Generated, Piece, Timings, Usage
 from djinnd.gateway import anthropic_reply
@@ -21,7 +23,7 @@ def piece(text: str = "", reasoning: str = "", *calls: ToolCallDelta) -> Piece:
 
 
 def events(*replies: Piece | Generated) -> list[dict[str, Any]]:
-    stream = anthropic_reply.Events("msg_1", "m")
+    stream = anthropic_reply.Events("msg_1", "m", 4)
     told = stream.begin() + b"".join(data for reply in replies for data in stream.take(reply))
     frames = [frame.split("\n") for frame in told.decode().split("\n\n") if frame]
     payloads = [json.loads(data.removeprefix("data: ")) for _, data in frames]
@@ -31,7 +33,7 @@ def events(*replies: Piece | Generated) -> list[dict[str, Any]]:
 
 def test_a_whole_answer():
     answer = ChatMessage("Yes.", "Hm.", [ToolCall("t1", "look", '{"a": 1}')])
-    told = anthropic_reply.message("msg_1", "m", generated(message=answer))
+    told = anthropic_reply.message("msg_1", "m", 4, generated(message=answer))
     assert told["content"] == [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
         {"type": "text", "text": "Yes."},
@@ -43,7 +45,7 @@ def test_a_whole_answer():
 
 
 def test_an_answer_without_words_has_a_block_all_the_same():
-    told = anthropic_reply.message("msg_1", "m", generated(message=ChatMessage()))
+    told = anthropic_reply.message("msg_1", "m", 4, generated(message=ChatMessage()))
     assert told["content"] == [{"type": "text", "text": ""}]
     assert told["stop_reason"] == "end_turn"
 
@@ -52,12 +54,14 @@ def test_why_an_answer_ended():
     message = ChatMessage("a")
     whys = [
         generated(message=message, finish_reason="length"),
+        generated(message=message, finish_reason="length", usage=replace(USAGE, generated_tokens=3)),
         generated(message=message, stopped_by="END"),
         generated(message=message),
     ]
-    told = [anthropic_reply.message("msg_1", "m", reply) for reply in whys]
+    told = [anthropic_reply.message("msg_1", "m", 4, reply) for reply in whys]
     assert [(each["stop_reason"], each["stop_sequence"]) for each in told] == [
         ("max_tokens", None),
+        ("model_context_window_exceeded", None),
         ("stop_sequence", "END"),
         ("end_turn", None),
     ]
@@ -65,7 +69,7 @@ def test_why_an_answer_ended():
 
 def test_arguments_that_are_no_object_are_told_as_they_are():
     answer = ChatMessage("", "", [ToolCall("t1", "look", '{"a": ')])
-    (block,) = anthropic_reply.message("msg_1", "m", generated(message=answer))["content"]
+    (block,) = anthropic_reply.message("msg_1", "m", 4, generated(message=answer))["content"]
     assert block["input"] == {"INVALID_JSON": '{"a": '}
 
 
