@@ -79,7 +79,7 @@ def _close(forks: Sequence[SessionSteps]) -> Steps[None]:
 
 def _prefill_of(request: Generate) -> Generate:
     """Only computes the prompt."""
-    return msgspec.structs.replace(request, max_tokens=0, sampling=Sampling(), stop=[], logprobs=None)
+    return msgspec.structs.replace(request, max_tokens=0, sampling=Sampling(), stop=[], logprobs=None, format=None)
 
 
 def _request_of(request: Generate, session: str, index: int) -> Generate:

@@ -12,7 +12,7 @@ from djinn_client.protocol import Sampling
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.model.crossing import send
-from djinnd.model.logit_shifts import LogitShifts, is_shifted
+from djinnd.model.logit_shifts import LogitShifts, ShiftTable, is_shifted
 from djinnd.model.noise import gumbel, noise_keys, noise_streams
 from djinnd.model.token_marks import BLANK, Penalties, TokenMarks, penalised
 from djinnd.model.upload import upload
@@ -30,16 +30,18 @@ class Draw:
     """Some rows of a batch with their parameters on the device, uploaded once for as long as the batch keeps its
     composition. Only the operations that one of these rows asks for are run."""
 
-    def __init__(self, members: Sequence[int], requests: Sequence[Request], vocab: int, marks: TokenMarks) -> None:
+    def __init__(
+        self, members: Sequence[int], requests: Sequence[Request], marks: TokenMarks, shifts: ShiftTable
+    ) -> None:
         """`members`: indices of the rows within the batch; `requests`: theirs, in that order."""
         samplings = [request.sampling for request in requests]
-        top_ks = [_ranks_of(sampling, vocab) for sampling in samplings]
+        top_ks = [_ranks_of(sampling, shifts.vocab) for sampling in samplings]
         slots = [marks.slot(request) if _is_penalised(request.sampling) else BLANK for request in requests]
         self.members = members
         self._marks = marks
         self._random = any(sampling.temperature > 0 for sampling in samplings)
         self._nucleus = any(sampling.temperature > 0 and sampling.top_p < 1 for sampling in samplings)
-        self._shifts = LogitShifts(requests, vocab, marks.device)
+        self._shifts = LogitShifts(requests, shifts, marks.device)
         self._marked = [index for index, slot in enumerate(slots) if slot != BLANK]
         self._cut_below_peak = any(_is_cut_below_peak(sampling) for sampling in samplings)
 

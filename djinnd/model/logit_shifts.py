@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,38 +15,73 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.model.upload import upload
 
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float32]
+
 
 def is_shifted(request: Request) -> bool:
     return bool(request.sampling.logit_bias or request.sampling.min_tokens)
 
 
-class _Barred(NamedTuple):
-    """Tokens that a row does not choose while its session is shorter than `until`."""
+class _Entries(NamedTuple):
+    """Of one request: int64 tokens, and the float32 that is added to the logit of each."""
 
-    row: int
-    until: int
-    tokens: list[int]
+    tokens: Numbers
+    values: Numbers
+
+
+class ShiftTable:
+    """What each request adds, as arrays. They are made once a request: a batch's composition may change in every step,
+    and each request may have a thousand entries."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self._biases: dict[Request, _Entries] = {}
+        self._bars: dict[Request, _Entries] = {}
+
+    def __len__(self) -> int:
+        """Requests that have something here."""
+        return len(self._biases.keys() | self._bars.keys())
+
+    def bias(self, request: Request) -> _Entries:
+        if request not in self._biases:
+            bias = request.sampling.logit_bias
+            self._biases[request] = self._entries(bias.keys(), bias.values())
+        return self._biases[request]
+
+    def bar(self, request: Request) -> _Entries:
+        if request not in self._bars:
+            tokens = request.stop_tokens
+            self._bars[request] = self._entries(tokens, [-math.inf] * len(tokens))
+        return self._bars[request]
+
+    def forget(self, request: Request) -> None:
+        """Called when a request ends, whatever it has here."""
+        self._biases.pop(request, None)
+        self._bars.pop(request, None)
+
+    def _entries(self, tokens: Collection[int], values: Collection[float]) -> _Entries:
+        """Without tokens past the head, which checkpoints may name as their end: they have no logit."""
+        ids, numbers = np.array([*tokens], np.int64), np.array([*values], np.float32)
+        return _Entries(ids[ids < self.vocab], numbers[ids < self.vocab])
 
 
 class LogitShifts:
     """Of some rows of a batch, for as long as the batch keeps its composition."""
 
-    def __init__(self, requests: Sequence[Request], vocab: int, device: torch.device) -> None:
+    def __init__(self, requests: Sequence[Request], table: ShiftTable, device: torch.device) -> None:
         """`requests`: the rows', in their order."""
-        self._vocab = vocab
+        self._requests = requests
+        self._table = table
         self._device = device
-        self._biases = self._shift(
-            (row, token, bias)
-            for row, request in enumerate(requests)
-            for token, bias in request.sampling.logit_bias.items()
-        )
+        biased = [row for row, request in enumerate(requests) if request.sampling.logit_bias]
+        self._biases = self._shift(biased, [table.bias(requests[row]) for row in biased])
         self._barred = [
-            _Barred(row, request.prompt_end + request.sampling.min_tokens, sorted(request.stop_tokens))
+            (row, request.prompt_end + request.sampling.min_tokens)
             for row, request in enumerate(requests)
             if request.sampling.min_tokens and request.stop_tokens
         ]
-        self._closed: list[_Barred] = []  # those that hold in the step that ran last
-        self._bars = self._shift(())
+        self._closed: list[int] = []  # rows that may not end yet, in the step that ran last
+        self._bars = self._shift([], [])
 
     def __bool__(self) -> bool:
         return bool(self._barred) or self._biases.places.numel() > 0
@@ -58,16 +95,18 @@ class LogitShifts:
 
     def _follow(self, sessions: Sequence[Session]) -> None:
         """Uploads something only when a row has come to its min_tokens."""
-        closed = [barred for barred in self._barred if len(sessions[barred.row].tokens) < barred.until]
+        closed = [row for row, until in self._barred if len(sessions[row].tokens) < until]
         if closed != self._closed:
             self._closed = closed
-            self._bars = self._shift((barred.row, token, -math.inf) for barred in closed for token in barred.tokens)
+            self._bars = self._shift(closed, [self._table.bar(self._requests[row]) for row in closed])
 
-    def _shift(self, entries: Iterable[tuple[int, int, float]]) -> _Shift:
-        """Of (row, token, value). Tokens past the head, which checkpoints may name as their end, have no logit."""
-        kept = [(row * self._vocab + token, value) for row, token, value in entries if token < self._vocab]
-        places = upload([place for place, _ in kept], torch.int64, self._device)
-        return _Shift(places, upload([value for _, value in kept], torch.float32, self._device))
+    def _shift(self, rows: Sequence[int], entries: Sequence[_Entries]) -> _Shift:
+        places: list[Numbers] = [each.tokens + row * self._table.vocab for row, each in zip(rows, entries, strict=True)]
+        values = [each.values for each in entries]
+        return _Shift(
+            upload(np.concatenate([np.empty(0, np.int64), *places]), torch.int64, self._device),
+            upload(np.concatenate([np.empty(0, np.float32), *values]), torch.float32, self._device),
+        )
 
 
 class _Shift(NamedTuple):

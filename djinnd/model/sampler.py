@@ -28,6 +28,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.model.crossing import Inbox
 from djinnd.model.draw import Draw, is_greedy
+from djinnd.model.logit_shifts import ShiftTable
 from djinnd.model.logprobs import token_logprobs
 from djinnd.model.noise import vocabulary_counters
 from djinnd.model.token_marks import TokenMarks
@@ -69,7 +70,7 @@ class _Plan:
 
 
 class Sampler:
-    """Owns the token marks of the requests with penalties, each until `forget`."""
+    """Owns the token marks of requests with penalties, and what others add to logits, each until `forget`."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         assert 0 < vocab <= GROUP_LOGITS
@@ -77,6 +78,7 @@ class Sampler:
         self._device = device
         self._counters = vocabulary_counters(vocab, device)
         self._marks = TokenMarks(vocab, device)
+        self._shifts = ShiftTable(vocab)
         self._masks = TokenMasks(vocab, device, GROUP_LOGITS)
         self._plan = _Plan()
         self._inbox = Inbox()
@@ -118,6 +120,7 @@ class Sampler:
     def forget(self, request: Request) -> None:
         """The named release: called when a request ends, whatever its sampling."""
         self._marks.forget(request)
+        self._shifts.forget(request)
         if request in self._plan.requests:
             self._plan = _Plan()
 
@@ -128,7 +131,7 @@ class Sampler:
             told = [row for row, request in enumerate(requests) if request.logprobs is not None]
             self._plan = _Plan(
                 requests,
-                tuple(Draw(g, [requests[row] for row in g], self._vocab, self._marks) for g in self._groups(drawn)),
+                tuple(Draw(g, [requests[row] for row in g], self._marks, self._shifts) for g in self._groups(drawn)),
                 tuple(self._told(g, requests) for g in self._groups(told)),
             )
         return self._plan

@@ -1,6 +1,7 @@
 """Which tokens a session holds, and how often the output has them, on the device for requests that use penalties.
 
-    marks   int32 [slots, vocab]     SEEN where the prompt has the token, and GENERATED for each time in the output
+    marks   int16 [slots, vocab]     SEEN where the prompt has the token, and GENERATED for each time in the output, of
+                                     which 16,000 are counted
 
 Slot 0 stays blank and stands for every request without penalties. A request owns its slot from the first `follow` that
 names its session until `forget`.
@@ -8,6 +9,7 @@ names its session until `forget`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from djinnd.model.upload import upload
 SEEN = 1
 GENERATED = 2
 BLANK = 0  # the slot
+_MOST = 16_000 * GENERATED + SEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class TokenMarks:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.device = device
         self._vocab = vocab
-        self._marks = torch.zeros(1, vocab, dtype=torch.int32, device=device)
+        self._marks = torch.zeros(1, vocab, dtype=torch.int16, device=device)
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
 
@@ -83,11 +86,14 @@ class TokenMarks:
         if prompt:  # before the output is counted, which this would overwrite
             marks.index_fill_(0, upload(prompt, torch.int64, self.device), SEEN)
         if output:
-            places = upload(output, torch.int64, self.device)
-            marks.index_add_(0, places, torch.full_like(places, GENERATED, dtype=marks.dtype))
+            counts = Counter(output)
+            places = upload([*counts], torch.int64, self.device)
+            times = upload([*counts.values()], torch.int32, self.device)
+            counted = marks.index_select(0, places).int().add_(times, alpha=GENERATED).clamp_(max=_MOST)
+            marks.index_copy_(0, places, counted.short())
 
     def rows(self, slots: Tensor) -> Tensor:
-        """int32 [rows, vocab], a copy, for int64 slots [rows]."""
+        """int16 [rows, vocab], a copy, for int64 slots [rows]."""
         return self._marks.index_select(0, slots)
 
     def _grow(self) -> None:
@@ -98,7 +104,7 @@ class TokenMarks:
 
 
 def penalised(logits: Tensor, marks: Tensor, penalties: Penalties) -> Tensor:
-    """Logits with the penalties; float32 [rows, vocab] and int32 [rows, vocab].
+    """Logits with the penalties; float32 [rows, vocab] and int16 [rows, vocab].
 
     Repetition as in CTRL (Keskar et al. 2019): for tokens in prompt or output, positive logits are divided by the
     penalty and negative ones multiplied. Then frequency is subtracted for each time that the output has the token, and

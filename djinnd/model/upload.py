@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(
+    values: Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Queued on the current stream, from pinned memory where there is a bus: torch's host allocator keeps that memory
     until the copy is done."""
     pinned = device.type == "cuda"

@@ -83,6 +83,9 @@ class Formats:
     def _expect_possible(self, text: ModelText, request: Generate) -> None:
         if text.lacking:
             raise NoTokenizer(f"{text.name} has no text that a format could be about, as {text.lacking}")
+        if request.sampling.min_tokens:
+            told = "an output with a format ends where the format is complete: leave min_tokens out"
+            raise InvalidRequest(told, field="min_tokens")
         size, limit = _size(request), self._texts.limits.grammar_bytes
         if size > limit:
             told = f"format and tools have {size:,} bytes: at most {limit:,} (limits.grammar_bytes)"

@@ -166,3 +166,13 @@ def test_a_tool_call_is_forced_and_read(open_session: Callable[[], Session], cho
             session.chat("Rain?", tool_choice="required")
         with pytest.raises(InvalidRequest, match="function:nothing"):
             session.chat("Rain?", tools=[TOOL], tool_choice="function:nothing")
+
+
+def test_several_outputs_of_one_prompt_have_the_format(open_session: Callable[[], Session]) -> None:
+    with open_session() as s:
+        reply = s.generate("Year: ", n=3, regex="[0-9]{4}", temperature=1.0, seed=3, logit_bias={40: -5.0})
+        assert all(re.fullmatch("[0-9]{4}", choice.text) for choice in reply.choices)
+        calls = s.chat("And the weather?", n=2, tools=[TOOL], tool_choice="required", max_tokens=200)
+        assert [choice.message.tool_calls[0].name for choice in calls.choices if choice.message] == ["weather"] * 2
+        with pytest.raises(InvalidRequest, match="leave min_tokens out"):
+            s.generate("Year: ", regex="[0-9]{4}", min_tokens=2)

@@ -265,8 +265,9 @@ def test_parameters_are_uploaded_once_for_a_composition():
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
     first, *rest = uploads
-    # Positions, and the new tokens of the sessions with penalties; and once, that one has come to its min_tokens.
-    assert rest == [2, 4, 2]
+    # Positions, and the new tokens of the sessions with penalties and how many; and once, that one has come to its
+    # min_tokens.
+    assert rest == [3, 5, 3]
     assert first > 10
 
 
@@ -334,12 +335,12 @@ def test_a_request_that_an_earlier_engine_had_begun_counts_what_it_had_generated
 def test_forgotten_requests_leave_nothing():
     sampler, sessions = new_sampler(128), mixed()
     sampler.sample(random_logits(len(MIXED), 128), sessions)
-    assert len(sampler._marks) == 4
+    assert (len(sampler._marks), len(sampler._shifts)) == (4, 2)
     for session in sessions:
         assert session.request is not None
         sampler.forget(session.request)
         sampler.forget(session.request)
-    assert len(sampler._marks) == 0
+    assert len(sampler._marks) == len(sampler._shifts) == 0
 
 
 def test_a_request_forgotten_and_named_again_is_marked_anew():

@@ -44,6 +44,13 @@ def test_only_what_has_come_is_marked():
     assert followed(marks, session) == {1: BOTH, 4: 2 * GENERATED}
 
 
+def test_counts_do_not_run_over() -> None:
+    marks, session = new_marks(), wanting(Sampling(), [1], [1] * 40_000)
+    assert followed(marks, session) == {1: 32_001}
+    session.tokens += [1, 1]
+    assert followed(marks, session) == {1: 32_001}
+
+
 def test_tokens_past_the_head_are_left_out():
     assert followed(new_marks(), wanting(Sampling(), [1, VOCAB, VOCAB + 5])) == {1: SEEN}
 
@@ -84,7 +91,7 @@ def test_truncation_under_a_request_is_our_fault_unless_forgotten():
 
 def test_penalties():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, -torch.inf]])
-    marks = torch.tensor([[SEEN, SEEN, BOTH, 3 * GENERATED, 0, SEEN]], dtype=torch.int32)
+    marks = torch.tensor([[SEEN, SEEN, BOTH, 3 * GENERATED, 0, SEEN]], dtype=torch.int16)
     repetition, presence, frequency = torch.tensor([[4.0]]), torch.tensor([[0.5]]), torch.tensor([[0.25]])
     result = penalised(logits, marks, Penalties(repetition, presence))
     assert result.tolist() == [[0.5, -8.0, 0.0, -8.5, 2.0, -torch.inf]]
@@ -94,6 +101,6 @@ def test_penalties():
 
 def test_penalties_that_are_off_change_no_bit():
     logits = torch.tensor([[0.1, -0.0, 0.0, -3.3, 1e-40, -torch.inf]])
-    marks = torch.full(logits.shape, BOTH, dtype=torch.int32)
+    marks = torch.full(logits.shape, BOTH, dtype=torch.int16)
     result = penalised(logits, marks, Penalties(torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)))
     assert torch.equal(result.view(torch.int32), logits.view(torch.int32))
