@@ -20,6 +20,7 @@ from tokenizers import Encoding, Tokenizer, models
 
 from djinn_client.errors import InvalidRequest
 from djinnd.text.chat.control import Span
+from djinnd.text.segments import Segments
 
 
 class TextRules(NamedTuple):
@@ -46,6 +47,7 @@ class Encoder:
         self._others: dict[tuple[bool, bool], Tokenizer] = {}  # by parse_special and whether the prefix is put
         self._added = frozenset(added)
         self._without_added: Tokenizer | None = None
+        self._segments: Segments | None = None  # None: chats are not remembered
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
         """The interpreter's lock is released meanwhile. Raises InvalidRequest for a control string that cannot stay
@@ -75,11 +77,19 @@ class Encoder:
         ids: list[int] = tokenizer.post_process(encoded, add_special_tokens=rules.starts).ids
         return ids
 
+    def remember(self) -> None:
+        """The texts of chats, so that they are not tokenised again."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if self._plain is None and not any(token.single_word for token in added):
+            self._segments = Segments(self._tokenizer)
+
     def encode_spans(self, spans: Sequence[Span]) -> list[int]:
         """Of a rendered chat, which has its own special tokens. Raises InvalidRequest as `encode`."""
         ids: list[int] = []
         for index, span in enumerate(spans):
-            if span.is_control:
+            if span.is_control and self._segments is not None:
+                ids += self._segments.encode(span.text)
+            elif span.is_control:
                 ids += self.encode(span.text, TextRules(starts=False, prefix_space=index == 0))
             else:
                 ids += self._encode_control_as_text(span.text)

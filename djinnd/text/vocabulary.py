@@ -114,6 +114,11 @@ class Vocabulary:
         token = self._tokenizer.token_to_id(self.named.eos) if self.named.eos else None
         return self.eos if token is None else self.eos | {token}
 
+    def remember_chats(self) -> None:
+        """For a process that serves one principal: see segments.py."""
+        if self._encoder is not None:
+            self._encoder.remember()
+
     def encode_chat(self, chat: ChatInput) -> ChatPrompt:
         """Where there is text. Raises InvalidRequest: where there is no template, for what is no conversation, and what
         the template says."""

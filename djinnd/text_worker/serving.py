@@ -91,6 +91,7 @@ class Serving:
             case Open():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
                     vocabulary = Vocabulary.read(message.name, files, message.most, message.template)
+                vocabulary.remember_chats()
                 self._vocabularies[message.model] = vocabulary
                 return opened(vocabulary)
             case Encode() | EncodeChat():

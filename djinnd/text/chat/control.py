@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from djinnd.text.strings import any_of
+
 PARTS, EDGE = "\ufdd0", "\ufdd1"
 _ESCAPED_PARTS, _ESCAPED_EDGE = (f"\\u{ord(mark):x}" for mark in (PARTS, EDGE))  # by tojson(ensure_ascii=True)
 
@@ -36,10 +38,10 @@ class ControlStrings:
         parted = {each for each in special if len(each) > 1}
         edged = {each for each in (*special, *added) if each.strip()} - parted
         self._parted = frozenset(parted)
-        self._any = re.compile(_any_of(parted | edged))
-        edge, escaped = f"(?:{EDGE}|{re.escape(_ESCAPED_EDGE)})", _any_of(_ESCAPED_PARTS.join(each) for each in parted)
+        self._any = re.compile(any_of(parted | edged))
+        edge, escaped = f"(?:{EDGE}|{re.escape(_ESCAPED_EDGE)})", any_of(_ESCAPED_PARTS.join(each) for each in parted)
         self._marked = re.compile(
-            f"{edge}({_any_of(edged)}){edge}|(.(?:{PARTS}.)+|{escaped})|[{PARTS}{EDGE}]", re.DOTALL
+            f"{edge}({any_of(edged)}){edge}|(.(?:{PARTS}.)+|{escaped})|[{PARTS}{EDGE}]", re.DOTALL
         )
 
     def mark(self, value: Any) -> Any:
@@ -77,29 +79,3 @@ class ControlStrings:
     def _mark(self, found: re.Match[str]) -> str:
         text = found[0]
         return PARTS.join(text) if text in self._parted else f"{EDGE}{text}{EDGE}"
-
-
-_NOTHING = "(?!)"
-
-
-def _any_of(strings: Iterable[str]) -> str:
-    """An expression for the longest of them at a place. Shared beginnings are looked at once: tokenizers have
-    thousands of control strings that begin alike."""
-    ends: dict[str, dict[str, Any]] = {}
-    for string in strings:
-        node = ends
-        for character in string:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return _branch(ends) if ends else _NOTHING
-
-
-def _branch(node: dict[str, Any]) -> str:
-    run = ""
-    while len(node) == 1 and "" not in node:
-        ((character, node),) = node.items()
-        run += re.escape(character)
-    branches = [re.escape(each) + _branch(rest) for each, rest in node.items() if each]
-    if not branches:
-        return run
-    return f"{run}(?:{'|'.join(branches)}){'?' if '' in node else ''}"

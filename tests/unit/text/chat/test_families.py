@@ -64,14 +64,17 @@ def tokenizer_of(family: str, kind: str) -> Tokenizer:
 
 
 @cache
-def vocabulary_of(family: str, kind: str) -> Vocabulary:
+def vocabulary_of(family: str, kind: str, remembers: bool = False) -> Vocabulary:
     told = FAMILIES[family]
     tokenizer = tokenizer_of(family, kind)
     variables = special_variables({"bos_token": told.bos or None, "eos_token": {"content": told.eos}})
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special)
     tokens = AddedTokens(special, frozenset(token.content for token in added) - special)
-    return Vocabulary(tokenizer, frozenset(), chats=ChatTemplates({"default": told.template}, variables, tokens))
+    made = Vocabulary(tokenizer, frozenset(), chats=ChatTemplates({"default": told.template}, variables, tokens))
+    if remembers:
+        made.remember_chats()
+    return made
 
 
 @cache
@@ -127,8 +130,9 @@ def test_tokens_are_transformers_own(family: str, kind: str, chat: str, tools: b
     offered = [WEATHER] if tools else None
     if family == "DeepSeek":  # its template wants the arguments of calls as text
         theirs = json.loads(chat_input(messages).messages)
-    tokens = vocabulary_of(family, kind).encode_chat(chat_input(messages, offered)).tokens
-    assert tokens == expected(family, kind, theirs, offered)
+    for remembers in (False, True):
+        tokens = vocabulary_of(family, kind, remembers).encode_chat(chat_input(messages, offered)).tokens
+        assert tokens == expected(family, kind, theirs, offered)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
