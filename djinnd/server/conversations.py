@@ -118,11 +118,11 @@ class Conversations(Generic[S]):
         return Choice(_longest(alike, prompt), Kept("", len(prompt), found[end]))
 
     def add(self, session: S) -> None:
-        """One whose `kept` is set. Its key is not taken."""
+        """One whose `kept` is set. The first one with a key is found by it."""
         assert session.kept is not None
         self._of.setdefault(session.user, {})[session.id] = session
         if session.kept.key:
-            assert self._keyed.setdefault((session.user, session.model, session.kept.key), session) is session
+            self._keyed.setdefault((session.user, session.model, session.kept.key), session)
 
     def remove(self, session: S) -> None:
         """Does nothing where it is not here."""
@@ -131,8 +131,9 @@ class Conversations(Generic[S]):
             return
         if not own:
             del self._of[session.user]
-        if session.kept.key:
-            del self._keyed[session.user, session.model, session.kept.key]
+        name = session.user, session.model, session.kept.key
+        if self._keyed.get(name) is session:
+            del self._keyed[name]
 
     def give_way(self, user: int) -> S | None:
         """The user's session that has been idle longest."""

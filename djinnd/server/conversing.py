@@ -73,17 +73,17 @@ class Conversing:
         at = self._at_record(call, conversation) if conversation.after else None
         chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt, at)
         session = chosen or self._open(call, conversation, model)
-        with session.in_use(call):
-            try:
+        try:
+            with session.in_use(call):
                 sessions.keep(session, kept)
                 self._reclassify(call, session, conversation)
                 common = common_prefix(session.tokens, prompt)
                 self._expect_fit(session, model, common)
                 yield Taken(session, 0 if is_scored else common)
-            except BaseException:
-                if not session.tokens:
-                    sessions.close(session)
-                raise
+        finally:
+            has_ended = model.share is not None and model.share.ended
+            if has_ended or not session.tokens:
+                sessions.close(session)
 
     def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
         """The call has ended: its reply says which session it was, and counts all tokens of the prompt."""

@@ -87,8 +87,9 @@ class ModelRequests:
         model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
         sessions = self._sessions.of_model(model.name)
-        if sessions and not request.force:
-            raise InvalidRequest(f"{len(sessions)} sessions use {model.name}: close them, or unload it with force")
+        used = sum(session.kept is None or session.call is not None for session in sessions)
+        if used and not request.force:
+            raise InvalidRequest(f"{used} sessions use {model.name}: close them, or unload it with force")
         for session in sessions:
             self._sessions.close(session)
         if model.share is not None:

@@ -317,6 +317,12 @@ class SessionTable:
                 return
             self.close(longest_idle)
 
+    def close_kept(self, model: str) -> None:
+        """Those that are idle: nobody but the daemon wants them."""
+        for session in self.of_model(model):
+            if session.kept is not None and session.call is None:
+                self.close(session)
+
     def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
         """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)

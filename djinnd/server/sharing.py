@@ -202,6 +202,7 @@ class Sharing:
 
     def _end(self, share: Share) -> None:
         share.ended = True
+        self._sessions.close_kept(share.model)
         if share.grace is not None:
             share.grace.cancel()
         self._retire(share)

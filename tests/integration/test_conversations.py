@@ -55,29 +55,47 @@ def turn(number: int, size: int = 12) -> list[int]:
     return [(number * 31 + place * 7) % 200 + 1 for place in range(size)]
 
 
-@pytest.mark.parametrize("key", ["", "chat-1"])
-def test_ten_turns_compute_what_is_new_and_go_on_after_a_restart(talkative: Daemon, key: str) -> None:
-    program, sessions = Program(talkative.address), set()
+def test_ten_turns_compute_what_is_new_and_go_on_after_a_restart(talkative: Daemon) -> None:
+    """Of two conversations in turn, one with a key and one without."""
+    programs = {key: Program(talkative.address) for key in ("", "chat-1")}
+    replies: dict[str, list[Generated]] = {key: [] for key in programs}
     for number in range(10):
         if number == 5:
-            program.close()
-            with talkative.client() as client:
-                restart(client, warm=True)  # the pages stay on the host
-            program.connection = Program(talkative.address).connection
-        new = turn(number + 100 * len(key), size=80)
-        reply = program.say(new, key=key)
-        sessions.add(reply.session)
-        assert reply.usage.prompt_tokens == len(program.transcript) - len(reply.token_ids)
-        page = page_size(talkative) if number == 5 else 0  # a restart keeps full pages
-        assert reply.usage.computed_tokens <= len(new) + 1 + page
-        assert reply.usage.cached_tokens == reply.usage.prompt_tokens - reply.usage.computed_tokens
-    assert len(sessions) == 1
-    with djinn.attach(sessions.pop(), address=talkative.address) as kept:
-        assert kept.token_ids == program.transcript
+            restart_under(talkative, *programs.values())
+        for key, program in programs.items():
+            new = turn(number + 100 * len(key), size=80)
+            reply = program.say(new, key=key)
+            replies[key].append(reply)
+            assert reply.usage.prompt_tokens == len(program.transcript) - len(reply.token_ids)
+            page = page_size(talkative) if number == 5 else 0  # full pages stay on the host
+            assert reply.usage.computed_tokens <= len(new) + 1 + page
+            assert reply.usage.cached_tokens == reply.usage.prompt_tokens - reply.usage.computed_tokens
+    for key, program in programs.items():
+        assert len({reply.session for reply in replies[key]}) == 1
+        with djinn.attach(replies[key][0].session, address=talkative.address) as kept:
+            assert kept.token_ids == program.transcript
+        last = replies[key][-1].token_ids
         with djinn.Session(MODEL, address=talkative.address) as whole:
-            last = program.transcript[: -len(reply.token_ids)]
-            assert whole.generate(last, max_tokens=8, ignore_eos=True, temperature=0).token_ids == reply.token_ids
-    program.close()
+            told = whole.generate(program.transcript[: -len(last)], max_tokens=8, ignore_eos=True, temperature=0)
+            assert told.token_ids == last
+        program.close()
+
+
+def test_kept_sessions_do_not_keep_a_model(talkative: Daemon, program: Program) -> None:
+    program.say(turn(8))
+    with talkative.client() as client:
+        client.unload(MODEL)
+        assert [info for info in client.sessions() if info.state == "kept"] == []
+    assert program.say(turn(8)).usage.cached_tokens == 0
+
+
+def restart_under(daemon: Daemon, *programs: Program) -> None:
+    for program in programs:
+        program.close()
+    with daemon.client() as client:
+        restart(client, warm=True)
+    for program in programs:
+        program.connection = Program(daemon.address).connection
 
 
 def vectors_of(reply: Embedded) -> np.ndarray:
@@ -118,10 +136,7 @@ def test_a_record_is_gone_on_from_wherever_its_session_is(talkative: Daemon, pro
     assert branch.session != first.session
     assert branch.token_ids == program.generate([*point, *other], key="to compare").token_ids
     djinn.close(onward.session, address=talkative.address)
-    program.close()
-    with talkative.client() as client:
-        restart(client, warm=False)
-    program.connection = Program(talkative.address).connection
+    restart_under(talkative, program)
     record = program.ask(build(GetRecord, record="resp_1"), Record)
     assert (record.body, record.session, record.length, record.model) == (b"mine", first.session, len(point), MODEL)
     assert program.generate(new, after="resp_1").token_ids == onward.token_ids
