@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -16,4 +17,9 @@ def upload(
     """Queued on the current stream, from pinned memory where there is a bus: torch's host allocator keeps that memory
     until the copy is done."""
     pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+    if isinstance(values, np.ndarray):  # of which torch makes no pinned tensor by itself
+        host = torch.empty(values.shape, dtype=dtype, pin_memory=pinned)
+        host.numpy()[...] = values
+    else:
+        host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    return host.to(device, non_blocking=pinned)
