@@ -165,8 +165,9 @@ class TextWorker(ConfinedProcess):
         if cpu >= self._seconds or wall >= self._seconds * WALL:
             self._kill(
                 TextFailed(
-                    f"the model's tokenizer took {cpu:.1f} s of CPU time, {wall:.1f} s by the clock, for one job: at "
-                    f"most {self._seconds:g} s (limits.text_seconds), and {WALL} times that by the clock",
+                    f"the model's tokenizer or chat template took {cpu:.1f} s of CPU time, {wall:.1f} s by the clock, "
+                    f"for one job: at most {self._seconds:g} s (limits.text_seconds), and {WALL} times that by the "
+                    "clock",
                     limit=self._seconds,
                 )
             )
