@@ -107,6 +107,7 @@ class Pool:
     def __init__(self, address: str, token: str) -> None:
         self.requests = 0
         self.name = ""  # of the principal, as the daemon says
+        self.is_admin = False
         self._address = address
         self._token = token
         self._idle: list[Connection] = []
@@ -147,6 +148,7 @@ class Pool:
     async def _connect(self) -> Connection:
         connection = await run(connect(self._address, token=self._token))
         self.name = connection.welcome.name or str(connection.welcome.user)
+        self.is_admin = connection.welcome.admin
         return connection
 
 

@@ -10,14 +10,16 @@ from djinnd.gateway import auth
 from djinnd.gateway.daemon import Daemon, Pool
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.http_request import HttpRequest
+from djinnd.gateway.metrics import Metrics
 from djinnd.gateway.peer_user import is_own
 
 _SOON = 1.0  # seconds, after which a refused client may try again
 
 
 class Doors:
-    def __init__(self, http: Http, daemon: Daemon) -> None:
+    def __init__(self, http: Http, daemon: Daemon, metrics: Metrics) -> None:
         self.http = http
+        self.metrics = metrics
         self._daemon = daemon
         self._requests = 0  # that are being answered
 
@@ -28,14 +30,17 @@ class Doors:
         if self._requests >= self.http.requests:
             raise HttpError(429, f"this gateway answers {self._requests:,} requests, its limit", retry_s=_SOON)
         self._requests += 1
+        self.metrics.running.set(self._requests)
         try:
             pool = await self._daemon.pool(token)
             with _Place(pool, self.http.requests_per_token):
                 request.pool = pool
                 request.principal = pool.name
+                request.metrics = self.metrics
                 yield
         finally:
             self._requests -= 1
+            self.metrics.running.set(self._requests)
 
     def _token(self, request: HttpRequest) -> str:
         """ "" for a request that needs none. Raises HttpError."""

@@ -35,7 +35,8 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = HttpRequest(scope)
-        sending = Sending(send, lambda: _headers(request), self._doors.http.ping_seconds)
+        first = lambda: self._doors.metrics.began_stream(time.monotonic() - request.began)  # noqa: E731
+        sending = Sending(send, lambda: _headers(request), self._doors.http.ping_seconds, first)
         status = 499
         try:
             async with self._doors.admitted(request, self._route.public):
@@ -68,6 +69,9 @@ class Endpoint:
         return problem.status
 
     def _log(self, request: HttpRequest, status: int) -> None:
+        seconds = time.monotonic() - request.began
+        tokens = (request.prompt_tokens, request.generated_tokens)
+        self._doors.metrics.ended(self._route.path, status, seconds, *tokens)
         log.info(
             "http_request id=%s principal=%s method=%s path=%s status=%d seconds=%.3f prompt=%d generated=%d",
             request.id,
@@ -75,9 +79,8 @@ class Endpoint:
             request.method,
             self._route.path,
             status,
-            time.monotonic() - request.began,
-            request.prompt_tokens,
-            request.generated_tokens,
+            seconds,
+            *tokens,
         )
 
 

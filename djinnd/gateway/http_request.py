@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, QueryParams
 
 from djinnd.gateway.daemon import Link, Pool
 from djinnd.gateway.errors import ClientGone, HttpError, Problem
+from djinnd.gateway.metrics import Metrics
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -24,9 +25,10 @@ ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it
 
 
 class HttpRequest:
-    """`pool` has the connections of the request's principal; set by the endpoint before a handler runs."""
+    """`pool` has the connections of the request's principal; it and `metrics` are set before a handler runs."""
 
     pool: Pool
+    metrics: Metrics
 
     def __init__(self, scope: Any) -> None:
         self.scope = scope

@@ -7,6 +7,7 @@ from djinn_client.version import __version__
 from djinnd.gateway.api import OPENAI, Route
 from djinnd.gateway.errors import HttpError
 from djinnd.gateway.http_request import HttpRequest
+from djinnd.gateway.metrics import CONTENT_TYPE
 from djinnd.gateway.replies import Whole, json
 
 
@@ -23,7 +24,15 @@ async def version(request: HttpRequest) -> Whole:
     return json({"version": __version__})
 
 
+async def metrics(request: HttpRequest) -> Whole:
+    """For administrators, as the daemon's part names its users. Raises HttpError."""
+    if not request.pool.is_admin:
+        raise HttpError(403, "metrics are for administrators: docs/http.md")
+    return Whole(await request.metrics.text(), content_type=CONTENT_TYPE)
+
+
 ROUTES = [
+    Route(OPENAI, "GET", "/metrics", metrics),
     Route(OPENAI, "GET", "/health", health, public=True),
     Route(OPENAI, "GET", "/version", version, public=True),
 ]

@@ -20,6 +20,7 @@ from djinnd.gateway.connections import bounded
 from djinnd.gateway.daemon import Daemon
 from djinnd.gateway.doors import Doors
 from djinnd.gateway.listening import BACKLOG, StartError, listeners, load_certificate, tls
+from djinnd.gateway.metrics import Metrics
 
 log = logging.getLogger("djinnd.gateway")
 
@@ -37,7 +38,7 @@ class Server(uvicorn.Server):
         self._daemon = Daemon(config.socket)
         super().__init__(
             uvicorn.Config(
-                application(Doors(config.http, self._daemon)),
+                application(Doors(config.http, self._daemon, Metrics(config.metrics))),
                 http=self._connection,
                 ws="none",
                 lifespan="off",

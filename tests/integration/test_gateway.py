@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from djinn_client import Session
 from tests.support.daemon import Daemon, wait_for
@@ -121,6 +122,18 @@ def test_health_and_version(gateway):
     assert gateway.get("/health").json == {"status": "ok"}
     assert gateway.ask("HEAD", "/health").content == b""
     assert gateway.get("/version").json["version"]
+
+
+def test_metrics_are_for_administrators(gateway, daemon):
+    gateway.post("/v1/completions", GREEDY | {"prompt": "a", "max_tokens": 3, "stream": True})
+    text = gateway.get("/metrics").content.decode()
+    counted = {family.name: family for family in text_string_to_metric_families(text)}
+    assert counted["vllm:generation_tokens"].samples[0].value >= 3
+    assert counted["vllm:time_to_first_token_seconds"].samples[-2].value >= 1
+    with daemon.client() as client:
+        token = client.add_token("scraper").token
+        assert gateway.get("/metrics", {"x-api-key": token}).status == 403
+        client.revoke_token("scraper")
 
 
 def test_a_request_id_is_kept_or_made(gateway):
