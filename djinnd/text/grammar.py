@@ -69,8 +69,11 @@ def _with_options(schema: str, strict: bool) -> str:
 
 def open_tokenizer(content: str, eos: list[int]) -> LLTokenizer:
     """Of a tokenizer.json. `eos`: the tokens that end an output; those that the tokenizer lacks do not count. It takes
-    a second for 100,000 tokens. Raises ValueError."""
-    tokenizer = LLTokenizer(content)
+    a second for 150,000 tokens. Raises ValueError."""
+    try:
+        return LLTokenizer(content, eos_token=eos or None)
+    except ValueError:  # one is out of range, if nothing else is wrong
+        tokenizer = LLTokenizer(content)
     known = [token for token in eos if token < tokenizer.vocab_size]
     return LLTokenizer(content, eos_token=known) if known else tokenizer
 
