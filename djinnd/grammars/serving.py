@@ -46,6 +46,8 @@ class Serving:
         self._channel = channel
         self._executor = LLExecutor(threads)
         self._words = -(-tokenizer.vocab_size // WORD)
+        lacked = self._words - vocab // WORD if tokenizer.vocab_size > vocab else 0
+        self._most_end_words = len(tokenizer.eos_tokens) + lacked  # a mask with tokens in more words has another one
         self._goes_on = _bits(set(range(min(tokenizer.vocab_size, vocab))) - {*tokenizer.eos_tokens}, self._words)
         self._runs: dict[int, Run] = {}
         self._compiling = ThreadPoolExecutor(1, "djinn-compile")
@@ -94,7 +96,8 @@ class Serving:
     def _look(self, runs: Sequence[Run]) -> list[State]:
         """Brings each run's mask into its slot, behind the tokens that must come."""
         table = self._computed(runs)
-        single: list[int] = np.flatnonzero(np.bitwise_count(table).sum(axis=1) == 1).tolist()
+        words: list[int] = (table != 0).sum(axis=1).tolist()  # that hold a token
+        single = [index for index, count in enumerate(words) if count == 1]
         forced = {index: tokens for index in single if (tokens := _forced(_matcher(runs[index])))}
         if forced:
             table[[*forced]] = self._computed([runs[index] for index in forced])
@@ -102,8 +105,13 @@ class Serving:
         slots = [run.slot for run in runs]
         self._masks[slots, :width] = table[:, :width]
         self._masks[slots, width:] = 0
-        goes_on = [bool(row.any()) for row in table & self._goes_on]
-        return [self._state(run, forced.get(index, []), goes_on[index]) for index, run in enumerate(runs)]
+        return [
+            self._state(run, forced.get(index, []), self._may_go_on(table[index])) for index, run in enumerate(runs)
+        ]
+
+    def _may_go_on(self, mask: Masks) -> bool:
+        """With a token of the model's that is no end token."""
+        return bool((mask & self._goes_on).any())
 
     def _state(self, run: Run, forced: list[int], goes_on: bool) -> State:
         matcher = _matcher(run)

@@ -37,18 +37,18 @@ class TokenMasks:
         self._vocab = vocab
         self._device = device
         self._group = max(1, group_logits // vocab)
-        self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        self._weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._words = self._staging.numpy().view(np.uint32)
         self._bits = torch.empty(0, dtype=torch.uint8, device=device)
 
     def apply(self, logits: Tensor, masks: RowMasks) -> None:
         """logits: [rows, vocab], changed in place."""
-        barred = self._send(masks)
+        allowed = self._send(masks)
         places = None if len(masks.rows) == len(logits) else upload(masks.rows, torch.int64, self._device)
         for first in range(0, len(masks.rows), self._group):
             some = slice(first, first + self._group)
-            blocked = self._unpacked(barred[some])
+            blocked = self._blocked(allowed[some])
             if places is None:
                 logits[some].masked_fill_(blocked, -math.inf)
             else:
@@ -56,24 +56,23 @@ class TokenMasks:
                 logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(blocked, -math.inf))
 
     def _send(self, masks: RowMasks) -> Tensor:
-        """uint8 [rows, bytes], on the device: a bit for each token that may not come."""
+        """uint8 [rows, bytes], on the device."""
         shape = len(masks.rows), len(masks.words[0])
         nbytes = WORD_BYTES * shape[0] * shape[1]
         self._reserve(nbytes)
-        words = self._words[: shape[0] * shape[1]].reshape(shape)
-        np.invert(np.stack(masks.words, out=words), out=words)
+        np.stack(masks.words, out=self._words[: shape[0] * shape[1]].reshape(shape))
         if self._device.type == "cpu":
             return self._staging[:nbytes].view(shape[0], -1)
         send(self._bits[:nbytes], self._staging[:nbytes])
         return self._bits[:nbytes].view(shape[0], -1)
 
-    def _unpacked(self, barred: Tensor) -> Tensor:
-        """bool [rows, vocab]."""
+    def _blocked(self, allowed: Tensor) -> Tensor:
+        """bool [rows, vocab]: tokens that may not come."""
         if self._device.type == "cpu":  # which has an instruction for that
-            bits = torch.from_numpy(np.unpackbits(barred.numpy(), axis=1, count=self._vocab, bitorder="little"))
-            return bits.view(torch.bool)
-        bits = barred[:, :, None].bitwise_right_shift(self._shifts).bitwise_and_(1)
-        return bits.view(len(barred), -1)[:, : self._vocab].bool()
+            bits = np.unpackbits(allowed.numpy(), axis=1, count=self._vocab, bitorder="little")
+            return torch.from_numpy(bits) == 0
+        bits_of_byte = allowed[:, :, None].bitwise_and(self._weights)
+        return (bits_of_byte == 0).view(len(allowed), -1)[:, : self._vocab]
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > len(self._staging):
