@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from typing import Any
 
 import pytest
 
 import djinn_client
+from djinn_client.options import build
+from djinn_client.protocol import KeepRecord, RecordKept
 from djinnctl.restart import restart
 from tests.support.chat_families import TOOLS
+from tests.support.conversing import Program
 
 openai = pytest.importorskip("openai")
 
@@ -119,6 +123,23 @@ def test_functions_are_called_and_answered(client):
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert arguments == done.arguments == call.arguments
+
+
+def test_an_output_follows_its_schema(client):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
+    made = client.responses.create(input=ASK, text={"format": form}, **GREEDY)
+    assert re.match(r'\s*\{\s*"a"', made.output_text), made.output_text
+    assert made.text.format.type == "json_schema"
+
+
+def test_what_is_no_response_is_not_found(gateway, client):
+    """Records of programs that speak to the daemon itself."""
+    with Program(gateway.daemon) as program:
+        for number, body in enumerate((b"", b"\xff", b"[]", b'{"response": 5}', b"[" * 100_000)):
+            program.ask(build(KeepRecord, model=MODEL, record=f"resp_{number}", body=body), RecordKept)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(f"resp_{number}")
 
 
 def test_a_conversation_is_named_once_and_goes_on(client):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from djinn_client.connection import Answer, Connection, connect
 from djinn_client.options import build
@@ -19,6 +19,12 @@ class Program:
     def __init__(self, address: str) -> None:
         self.connection: Connection = run(connect(address))
         self.transcript: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.connection.close()
