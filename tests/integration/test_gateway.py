@@ -29,6 +29,9 @@ GREEDY = {"model": MODEL, "temperature": 0}
 def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with Gateway(tmp_path_factory.mktemp("gateway"), daemon.address) as running:
         yield running
+    with daemon.client() as client:  # conversations stay, and the daemon serves other tests, too
+        for kept in client.sessions():
+            client.close_session(kept.id)
 
 
 @pytest.fixture(scope="module")
