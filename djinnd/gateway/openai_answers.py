@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from djinn_client.chat import ChatMessage, ToolCallDelta
 from djinn_client.protocol import Generated, Piece
@@ -61,7 +62,16 @@ def deltas_of(reply: Piece | Generated) -> Iterator[Delta]:
     if reply.text:
         yield Delta(content=reply.text)
     if reply.delta is not None and reply.delta.tool_calls:
-        yield Delta(tool_calls=[_call_delta(call) for call in reply.delta.tool_calls])
+        yield Delta(tool_calls=[_call_delta(call) for call in _joined(reply.delta.tool_calls)])
+
+
+def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """One part for each call: OpenAI's client takes two parts in the first chunk of a call for two calls."""
+    joined: dict[int, ToolCallDelta] = {}
+    for call in calls:
+        before = joined.get(call.index)
+        joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
+    return list(joined.values())
 
 
 def _call_delta(call: ToolCallDelta) -> CallDelta:

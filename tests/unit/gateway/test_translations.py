@@ -131,18 +131,17 @@ def test_an_answer_in_openai_s_shape():
 
 
 def test_the_first_delta_of_a_call_alone_has_its_name():
-    calls = [ToolCallDelta(0, "c1", "f", ""), ToolCallDelta(0, arguments="{}")]
-    piece = Piece(id=1, text="t", delta=ChatDelta("r", calls))
-    assert [msgspec.to_builtins(delta) for delta in deltas_of(piece)] == [
+    parts = [ToolCallDelta(0, "c1", "f", ""), ToolCallDelta(0, arguments="{")]
+    first = Piece(id=1, text="t", delta=ChatDelta("r", parts))
+    second = Piece(id=1, text="", delta=ChatDelta("", [ToolCallDelta(0, arguments="}")]))
+    begun = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    assert [msgspec.to_builtins(delta) for delta in deltas_of(first)] == [
         {"reasoning_content": "r"},
         {"content": "t"},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}},
-                {"index": 0, "function": {"arguments": "{}"}},
-            ]
-        },
+        {"tool_calls": [begun]},
     ]
+    (rest,) = deltas_of(second)
+    assert msgspec.to_builtins(rest) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
 
 
 def test_log_probabilities_of_parts_of_characters():
