@@ -35,9 +35,11 @@ test test-long: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 3 --dist loadgroup --no-loadscope-reorder --ignore=tests/foreign $(ARGS)
 
+# Sockets that these clients leave open at their end are not ours to close.
 test-foreign: $(VENV)/foreign.stamp
 	@echo "==> other people's clients"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest tests/foreign $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest tests/foreign \
+		-W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
 cubins: $(VENV)/dev.stamp
 	@echo "==> attention's kernels, compiled for GPUs that this machine need not have"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -34,8 +35,9 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0)
+def client(gateway: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as running:
+        yield running
 
 
 def test_models(client):
