@@ -52,11 +52,11 @@ def test_what_is_effective_and_where_it_comes_from(tmp_path: Path) -> None:
     assert values["socket"] == "/tmp/flag"
     assert (values["limits"]["handshake"], values["limits"]["session_grace"]) == ("3s", "300s")
     assert values["models"]["mine"]["path"] == "/srv/mine"
-    origins = {line.split(":")[0].strip(): line.split("# ")[1] for line in shown.stdout.splitlines() if "# " in line}
+    origins = {line.split(":")[0]: line.split("# ")[1] for line in shown.stdout.splitlines() if "# " in line}
     assert origins["socket"] == "--socket"
-    assert origins["handshake"] == "DJINND_LIMITS_HANDSHAKE"
-    assert origins["session_grace"] == f"{file}:3"
-    assert origins["sessions"] == "default"
+    assert origins["  handshake"] == "DJINND_LIMITS_HANDSHAKE"
+    assert origins["  session_grace"] == f"{file}:3"
+    assert origins["  sessions"] == "default"
 
     file.write_text(shown.stdout)  # it is a configuration itself
     assert yaml.safe_load(check(file).stdout) == values
