@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import MODEL
 from tests.support.daemon import Daemon, wait_for
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, close_conversations
 
 LIMITS = {
     "header_seconds": "1s",
@@ -30,6 +30,7 @@ COMPLETION = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
 def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with Gateway(tmp_path_factory.mktemp("gateway"), daemon.address, LIMITS) as running:
         yield running
+    close_conversations(daemon)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from djinn_client import Session
 from tests.support.daemon import Daemon, wait_for
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, close_conversations
 from tests.support.other_user import as_user, only_root
 
 MODEL = "djinn-tiny"
@@ -29,9 +29,7 @@ GREEDY = {"model": MODEL, "temperature": 0}
 def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with Gateway(tmp_path_factory.mktemp("gateway"), daemon.address) as running:
         yield running
-    with daemon.client() as client:  # conversations stay, and the daemon serves other tests, too
-        for kept in client.sessions():
-            client.close_session(kept.id)
+    close_conversations(daemon)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.daemon import PATIENCE, ROOT, clean_environ, wait_for
+from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
 
 
 class Gateway:
@@ -85,6 +85,13 @@ class Gateway:
             return Answer(connection.getresponse())
         finally:
             connection.close()
+
+
+def close_conversations(daemon: Daemon) -> None:
+    """For a daemon that serves other tests, too: the sessions of conversations stay when their gateway ends."""
+    with daemon.client() as client:
+        for kept in client.sessions():
+            client.close_session(kept.id)
 
 
 class Answer:
