@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from djinnd.gateway.api import Route
@@ -45,7 +45,8 @@ class Endpoint:
         except ClientGone:
             pass
         except Exception as error:
-            status = await self._fail(request, sending, error)
+            with suppress(ClientGone):
+                status = await self._fail(request, sending, error)
         finally:
             self._log(request, status)
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
+from djinnd.gateway.errors import ClientGone
 from djinnd.gateway.replies import Framing, Header, Reply, Stream, Whole
 
 _STREAM_HEADERS: list[Header] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # proxies pass it on
@@ -29,7 +30,7 @@ class Sending:
         on_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.status = 0  # 0: nothing has been sent
-        self._send = send
+        self._client = send
         self._headers = headers
         self._ping_seconds = ping_seconds
         self._on_first = on_first  # called when a stream has its first event
@@ -51,6 +52,15 @@ class Sending:
 
     async def end_stream(self, last: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": last})
+
+    async def _send(self, message: Any) -> None:
+        """Raises ClientGone where the connection was cut off meanwhile, as uvloop says by a RuntimeError."""
+        try:
+            await self._client(message)
+        except RuntimeError as error:
+            if "closed" not in str(error):
+                raise
+            raise ClientGone from error
 
     async def _stream(self, stream: Stream) -> None:
         async with aclosing(stream.events) as events, self._pinged(stream.framing):
