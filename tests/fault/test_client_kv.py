@@ -42,12 +42,11 @@ def target() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def kv(target: Daemon) -> Iterator[djinn.KV]:
+def kv(target: Daemon, request: pytest.FixtureRequest) -> Iterator[djinn.KV]:
     with djinn.Session(MODEL, address=target.address) as s:
         s.generate(PROMPT, max_tokens=NEW, ignore_eos=True)
-        kv = s.kv()
-        yield kv
-        kv.close()  # pytest keeps it beyond the module's last test, and its window counts while it is kept
+        yield s.kv()
+        request.node.funcargs.clear()  # pytest keeps them beyond the module's last test, and a kept window counts
 
 
 def hand_over(daemon: Daemon, given: djinn.KV, fd: int, **changes: Any) -> str:
