@@ -51,7 +51,7 @@ def plain(kind: type[msgspec.Struct]) -> dict[str, Any]:
     for field in msgspec.structs.fields(kind):
         if field.required:
             made[field.encode_name] = smallest(field.type)
-        elif field.default is not msgspec.NODEFAULT:
+        elif field.default is not msgspec.NODEFAULT and field.default is not msgspec.UNSET:
             made[field.encode_name] = msgspec.to_builtins(field.default, builtin_types=(bytes,))
     return made
 
