@@ -159,7 +159,7 @@ class Engine:
                 stepped = self._step()
                 leaving = self._tiers.step_over()
                 self._answer_inquiries()
-                busy = stepped or leaving or (quiet and self._models.prepare())
+                busy = stepped or leaving or self._models.is_adopting or (quiet and self._models.prepare())
                 busy = self._courses.turn() or busy
                 if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -94,10 +95,12 @@ class ModelRunner:
         self.graphs = None
         self._is_eager = True
 
-    def compile(self, beat: Callable[[], None]) -> None:
-        """Loads the kernels of steps, before anybody waits for one; see StepGraphs.compile."""
+    def compile(self) -> Iterator[None]:
+        """Loads the kernels of steps, before a request waits for one; see StepGraphs.compile."""
         if (graphs := self.graphs) is not None:
-            self._attempt(graphs, lambda: graphs.compile(beat))
+            parts = (True for _ in graphs.compile())
+            while self._attempt(graphs, partial(next, parts, False)):
+                yield
 
     def prepare(self) -> bool:
         """Does some of what later steps would have to do, in a tenth of a second; False: there is nothing left."""

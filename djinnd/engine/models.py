@@ -2,7 +2,8 @@
 
 Load ─► read beside the steps (loading.py) ─► prepared: workspace, KV pool ─► kernels compiled beside the steps ─┐
         ┌────────────────────────────────────────────────────────────────────────────────────────────────────────┘
-        └─► adopted: check, graphs, tiers ─► Loaded ··· Unload ─► Unloaded         what fails gives all back ─► Failed
+        └─► adopted: check (a part between two steps), graphs, tiers ─► Loaded ··· Unload ─► Unloaded
+            what fails gives all back ─► Failed
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,6 +64,7 @@ class Models:
         self._limits = limits
         self._compiler = compiler
         self._preparing: dict[Preparation, Compiling] = {}  # models whose kernels are being compiled
+        self._adopting: deque[tuple[Preparation, Iterator[None]]] = deque()  # under check, the first now
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
@@ -80,6 +83,8 @@ class Models:
             refusal = _attempt(partial(self._go_on, preparation, compiling))
             del preparation
             self._refuse(load, refusal)
+        if self._adopting:
+            self._adopt_some()
         for runner in self._runners.values():
             if runner.held:
                 runner.held.sweep()
@@ -104,7 +109,7 @@ class Models:
             told = partial(self._tell_compiling, load.model)
             self._preparing[preparation] = Compiling(self._compiler, missing, told, self._channel.wake)
         else:
-            self._adopt(preparation)
+            self._adopting.append((preparation, preparation.finish()))
 
     def _tell_compiling(self, model: str, done: int, total: int) -> None:
         self._channel.send(messages.Loading(model, "compiling", done, total))
@@ -115,16 +120,30 @@ class Models:
 
     def _go_on(self, preparation: Preparation, compiling: Compiling) -> None:
         preparation.kernels_compiled(compiling.variants, compiling.failed)
-        self._adopt(preparation)
+        self._adopting.append((preparation, preparation.finish()))
 
-    def _adopt(self, preparation: Preparation) -> None:
+    @property
+    def is_adopting(self) -> bool:
+        return bool(self._adopting)
+
+    def _adopt_some(self) -> None:
+        """Does one more part of the first model's check. Requests of other models wait for one part, never for all."""
+        preparation, parts = self._adopting.popleft()
+        load, refusal = preparation.load, _attempt(partial(self._do_part, preparation, parts))
+        del preparation, parts
+        self._refuse(load, refusal)
+
+    def _do_part(self, preparation: Preparation, parts: Iterator[None]) -> None:
         load = preparation.load
-
-        def beat() -> None:
-            self._channel.send(messages.Loading(load.model, "preparing"))
-
         with _told(load.model):
-            runner = preparation.finish(beat)
+            for _ in parts:
+                self._channel.send(messages.Loading(load.model, "preparing"))
+                self._adopting.appendleft((preparation, parts))
+                return
+        self._adopt(preparation.runner)
+
+    def _adopt(self, runner: ModelRunner) -> None:
+        load = runner.load
         self._release_host(runner)
         self._runners[load.model] = runner
         paging = self._tiers.add(runner)
@@ -168,7 +187,7 @@ class Models:
     def set_budget(self, message: messages.SetBudget) -> None:
         began = time.monotonic()
         try:
-            if self._loads.is_busy or self._preparing:
+            if self._loads.is_busy or self._preparing or self._adopting:
                 raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
             for session in self._scheduler.sessions():
                 self._drop_stage(session)

@@ -1,12 +1,13 @@
 """From loaded weights to a model that serves: workspace and KV pool reserved, kernels compiled, the check passed.
 
-begin ──► kernels that have to be compiled: in another process, while other models step ──► finish ──► ModelRunner
+begin ──► kernels that have to be compiled: in another process, while other models step ──► check, part by part,
+between the steps of other models ──► ModelRunner
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from djinn_client.errors import ModelRejected
@@ -61,7 +62,7 @@ class Preparation:
             )
             self._labels.append(kv_label(load.model))
             model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
-            self._runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
+            self.runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
         except BaseException:
             self.abandon()
             raise
@@ -74,7 +75,7 @@ class Preparation:
         """Those that have to be compiled before `finish`. Of a CUDA device."""
         from djinnd.model.rehearsal import list_kernels
 
-        runner = self._runner
+        runner = self.runner
         try:
             return list_kernels(runner.model, self._device, runner.max_tokens, runner.plan.max_context)
         except BaseException:
@@ -95,23 +96,19 @@ class Preparation:
         notes = {v.name: f"{_REPLACEABLE[v.name]}, as {v} cannot be compiled: {why}" for v, why in failed.items()}
         self.weights.notes += notes.values()
         if notes:
-            self._runner.run_without_graphs()
+            self.runner.run_without_graphs()
 
-    def finish(self, beat: Callable[[], None] = lambda: None) -> ModelRunner:
-        """Raises ModelRejected. `beat` is called often: this takes a second or more, and the server kills an engine
-        that is silent."""
-        runner = self._runner
+    def finish(self) -> Iterator[None]:
+        """Runs the check at load, then each kernel once: a second or more, in parts of some milliseconds (a model that
+        streams: a pass over the bus each). The caller may step other models between two parts; `runner` serves after
+        the last one. Raises ModelRejected."""
+        runner = self.runner
+        plan = runner.plan
         try:
-            check_paging(
-                runner.model,
-                self._device,
-                runner.plan.page_size,
-                runner.plan.max_context,
-                beat,
-                again=self.weights.is_adopted,
+            yield from check_paging(
+                runner.model, self._device, plan.page_size, plan.max_context, again=self.weights.is_adopted
             )
-            runner.compile(beat)
-            return runner
+            yield from runner.compile()
         except BaseException:
             self.abandon()
             raise
@@ -121,16 +118,3 @@ class Preparation:
         self.weights.release(self._device)
         for label in self._labels:
             self._device.release(label)
-
-
-def make_runner(
-    load: Load,
-    weights: Weights,
-    shape: ModelShape,
-    device: Device,
-    max_batch_tokens: int,
-    max_rows: int,
-    beat: Callable[[], None] = lambda: None,
-) -> ModelRunner:
-    """At once, where kernels are compiled when they are first launched. Raises OutOfMemory or ModelRejected."""
-    return Preparation(load, weights, shape, device, max_batch_tokens, max_rows).finish(beat)

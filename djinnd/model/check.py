@@ -9,7 +9,7 @@ gives the logits of the same prompt run in chunks and single steps, and far posi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,12 @@ def check_paging(
     device: Device,
     page_size: int,
     max_context: int,
-    beat: Callable[[], None] = lambda: None,
     *,
     again: bool = False,
-) -> None:
-    """Raises ModelRejected. Uses the pool's first pages, which nobody has yet, and leaves them zeroed. `beat` is called
-    after each run. `again`: an earlier engine has had these weights."""
+) -> Iterator[None]:
+    """Runs the check part by part, a forward pass each; the caller may step other models between two parts. Raises
+    ModelRejected. The check uses the pool's first pages, which no session has yet, and leaves them zeroed.
+    `again`: an earlier engine has checked these weights."""
     family = model.skeleton.family
     count = sum(CHUNKS) + (FEW_SINGLES if model.residency.streams or again else SINGLES)
     pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
@@ -56,9 +56,7 @@ def check_paging(
 
     def run(start: int, count: int) -> Tensor:
         most = max_context if start else count
-        logits = _run(model, device, tokens[start : start + count], start, pages, page_size, most)
-        beat()
-        return logits
+        return _run(model, device, tokens[start : start + count], start, pages, page_size, most)
 
     try:
         whole = run(0, count)
@@ -74,11 +72,17 @@ def check_paging(
             f"{family} fails the check at load: attention ran {sorted(calls)} times in its blocks, not once",
             family=family,
         )
+    yield
     start = 0
     for chunk in CHUNKS:
         run(start, chunk)
         start += chunk
-    singles = torch.cat([run(i, 1) for i in range(start, count)])
+        yield
+    steps = []
+    for position in range(start, count):
+        steps.append(run(position, 1))
+        yield
+    singles = torch.cat(steps)
     model.zero_pages(pages.tolist())
     with device.computing():
         for width in (model.skeleton.points.width, model.vocab):
@@ -92,8 +96,8 @@ def check_paging(
             family=family,
             error=error,
         )
+    yield
     check_far_positions(model, device, max_context)
-    beat()
 
 
 def _refuse_not_finite(model: PagedModel) -> None:

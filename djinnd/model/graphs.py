@@ -21,7 +21,7 @@ kernels are compiled before anybody waits (`compile`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -175,13 +175,13 @@ class StepGraphs:
         """There is no memory for more: other shapes run eagerly."""
         self._is_full = True
 
-    def compile(self, beat: Callable[[], None] = lambda: None) -> None:
+    def compile(self) -> Iterator[None]:
         """Runs some blocks in each shape that is captured in advance, a second and a half for each kernel that this
-        machine has not compiled before. `beat` is called after each."""
+        machine has not compiled before. The caller may step other models between two shapes."""
         if not self._model.residency.streams:
             for shape in self._in_advance:
                 self._run_empty(shape, 0, range(min(KINDS, self._model.num_blocks)))
-                beat()
+                yield
             self._device.synchronize()
 
     @torch.inference_mode()

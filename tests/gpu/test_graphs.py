@@ -74,7 +74,7 @@ def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphe
         kernel.device_caches.clear()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda **told: compiled.append(told["src"].name)
-        graphed.graphs.compile()
+        assert len(list(graphed.graphs.compile())) > 0
         assert {kernel.__name__ for kernel in kernels} <= set(compiled)
         compiled.clear()
         for rows in DECODES + CHUNKS:

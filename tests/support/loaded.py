@@ -22,7 +22,7 @@ from djinnd.engine.loading import model_shape
 from djinnd.engine.memory import KvPlan, ModelShape
 from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.engine.planning import bytes_beside
-from djinnd.engine.serving import make_runner
+from djinnd.engine.serving import Preparation
 from djinnd.messages import Load
 from djinnd.model.check import check_paging
 from djinnd.model.inputs import StepInputs
@@ -51,6 +51,22 @@ def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvP
     return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
 
 
+def check_all(model: PagedModel, device: Device, page_size: int, max_context: int, *, again: bool = False) -> None:
+    """The whole check at load, without a pause."""
+    for _ in check_paging(model, device, page_size, max_context, again=again):
+        pass
+
+
+def made_runner(
+    load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
+) -> ModelRunner:
+    """A model that has passed its check. Raises OutOfMemory or ModelRejected."""
+    preparation = Preparation(load, weights, shape, device, max_batch_tokens, max_rows)
+    for _ in preparation.finish():
+        pass
+    return preparation.runner
+
+
 def _runner_with(
     plan: KvPlan, weights: Weights, figures: ModelShape, device: Device, max_tokens: int, max_rows: int
 ) -> ModelRunner:
@@ -59,7 +75,7 @@ def _runner_with(
     device.budget.reserve(workspace_label("m"), 0)
     pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
     model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
-    check_paging(model, device, plan.page_size, plan.max_context)
+    check_all(model, device, plan.page_size, plan.max_context)
     return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
 
@@ -87,7 +103,7 @@ class Served:
         weights = loader.run(anonymous_arena, lambda stage, done, total: None, beside)
         if plan is None:
             load = Load(0, "m", str(folder), placing=placing or Placing())
-            self.runner = make_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)
+            self.runner = made_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)
         else:
             self.runner = _runner_with(plan, weights, shape, self.device, max_batch_tokens, max_rows)
         self.scheduler = Scheduler(max_batch_tokens, max_rows)

@@ -15,6 +15,7 @@ from djinn_client.protocol import Sampling
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
+from djinnd.engine import serving as serving_module
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.paged_model import PagedModel
@@ -92,6 +93,28 @@ def test_two_models_share_the_budget_and_take_turns(serving: EngineThread) -> No
     outcomes = serving.outcomes([one.request, two.request])
     assert outcomes[one.request][0] == reference.greedy(FOLDER, prompt(40), 12)
     assert outcomes[two.request][0] == reference.greedy(other, prompt(30), 12)
+
+
+def test_a_model_serves_while_another_is_checked(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def check(*args: object, **options: object) -> Iterator[None]:
+        while not may_end.is_set():
+            yield
+
+    monkeypatch.setattr(serving_module, "check_paging", check)
+    load = messages.Load(serving.number(), "n", str(FOLDER), host_kv_bytes=0)
+    serving.send(load)
+    serving.send(serving.grant(serving.until(messages.NeedArena, messages.Loading)))
+    while serving.until(messages.Loading, messages.ArenaFilled).stage != "preparing":
+        pass
+    run, tokens = serving.run("s", prompt(40), 12), list[int]()
+    while len(tokens) < 12:
+        tokens += [token.token for token in serving.until(messages.Stepped, messages.Loading).tokens]
+    assert tokens == reference.greedy(FOLDER, prompt(40), 12)
+    assert serving.until(messages.Finished, messages.Loading).request == run
+    may_end.set()
+    assert serving.until(messages.Loaded, messages.Loading).request == load.request
 
 
 def test_what_was_asked_of_a_load_is_what_there_is(engine: EngineThread) -> None:

@@ -13,10 +13,9 @@ from djinnd.engine.loading import model_shape
 from djinnd.engine.memory import ModelShape, workspace_bytes
 from djinnd.engine.model_runner import kv_label, workspace_label
 from djinnd.engine.planning import bytes_beside
-from djinnd.engine.serving import make_runner
 from djinnd.messages import Load
 from djinnd.model.loader import Weights
-from tests.support.loaded import MEMORY, anonymous_arena
+from tests.support.loaded import MEMORY, anonymous_arena, made_runner
 from tests.support.models import reduced_model
 from tests.support.opened import loader_of
 
@@ -40,7 +39,7 @@ def loaded(device: CpuDevice) -> tuple[Weights, ModelShape]:
 
 def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
     weights, shape = loaded(device)
-    runner = make_runner(Load(1, "m", "/a/path"), weights, shape, device, TOKENS, ROWS)
+    runner = made_runner(Load(1, "m", "/a/path"), weights, shape, device, TOKENS, ROWS)
     pages = runner.plan.num_pages * runner.plan.page_bytes
     assert device.budget.used == weights.nbytes + workspace_bytes(shape, TOKENS) + pages
     assert runner.model.pool.nbytes == pages and not bool(runner.model.pool[1:].any())
@@ -57,7 +56,7 @@ def test_a_model_that_was_just_admitted_is_served() -> None:
     device.close()
     device = CpuDevice(told.value.data["needed"])
     weights, shape = loaded(device)
-    runner = make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+    runner = made_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
     assert device.budget.used == device.budget.total
     runner.release()
     device.close()
@@ -70,14 +69,14 @@ def test_a_model_that_was_just_admitted_is_served() -> None:
 def test_more_pages_than_fit_are_refused_and_all_is_given_back(device: CpuDevice) -> None:
     weights, shape = loaded(device)
     with pytest.raises(OutOfMemory, match=r"KV pages of m needs 2\.00 GiB of device memory"):
-        make_runner(Load(1, "m", "", kv_bytes=2 << 30), weights, shape, device, TOKENS, ROWS)
+        made_runner(Load(1, "m", "", kv_bytes=2 << 30), weights, shape, device, TOKENS, ROWS)
 
 
 def test_without_room_for_the_workspace_all_is_given_back(device: CpuDevice) -> None:
     weights, shape = loaded(device)
     device.budget.reserve("somebody else", device.budget.free - 100)
     with pytest.raises(OutOfMemory, match="workspace of m needs"):
-        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+        made_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
     device.budget.release("somebody else")
 
 
@@ -90,7 +89,7 @@ def test_a_family_that_fails_the_check_is_refused_and_all_is_given_back(device: 
     weights, shape = loaded(device)
     weights.skeleton.adapter.blocks[1].self_attn = Blind()
     with pytest.raises(ModelRejected, match="llama fails the check at load"):
-        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+        made_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
 
 
 @pytest.mark.parametrize("taken", ["nothing", "pages"])
@@ -102,7 +101,7 @@ def test_whatever_fails_all_is_given_back(device: CpuDevice, monkeypatch: pytest
     monkeypatch.setattr(serving, "workspace_bytes" if taken == "nothing" else "check_paging", fails)
     weights, shape = loaded(device)
     with pytest.raises(RuntimeError, match="nobody foresaw"):
-        make_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
+        made_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
 
 
 def test_labels_are_of_the_model() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from djinn_client.errors import ModelRejected
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention import PagedBatch, TorchAttention
-from djinnd.model.check import CHUNKS, SINGLES, check_paging
+from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.paged_model import PagedModel
 from tests.support.checkpoints import Tensors, altered, cast
-from tests.support.loaded import MEMORY, load_weights
+from tests.support.loaded import MEMORY, check_all, load_weights
 from tests.support.models import FAMILIES, reduced_model
 
 PAGE = 16
@@ -40,14 +40,14 @@ def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "au
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_page_pass_and_leave_the_pages_clean(device: CpuDevice, family: str) -> None:
     model = model_of(device, family)
-    check_paging(model, device, PAGE, CONTEXT)
+    check_all(model, device, PAGE, CONTEXT)
     assert not bool(model.pool[1:].any())
     assert {paged.calls for paged in model.paged} != {0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_is_no_fault(device: CpuDevice, dtype: str) -> None:
-    check_paging(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
+    check_all(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
 
 
 class Forgetful(TorchAttention):
@@ -59,7 +59,7 @@ def test_keys_that_do_not_reach_the_pages_are_seen(device: CpuDevice) -> None:
     model = model_of(device)
     model.context.kernels = Forgetful()
     with pytest.raises(ModelRejected, match=r"llama fails the check at load: a prompt at once and .* differ") as told:
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
     assert told.value.data["family"] == "llama" and told.value.data["error"] > 0.01
 
 
@@ -85,7 +85,7 @@ def test_attention_that_is_not_run_once_a_block_is_seen(device: CpuDevice, times
     block.self_attn = Repeated(block.self_attn, times)
     ran = sorted({1, times})
     with pytest.raises(ModelRejected, match=rf"attention ran \[{ran[0]}, {ran[1]}\] times in its blocks, not once"):
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
 
 
 class Remembering(nn.Module):
@@ -106,14 +106,14 @@ def test_state_beside_the_pages_is_seen(device: CpuDevice, again: bool) -> None:
     model = model_of(device)
     model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
     with pytest.raises(ModelRejected, match="differ by"):
-        check_paging(model, device, PAGE, CONTEXT, again=again)
+        check_all(model, device, PAGE, CONTEXT, again=again)
 
 
 def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
     with pytest.raises(ModelRejected, match="its logits are no numbers: its activations overflow"):
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -128,7 +128,7 @@ def test_weights_that_are_no_numbers_are_named(
 
     model = model_of(device, altered(tmp_path, change=change), "auto" if dtype == torch.float32 else "bfloat16")
     with pytest.raises(ModelRejected, match=rf"no numbers: NaN or infinity in tensor {name}") as told:
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
     assert told.value.data["tensor"] == name
 
 
@@ -141,4 +141,4 @@ def test_what_a_family_s_forward_raises_is_told_with_its_name(device: CpuDevice)
     model = model_of(device, "mixtral")
     model.adapter.blocks[3].mlp = Stumbling()
     with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)

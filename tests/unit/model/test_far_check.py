@@ -16,12 +16,12 @@ from djinn_client.errors import ModelRejected
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.boundaries import MOST, boundaries
-from djinnd.model.check import CHUNKS, SINGLES, check_paging
+from djinnd.model.check import CHUNKS, SINGLES
 from djinnd.model.far_check import check_far_positions
 from djinnd.model.paged_model import PagedModel
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, random_model
-from tests.support.loaded import MEMORY, Served, load_weights, random_prompt, small_pages
+from tests.support.loaded import MEMORY, Served, check_all, load_weights, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.unit.model.test_variants import CONTEXT, LLAMA, VARIANTS
 
@@ -64,7 +64,7 @@ def test_a_temperature_that_a_family_takes_from_its_cache_is_refused(
 ) -> None:
     model = model_of(device, llama_4(tmp_path, floor_scale, attn_scale=0.3), dtype)
     with pytest.raises(ModelRejected, match=r"llama4_text fails the check at load, near position") as told:
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
     assert floor_scale - 1 <= told.value.data["position"] <= CONTEXT
     assert not bool(model.pool[1:].any())
 
@@ -99,7 +99,7 @@ def test_a_window_that_attention_is_not_asked_for_is_refused(device: CpuDevice, 
     model = model_of(device, altered(tmp_path, "gemma-3", config={"sliding_window": window}))
     model.adapter.blocks[2].self_attn.sliding_window = None
     with pytest.raises(ModelRejected, match="the mask of block 2 and a window of 0 tokens differ about token") as told:
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
     assert told.value.data["position"] >= window - 1
 
 
@@ -121,7 +121,7 @@ def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> 
     inner = model.adapter.model.model
     inner.rotary_emb = Elsewhere(inner.rotary_emb, 400)
     with pytest.raises(ModelRejected, match=r"llama fails the check at load, near position .* attends otherwise"):
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
 
 
 class Counting(nn.Module):
@@ -141,7 +141,7 @@ def test_embeddings_of_other_positions_are_refused(device: CpuDevice) -> None:
     inner = model.adapter.model.transformer
     inner.wpe = Counting(inner.wpe)
     with pytest.raises(ModelRejected, match=r"gpt2 fails the check at load, near position .* embeds otherwise"):
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
 
 
 def test_a_row_that_holds_no_numbers_is_another_matter(device: CpuDevice, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_row_that_holds_no_numbers_is_another_matter(device: CpuDevice, tmp_pa
         rest = [token for token in range(512) if token not in used]
         tensors["model.embed_tokens.weight"][rest[::2]] = float("nan")
 
-    check_paging(model_of(device, altered(tmp_path, change=poison)), device, PAGE, CONTEXT)
+    check_all(model_of(device, altered(tmp_path, change=poison)), device, PAGE, CONTEXT)
 
 
 @pytest.mark.parametrize("variant", ["phi-3: longrope", "qwen2: windows in some blocks", "olmo-3", "starcoder-2"])
@@ -163,7 +163,7 @@ def test_what_is_right_far_out_passes_streamed_and_in_half_precision(
     model = model_of(device, folder, "bfloat16", Placing(resident=1))
     assert model.residency.streams
     for _ in range(2):  # a pass is left as it was found
-        check_paging(model, device, PAGE, CONTEXT)
+        check_all(model, device, PAGE, CONTEXT)
         check_far_positions(model, device, CONTEXT)
 
 

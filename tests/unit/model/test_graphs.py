@@ -241,7 +241,7 @@ def test_compiling_runs_blocks_in_each_shape_and_touches_nobody_s_pages(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = StepGraphs(model, model.device, 200, 80, 4, 16)  # type: ignore[arg-type]
-    beats, ran, before = [], list[tuple[int, int]](), model.pool.clone()
+    ran, before = list[tuple[int, int]](), model.pool.clone()
     run_block = model.run_block
 
     def counted(index: int, hidden: Tensor, *more: Any) -> Tensor:
@@ -249,8 +249,8 @@ def test_compiling_runs_blocks_in_each_shape_and_touches_nobody_s_pages(
         return run_block(index, hidden, *more)
 
     monkeypatch.setattr(model, "run_block", counted)
-    graphs.compile(lambda: beats.append(len(ran)))
+    pauses = [len(ran) for _ in graphs.compile()]
     decodes, chunks = {1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64}, {16, 32, 64, 96, 128, 192, 200}
     assert {size for _, size in ran} == decodes | chunks and {index for index, _ in ran} == set(range(BLOCKS))
-    assert len(beats) == len(ran) // BLOCKS and ran[-1][1] == 200, "the largest is captured first, and compiled last"
+    assert len(pauses) == len(ran) // BLOCKS and ran[-1][1] == 200, "the largest is captured first, and compiled last"
     assert torch.equal(model.pool[1:], before[1:])
