@@ -15,7 +15,7 @@ import uvloop
 
 from djinnd import descriptors
 from djinnd.config import Config, ConfigError, Effective, Key, load
-from djinnd.gateway.listening import StartError
+from djinnd.gateway.http.listening import StartError
 from djinnd.gateway.server import Server
 from djinnd.standard_streams import open_standard_streams
 from djinnd.telemetry import configure_logging

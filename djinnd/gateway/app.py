@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,32 +13,27 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from djinnd.config import Http
-from djinnd.gateway import (
-    anthropic_messages,
-    ollama,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_models,
-    operations,
-    responses,
-    tokenizing,
-)
-from djinnd.gateway.anthropic_messages import ANTHROPIC
-from djinnd.gateway.api import OPENAI, Route
-from djinnd.gateway.doors import Doors
-from djinnd.gateway.endpoint import Endpoint
-from djinnd.gateway.errors import Problem
-from djinnd.gateway.ollama import OLLAMA
+from djinnd.gateway import operations
+from djinnd.gateway.anthropic import routes as anthropic
+from djinnd.gateway.anthropic.routes import ANTHROPIC
+from djinnd.gateway.entry.admission import Admission
+from djinnd.gateway.entry.endpoint import Endpoint
+from djinnd.gateway.entry.route import Route
+from djinnd.gateway.http.errors import Problem
+from djinnd.gateway.ollama import routes as ollama
+from djinnd.gateway.ollama.routes import OLLAMA
+from djinnd.gateway.openai import chat, completions, embeddings, models, tokenizing
+from djinnd.gateway.openai.errors import OPENAI
+from djinnd.gateway.responses import routes as responses
 
 ROUTES: list[Route] = [
     *operations.ROUTES,
-    *openai_models.ROUTES,
-    *openai_chat.ROUTES,
-    *openai_completions.ROUTES,
-    *openai_embeddings.ROUTES,
+    *models.ROUTES,
+    *chat.ROUTES,
+    *completions.ROUTES,
+    *embeddings.ROUTES,
     *responses.ROUTES,
-    *anthropic_messages.ROUTES,
+    *anthropic.ROUTES,
     *ollama.ROUTES,
     *tokenizing.ROUTES,
 ]
@@ -57,13 +51,11 @@ _ALLOWED_HEADERS = [
 _EXPOSED_HEADERS = ["x-request-id", "x-djinn-ignored", "retry-after"]
 
 
-def application(doors: Doors, routes: Iterable[Route] = ()) -> Starlette:
+def application(admission: Admission) -> Starlette:
     handlers: Any = {404: _not_found, 405: _not_allowed}
     return Starlette(
-        routes=[
-            StarletteRoute(route.path, Endpoint(route, doors), methods=[route.method]) for route in [*ROUTES, *routes]
-        ],
-        middleware=_cors(doors.http),
+        routes=[StarletteRoute(route.path, Endpoint(route, admission), methods=[route.method]) for route in ROUTES],
+        middleware=_cors(admission.http),
         exception_handlers=handlers,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from djinn_client.protocol import GetStatus, StatusReply
 from djinn_client.version import __version__
-from djinnd.gateway.api import OPENAI, Route
-from djinnd.gateway.errors import HttpError
-from djinnd.gateway.http_request import HttpRequest
-from djinnd.gateway.metrics import CONTENT_TYPE
-from djinnd.gateway.replies import Whole, json
+from djinnd.gateway.entry.metrics import CONTENT_TYPE
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.entry.route import Route
+from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import Whole, json
+from djinnd.gateway.openai.errors import OPENAI
 
 
 async def health(request: HttpRequest) -> Whole:

@@ -16,11 +16,11 @@ import uvicorn
 
 from djinnd.config import Config
 from djinnd.gateway.app import application
-from djinnd.gateway.connections import bounded
-from djinnd.gateway.daemon import Daemon
-from djinnd.gateway.doors import Doors
-from djinnd.gateway.listening import BACKLOG, StartError, listeners, load_certificate, tls
-from djinnd.gateway.metrics import Metrics
+from djinnd.gateway.daemon.pools import Daemon
+from djinnd.gateway.entry.admission import Admission
+from djinnd.gateway.entry.metrics import Metrics
+from djinnd.gateway.http.connections import bounded
+from djinnd.gateway.http.listening import BACKLOG, StartError, listeners, load_certificate, tls
 
 log = logging.getLogger("djinnd.gateway")
 
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         self._daemon = Daemon(config.socket)
         super().__init__(
             uvicorn.Config(
-                application(Doors(config.http, self._daemon, Metrics(config.metrics))),
+                application(Admission(config.http, self._daemon, Metrics(config.metrics))),
                 http=self._connection,
                 ws="none",
                 lifespan="off",

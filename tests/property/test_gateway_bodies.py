@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from djinn_client.protocol import Generate, encode
-from djinnd.gateway.anthropic_body import MessagesBody
-from djinnd.gateway.errors import HttpError
-from djinnd.gateway.ollama_body import ChatBody, GenerateBody
+from djinnd.gateway.anthropic.body import MessagesBody
+from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.ollama.body import ChatBody, GenerateBody
 
 KEYS = sorted(
     {

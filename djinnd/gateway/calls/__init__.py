@@ -1,0 +1,1 @@
+"""Calls of the daemon that several APIs make in the same way."""

@@ -1,0 +1,18 @@
+"""The arguments of a tool call as an object, as Anthropic's and Ollama's APIs have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from djinn_client.chat import ToolCall
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """As an object. Arguments that the model has not written to their end, or not as JSON, are under INVALID_JSON, as
+    Anthropic advises."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}

@@ -1,0 +1,160 @@
+"""Calls of Generate as HTTP needs them: one output, or several side by side.
+
+Outputs that share a prompt begin after the first token of the first one: they find the prompt's pages by their hash
+then, so that the prompt is computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from djinn_client.protocol import Generate, Generated, Piece
+from djinnd.gateway.daemon.link import Link
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.http.errors import HttpError
+
+MAX_OUTPUTS = 256  # of one HTTP request: prompts times n
+SIDE_BY_SIDE = 32  # of them that run at once
+WAITING_REPLIES = 64  # of all outputs of a request, that are not sent on yet
+
+
+class Output(NamedTuple):
+    """What is to be generated: for which prompt, in the place of which choice."""
+
+    choice: int
+    prompt: int
+    wanted: Generate
+
+
+async def generate(request: HttpRequest, model: str, wanted: Generate) -> Generated:
+    """In the call's conversation, or, without one, in a session that is closed after it."""
+    async with request.link() as link, _placed(link, model, wanted) as placed:
+        reply = await link.call(placed, Generated)
+    _count(request, reply)
+    return reply
+
+
+async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGenerator[Piece | Generated]:
+    """Each Piece, and last the Generated. Closing the generator ends the work in the daemon. Where: see generate."""
+    async with (
+        request.link() as link,
+        _placed(link, model, wanted) as placed,
+        aclosing(link.stream(replace(placed, stream=True))) as replies,
+    ):
+        async for reply in replies:
+            if isinstance(reply, Generated):
+                _count(request, reply)
+            yield reply
+
+
+@asynccontextmanager
+async def _placed(link: Link, model: str, wanted: Generate) -> AsyncIterator[Generate]:
+    """A call with its session or its conversation. A session is closed after it; a conversation the daemon keeps."""
+    if wanted.conversation is not None or wanted.session:
+        yield wanted
+    else:
+        async with link.session(model) as session:
+            yield replace(wanted, session=session)
+
+
+async def generate_all(request: HttpRequest, model: str, outputs: Sequence[Output]) -> list[Generated]:
+    """In their order. What goes wrong with one ends all."""
+    if len(outputs) == 1:
+        return [await generate(request, model, outputs[0].wanted)]
+    pieces: dict[int, list[Piece]] = {output.choice: [] for output in outputs}
+    results: dict[int, Generated] = {}
+    async with aclosing(stream_all(request, model, outputs)) as replies:
+        async for index, reply in replies:
+            if isinstance(reply, Piece):
+                pieces[index].append(reply)
+            else:
+                results[index] = _whole(pieces.pop(index), reply)
+    return [results[output.choice] for output in outputs]
+
+
+async def stream_all(
+    request: HttpRequest, model: str, outputs: Sequence[Output]
+) -> AsyncGenerator[tuple[int, Piece | Generated]]:
+    """What comes, each with the index of its choice."""
+    if len(outputs) == 1:
+        async with aclosing(stream(request, model, outputs[0].wanted)) as replies:
+            async for reply in replies:
+                yield outputs[0].choice, reply
+        return
+    merged = _Merged(request, model, outputs)
+    try:
+        for _ in outputs:
+            index, reply = await merged.next()
+            while isinstance(reply, Piece):
+                yield index, reply
+                index, reply = await merged.next()
+            yield index, reply
+    finally:
+        await merged.close()
+
+
+class _Merged:
+    """Several outputs under way, a task each; what they bring in the order in which it comes."""
+
+    def __init__(self, request: HttpRequest, model: str, outputs: Sequence[Output]) -> None:
+        self._replies: asyncio.Queue[tuple[int, Piece | Generated | Exception]] = asyncio.Queue(WAITING_REPLIES)
+        self._places = asyncio.Semaphore(SIDE_BY_SIDE)
+        self._begun: dict[int, asyncio.Event] = {}  # by prompt: its first output has its first token, or has ended
+        self._tasks = [asyncio.create_task(self._run(request, model, output)) for output in outputs]
+
+    async def next(self) -> tuple[int, Piece | Generated]:
+        """Raises what has gone wrong with any of them."""
+        index, reply = await self._replies.get()
+        if isinstance(reply, Exception):
+            raise reply
+        return index, reply
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, request: HttpRequest, model: str, output: Output) -> None:
+        begun = self._begun.get(output.prompt)
+        if begun is None:
+            begun = self._begun[output.prompt] = asyncio.Event()
+        else:
+            await begun.wait()
+        try:
+            async with self._places, aclosing(stream(request, model, output.wanted)) as replies:
+                async for reply in replies:
+                    begun.set()
+                    await self._replies.put((output.choice, reply))
+        except Exception as error:
+            await self._replies.put((output.choice, error))
+        finally:
+            begun.set()
+
+
+def expect_few(outputs: int) -> None:
+    """Raises HttpError."""
+    if outputs > MAX_OUTPUTS:
+        raise HttpError(400, f"{outputs:,} outputs are wanted, prompts times n; one request may have {MAX_OUTPUTS}")
+
+
+def _whole(pieces: Sequence[Piece], last: Generated) -> Generated:
+    """As if it had not been streamed."""
+    return replace(
+        last,
+        text="".join(piece.text for piece in pieces) + last.text,
+        token_ids=[token for piece in pieces for token in piece.token_ids] + last.token_ids,
+        logprobs=[each for piece in pieces for each in piece.logprobs] + last.logprobs,
+        token_bytes=reduce(or_, (piece.token_bytes for piece in pieces), last.token_bytes),
+    )
+
+
+def _count(request: HttpRequest, reply: Generated) -> None:
+    request.prompt_tokens += reply.usage.prompt_tokens
+    request.generated_tokens += reply.usage.generated_tokens

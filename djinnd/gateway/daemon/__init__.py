@@ -1,0 +1,1 @@
+"""Connections to the daemon, a pool for each token."""

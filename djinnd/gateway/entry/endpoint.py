@@ -1,0 +1,123 @@
+"""One route as an ASGI application: who asks, is there room, what comes back, what is logged.
+
+    token ──► a place ──► body ──► handler ──► reply
+    401       429         413        └── the client goes: the handler's task is cancelled, and with it the daemon's work
+
+Each request gets one reply, and one line in the log, which has nothing of its contents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from djinnd.gateway.entry.admission import Admission
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.entry.route import Route
+from djinnd.gateway.http.errors import ClientGone, Problem, problem_of
+from djinnd.gateway.http.replies import Header, Stream, Whole
+from djinnd.gateway.http.sending import Sending
+
+log = logging.getLogger("djinnd.gateway")
+
+MAX_IGNORED = 1000  # characters of the header that names ignored fields
+
+
+class Endpoint:
+    def __init__(self, route: Route, admission: Admission) -> None:
+        self._route = route
+        self._admission = admission
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = HttpRequest(scope)
+        first = lambda: self._admission.metrics.began_stream(time.monotonic() - request.began)  # noqa: E731
+        sending = Sending(send, lambda: _headers(request), self._admission.http.ping_seconds, first)
+        status = 499
+        try:
+            async with self._admission.admitted(request, self._route.public):
+                await self._answer(request, receive, sending)
+            status = sending.status
+        except ClientGone:
+            pass
+        except Exception as error:
+            with suppress(ClientGone):
+                status = await self._fail(request, sending, error)
+        finally:
+            self._log(request, status)
+
+    async def _answer(self, request: HttpRequest, receive: Any, sending: Sending) -> None:
+        await request.read(receive, self._admission.http.body_bytes)
+        async with _until_the_client_goes(receive):
+            reply = await self._route.handle(request)
+            request.failed = reply.failed if isinstance(reply, Stream) else None
+            await sending.reply(reply)
+
+    async def _fail(self, request: HttpRequest, sending: Sending, error: Exception) -> int:
+        """→ the status that the log tells. What has begun as a stream ends with an event that says why."""
+        problem = problem_of(error)
+        if problem.status == 500:
+            log.error("http_failed id=%s path=%s", request.id, request.path, exc_info=error)
+        if not sending.status:
+            body, headers = self._route.api.error(problem), tuple(_headers_of(problem))
+            await sending.whole(Whole(body, problem.status, headers=headers), is_last=not request.is_read)
+        else:
+            await sending.end_stream(request.failed(problem) if request.failed else b"")
+        return problem.status
+
+    def _log(self, request: HttpRequest, status: int) -> None:
+        seconds = time.monotonic() - request.began
+        tokens = (request.prompt_tokens, request.generated_tokens)
+        self._admission.metrics.ended(self._route.path, status, seconds, *tokens)
+        log.info(
+            "http_request id=%s principal=%s method=%s path=%s status=%d seconds=%.3f prompt=%d generated=%d",
+            request.id,
+            request.principal,
+            request.method,
+            self._route.path,
+            status,
+            seconds,
+            *tokens,
+        )
+
+
+@asynccontextmanager
+async def _until_the_client_goes(receive: Any) -> AsyncIterator[None]:
+    """Cancels what runs inside when the client closes its connection, and raises ClientGone then."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = asyncio.ensure_future(receive())
+    cancel = lambda _: task.cancel()  # noqa: E731  # removed again below
+    gone.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone.done() or gone.cancelled():
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        gone.remove_done_callback(cancel)
+        gone.cancel()
+
+
+def _headers(request: HttpRequest) -> list[Header]:
+    headers = [(b"x-request-id", request.id.encode())]
+    if request.ignored:
+        told = ", ".join(sorted(request.ignored))[:MAX_IGNORED]
+        headers.append((b"x-djinn-ignored", told.encode("ascii", "replace").replace(b"\n", b"?").replace(b"\r", b"?")))
+    return headers
+
+
+def _headers_of(problem: Problem) -> list[Header]:
+    headers = []
+    if problem.retry_s is not None:
+        headers.append((b"retry-after", str(math.ceil(problem.retry_s)).encode()))
+        headers.append((b"retry-after-ms", str(math.ceil(problem.retry_s * 1000)).encode()))
+    if problem.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers

@@ -1,0 +1,114 @@
+"""One HTTP request as handlers see it: who asks, what is asked, and the way to the daemon."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers, QueryParams
+
+from djinnd.gateway.daemon.link import Link
+from djinnd.gateway.daemon.pools import Pool
+from djinnd.gateway.entry.metrics import Metrics
+from djinnd.gateway.http.errors import ClientGone, HttpError, Problem
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
+MAX_TOLD = 500  # characters of an account of what is wrong with a body
+ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it is not there
+
+
+class HttpRequest:
+    """`pool` has the connections of the request's principal; it and `metrics` are set before a handler runs."""
+
+    pool: Pool
+    metrics: Metrics
+
+    def __init__(self, scope: Any) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = Headers(scope=scope)
+        self.began = time.monotonic()
+        self.created = int(time.time())
+        given = self.headers.get("x-request-id", "")
+        self.id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        self.content = b""
+        self.is_read = False  # the whole body has come
+        self.principal = "-"  # as the log calls it
+        self.failed: Callable[[Problem], bytes] | None = None  # of the stream that answers it
+        self.ignored: set[str] = set()  # fields that had no effect; the response names them
+        self.prompt_tokens = self.generated_tokens = 0  # for the access log
+
+    @property
+    def client(self) -> str | None:
+        """The peer's address; None on a Unix socket."""
+        client = self.scope.get("client")
+        return client[0] if client else None
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The parts of the path that the route leaves open."""
+        parameters: dict[str, str] = self.scope.get("path_params", {})
+        return parameters
+
+    @property
+    def query(self) -> QueryParams:
+        return QueryParams(self.scope.get("query_string", b""))
+
+    def link(self) -> AbstractAsyncContextManager[Link]:
+        """A connection to the daemon, for as long as the context lasts."""
+        return self.pool.link()
+
+    def body(self, kind: type[T]) -> T:
+        """The body as a struct. Fields that the struct has not are noted as ignored. Raises HttpError."""
+        try:
+            sent = _keys.decode(self.content)
+            known = {field.encode_name for field in msgspec.structs.fields(kind)}
+            self.ignored.update(key[:64] for key in sent if key not in known)
+            return msgspec.json.decode(self.content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            told = str(error)[:MAX_TOLD]
+            raise HttpError(400, f"the body is not as this call wants it: {told}", param=_at(told)) from error
+
+    async def read(self, receive: Any, limit: int) -> None:
+        """Takes the body in. Raises HttpError for one of more than `limit` bytes, as soon as that is known."""
+        announced = self.headers.get("content-length", "0")
+        if not announced.isdigit() or int(announced) > limit:
+            raise _too_large(limit)
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            if (size := size + len(part)) > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                break
+        self.content = b"".join(parts)
+        self.is_read = True
+
+
+def given(raw: msgspec.Raw) -> bytes:
+    """The JSON text of a field that is passed on as it is; b"" where it is null or not there."""
+    text = bytes(raw)
+    return b"" if text == b"null" else text
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is over this gateway's limit of {limit:,} bytes", code="request_too_large")
+
+
+def _at(told: str) -> str | None:
+    """The field that msgspec's account names."""
+    found = re.search(r"at `\$\.([\w.\[\]]{1,64})", told)
+    return found[1] if found else None

@@ -1,0 +1,18 @@
+"""Which addresses are this machine's own."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(authority: str) -> bool:
+    """Of a host with or without a port."""
+    host, _, port = authority.rpartition(":")
+    return is_loopback(host) if host and port.isdigit() else is_loopback(authority)

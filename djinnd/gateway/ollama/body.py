@@ -1,0 +1,241 @@
+"""The bodies of Ollama's API as requests of the daemon's. No I/O."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from djinn_client.bounds import Whole
+from djinn_client.chat import ChatInput
+from djinn_client.output_format import OutputFormat
+from djinn_client.protocol import Embed, Generate, Sampling
+from djinnd.gateway.http.errors import HttpError
+
+TAG = ":latest"  # which clients put behind each name
+_EFFORTS = ("low", "medium", "high")
+
+
+class Options(msgspec.Struct):
+    """Ollama's defaults; a penalty for repetition is off unless it is asked for."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Whole | None = None
+    num_predict: Whole | None = None
+    stop: str | list[str] | None = None
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=_or(self.temperature, 0.8),
+            top_p=_or(self.top_p, 0.9),
+            top_k=max(0, int(_or(self.top_k, 40))),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repeat_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            seed=None if self.seed is None or self.seed < 0 else self.seed,
+        )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """None, as Ollama's -1 and -2: to the end of the context."""
+        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class CallFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] | str = {}
+
+
+class Call(msgspec.Struct):
+    function: CallFunction
+    id: str = ""
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def model_name(self) -> str:
+        return self.model.removesuffix(TAG)
+
+    def read_options(self) -> Options:
+        """Raises HttpError."""
+        try:
+            return msgspec.convert(self.options or {}, Options)
+        except msgspec.ValidationError as error:
+            raise HttpError(400, f"options: {error}", param="options") from error
+
+    def ignored(self) -> list[str]:
+        """Options that have no effect; the response names them."""
+        known = {field.name for field in msgspec.structs.fields(Options)}
+        return [f"options.{name[:64]}" for name in self.options or {} if name not in known]
+
+    def generation(self, **prompt: Any) -> Generate:
+        """Raises HttpError."""
+        options = self.read_options()
+        return Generate(
+            id=0,
+            max_tokens=options.most_tokens,
+            sampling=options.sampling(),
+            stop=options.stops,
+            format=_output_format(self.format),
+            **prompt,
+        )
+
+    def template_arguments(self) -> bytes:
+        """Without `think` the model's template decides."""
+        if self.think is None:
+            return b""
+        arguments: dict[str, Any] = {"enable_thinking": self.think is not False}
+        if self.think in _EFFORTS:
+            arguments["reasoning_effort"] = self.think
+        return json.dumps(arguments).encode()
+
+
+class ChatBody(CommonFields, kw_only=True):
+    messages: list[Message] = []
+    tools: list[dict[str, Any]] | None = None
+
+    def chat(self) -> ChatInput:
+        """Raises HttpError."""
+        ids = _CallIds()
+        messages = [_told(at, message, ids) for at, message in enumerate(self.messages)]
+        return ChatInput(
+            messages=_json(messages),
+            tools=_json(self.tools) if self.tools else b"",
+            arguments=self.template_arguments(),
+            continue_final=self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls,
+        )
+
+
+class GenerateBody(CommonFields, kw_only=True):
+    prompt: str = ""
+    system: str = ""
+    suffix: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+    def expect_possible(self) -> None:
+        """Raises HttpError."""
+        if self.suffix:
+            raise HttpError(400, "suffix is not supported: no model here fills in the middle by itself", param="suffix")
+        _expect_no_images("images", self.images)
+
+    def chat(self) -> ChatInput:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": self.prompt}]
+        return ChatInput(messages=_json(messages), arguments=self.template_arguments())
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+    def wanted(self) -> Embed:
+        """Raises HttpError."""
+        if self.dimensions is not None:
+            raise HttpError(400, "dimensions is not supported: a vector has the model's width", param="dimensions")
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        return Embed(id=0, model=self.model.removesuffix(TAG), texts=texts)
+
+    def ignored(self) -> list[str]:
+        """A text that is too long is refused, and never cut."""
+        return ["truncate"] if self.truncate else []
+
+
+class _CallIds:
+    """Ollama's messages name a call by its place only; templates want ids."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._results = 0
+
+    def of_call(self, given: str) -> str:
+        self._calls += 1
+        return given or f"call{self._calls:05}"
+
+    def of_result(self, given: str | None) -> str:
+        self._results += 1
+        return given or f"call{self._results:05}"
+
+
+def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
+    """In OpenAI's form."""
+    _expect_no_images(f"messages.{at}.images", message.images)
+    told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        told["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "id": ids.of_call(call.id),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        told["tool_call_id"] = ids.of_result(message.tool_call_id)
+        if message.tool_name:
+            told["name"] = message.tool_name
+    return told
+
+
+def _arguments(arguments: dict[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _output_format(wanted: str | dict[str, Any] | None) -> OutputFormat | None:
+    """Raises HttpError."""
+    if not wanted:
+        return None
+    if isinstance(wanted, dict):
+        return OutputFormat("json_schema", json.dumps(wanted), strict=False)
+    if wanted != "json":
+        raise HttpError(400, f'format must be "json" or a JSON schema, and not {wanted[:40]!r}', param="format")
+    return OutputFormat("json_object")
+
+
+def _expect_no_images(where: str, images: list[Any] | None) -> None:
+    if images:
+        raise HttpError(400, f"{where}: images cannot be read here: only text", param=where)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

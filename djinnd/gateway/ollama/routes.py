@@ -1,0 +1,160 @@
+"""Ollama's API: chat, generate, embed, and what it says of models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from msgspec.structs import replace
+
+from djinn_client.protocol import (
+    DescribeTokenizer,
+    Embedded,
+    Generate,
+    Generated,
+    LoadModel,
+    ModelInfo,
+    ModelReply,
+    TokenizerInfo,
+)
+from djinnd.gateway.calls.conversations import conversation_of
+from djinnd.gateway.calls.finish import finish_reason
+from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
+from djinnd.gateway.calls.models import models
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.entry.route import Api, Route
+from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import NDJSON, Reply, Stream, Whole, json, line
+from djinnd.gateway.ollama import models as ollama_models
+from djinnd.gateway.ollama import reply as ollama_reply
+from djinnd.gateway.ollama.body import TAG, ChatBody, CommonFields, EmbedBody, GenerateBody
+
+OLLAMA = Api("ollama", ollama_reply.error)
+VERSION = "0.12.6"  # of Ollama's API that this follows; clients compare it with what they need
+LOADED = ("ready", "asleep")
+
+
+class Named(msgspec.Struct):
+    """Older clients say `name`."""
+
+    model: str = ""
+    name: str = ""
+
+    @property
+    def wanted(self) -> str:
+        return (self.model or self.name).removesuffix(TAG)
+
+
+async def chat(request: HttpRequest) -> Reply:
+    body = request.body(ChatBody)
+    if not body.messages:
+        return await _load(request, body, ollama_reply.Lines("chat", body.model))
+    place = conversation_of(request.headers, body.model_name)
+    wanted = body.generation(chat=body.chat(), conversation=place)
+    return await _answer(request, body, ollama_reply.Lines("chat", body.model), wanted)
+
+
+async def complete(request: HttpRequest) -> Reply:
+    """A prompt is a user's message where the model has a chat template, unless it is `raw`."""
+    body = request.body(GenerateBody)
+    body.expect_possible()
+    lines = ollama_reply.Lines("generate", body.model)
+    if not body.prompt:
+        return await _load(request, body, lines)
+    if body.raw or not (await _tokenizer(request, body.model_name)).has_chat:
+        if body.system:
+            request.ignored.add("system")
+        return await _answer(request, body, lines, body.generation(text=body.prompt))
+    return await _answer(request, body, lines, body.generation(chat=body.chat()))
+
+
+async def embed(request: HttpRequest) -> Whole:
+    body = request.body(EmbedBody)
+    request.ignored.update(body.ignored())
+    async with request.link() as link:
+        reply = await link.call(body.wanted(), Embedded)
+    request.prompt_tokens += sum(reply.tokens)
+    return json(ollama_reply.embeddings(body.model, reply))
+
+
+async def tags(request: HttpRequest) -> Whole:
+    return json({"models": [ollama_models.tag(info) for info in await models(request)]})
+
+
+async def running(request: HttpRequest) -> Whole:
+    return json({"models": [ollama_models.running(info) for info in await models(request) if info.state in LOADED]})
+
+
+async def show(request: HttpRequest) -> Whole:
+    """A model is loaded for it if it was not: only then is its template known."""
+    info = await _model(request, request.body(Named).wanted)
+    return json(ollama_models.shown(info, await _tokenizer(request, info.name)))
+
+
+async def pull(request: HttpRequest) -> Reply:
+    """Models that are there are there; the gateway fetches none."""
+    await _model(request, request.body(Named).wanted)
+    return json({"status": "success"})
+
+
+async def version(request: HttpRequest) -> Whole:
+    return json({"version": VERSION})
+
+
+async def alive(request: HttpRequest) -> Whole:
+    return Whole(b"Ollama is running", content_type=b"text/plain; charset=utf-8")
+
+
+async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines, wanted: Generate) -> Reply:
+    request.ignored.update(body.ignored())
+    if wanted.chat is not None:
+        wanted = replace(wanted, conversation=conversation_of(request.headers, body.model_name))
+    if body.is_streamed:
+        return Stream(_events(request, body.model_name, lines, wanted), ollama_reply.failed, NDJSON)
+    reply = await generate_fitting(request, body.model_name, wanted)
+    finish_reason(reply.finish_reason)
+    return json(lines.whole(reply))
+
+
+async def _events(
+    request: HttpRequest, model: str, lines: ollama_reply.Lines, wanted: Generate
+) -> AsyncGenerator[bytes]:
+    async with aclosing(stream_fitting(request, model, wanted)) as replies:
+        async for reply in replies:
+            if isinstance(reply, Generated):
+                finish_reason(reply.finish_reason)
+            told = b"".join(map(line, lines.take(reply)))
+            if told:
+                yield told
+
+
+async def _load(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines) -> Whole:
+    async with request.link() as link:
+        await link.call(LoadModel(id=0, model=body.model_name), ModelReply)
+    return json(lines.loaded())
+
+
+async def _model(request: HttpRequest, name: str) -> ModelInfo:
+    found = next((info for info in await models(request) if info.name == name), None)
+    if found is None:
+        raise HttpError(404, f"model {name[:200]!r} not found; `djinnctl pull` fetches one", code="model_not_found")
+    return found
+
+
+async def _tokenizer(request: HttpRequest, model: str) -> TokenizerInfo:
+    async with request.link() as link:
+        return await link.call(DescribeTokenizer(id=0, model=model), TokenizerInfo)
+
+
+ROUTES = [
+    Route(OLLAMA, "POST", "/api/chat", chat),
+    Route(OLLAMA, "POST", "/api/generate", complete),
+    Route(OLLAMA, "POST", "/api/embed", embed),
+    Route(OLLAMA, "GET", "/api/tags", tags),
+    Route(OLLAMA, "GET", "/api/ps", running),
+    Route(OLLAMA, "POST", "/api/show", show),
+    Route(OLLAMA, "POST", "/api/pull", pull),
+    Route(OLLAMA, "GET", "/api/version", version, public=True),
+    Route(OLLAMA, "GET", "/", alive, public=True),
+]

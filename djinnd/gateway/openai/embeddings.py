@@ -1,0 +1,85 @@
+"""`/v1/embeddings`: a vector for each text or row of tokens."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Literal
+
+import msgspec
+
+from djinn_client.bounds import pack
+from djinn_client.protocol import Embed, Embedded
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.entry.route import Route
+from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import Whole, json
+from djinnd.gateway.openai.errors import OPENAI
+from djinnd.gateway.openai.prompts import Given, prompts_of
+
+
+class Body(msgspec.Struct, kw_only=True):
+    model: str
+    input: Given
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+async def embed(request: HttpRequest) -> Whole:
+    body = request.body(Body)
+    if body.dimensions is not None:
+        raise HttpError(400, "dimensions is not supported: a vector has the model's width", param="dimensions")
+    async with request.link() as link:
+        reply = await link.call(_wanted(body), Embedded)
+    written = _base64 if body.encoding_format == "base64" else _floats
+    data = [Embedding(index=index, embedding=written(_row(reply, index))) for index in range(len(reply.tokens))]
+    total = sum(reply.tokens)
+    request.prompt_tokens += total
+    return json(Embeddings(model=body.model, data=data, usage=EmbeddingUsage(total, total)))
+
+
+def _wanted(body: Body) -> Embed:
+    """Raises HttpError."""
+    prompts = prompts_of(body.input, "input")
+    texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    rows = [prompt.token_ids for prompt in prompts if prompt.token_ids is not None]
+    if texts and rows:
+        raise HttpError(400, "input must be texts or lists of tokens, and not both", param="input")
+    try:
+        return Embed(id=0, model=body.model, texts=texts, packed=[pack(row) for row in rows])
+    except OverflowError as error:
+        raise HttpError(400, "input has a number that is no token", param="input") from error
+
+
+def _row(reply: Embedded, index: int) -> bytes:
+    nbytes = 4 * reply.width
+    return reply.vectors[index * nbytes : (index + 1) * nbytes]
+
+
+def _base64(row: bytes) -> str:
+    return base64.b64encode(row).decode()
+
+
+def _floats(row: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(row) // 4}f", row))
+
+
+ROUTES = [Route(OPENAI, "POST", "/v1/embeddings", embed)]

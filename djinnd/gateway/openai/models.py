@@ -1,0 +1,52 @@
+"""`/v1/models`: the models that the daemon has, as OpenAI lists its own."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from djinn_client.protocol import ModelInfo
+from djinnd.gateway.calls.models import models
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.entry.route import Route
+from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import Whole, json
+from djinnd.gateway.openai.errors import OPENAI
+
+_STARTED = int(time.time())
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: str = "model"
+    created: int = _STARTED  # OpenAI has a model's birth here; the daemon knows none
+    owned_by: str = "djinnd"
+    max_model_len: int | None = None  # tokens of its context, as vLLM tells it; None: not loaded yet
+
+
+class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+async def list_models(request: HttpRequest) -> Whole:
+    return json(ModelList([_model(info) for info in await models(request)]))
+
+
+async def get_model(request: HttpRequest) -> Whole:
+    name = request.parameters["name"]
+    found = next((info for info in await models(request) if info.name == name), None)
+    if found is None:
+        raise HttpError(404, f"there is no model {name[:200]!r}", code="model_not_found", param="model")
+    return json(_model(found))
+
+
+def _model(info: ModelInfo) -> Model:
+    return Model(info.name, max_model_len=info.max_context or None)
+
+
+ROUTES = [
+    Route(OPENAI, "GET", "/v1/models", list_models),
+    Route(OPENAI, "GET", "/v1/models/{name:path}", get_model),
+]

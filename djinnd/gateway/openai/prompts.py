@@ -1,0 +1,67 @@
+"""The prompts of a completion, and what of them must be known to echo them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from djinn_client.protocol import Detokenize, Detokenized, Tokenize, Tokenized
+from djinnd.gateway.entry.request import HttpRequest
+from djinnd.gateway.http.errors import HttpError
+
+Given = str | list[str | int | list[int]]
+
+
+class Prompt(NamedTuple):
+    """As a text or as tokens; as both where an echo needs both."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+    def fields(self) -> dict[str, Any]:
+        """Of a Generate. Tokens go first: they are what an echo's log probabilities are of."""
+        return {"text": self.text} if self.token_ids is None else {"token_ids": self.token_ids}
+
+
+def prompts_of(given: Given, field: str = "prompt") -> list[Prompt]:
+    """One text, one list of tokens, or a list of either. Raises HttpError."""
+    if isinstance(given, str):
+        return [Prompt(given, None)]
+    numbers = [each for each in given if isinstance(each, int)]
+    if numbers and len(numbers) == len(given):
+        return [Prompt(None, numbers)]
+    if numbers or not given:
+        told = f"{field} must be a text, a list of tokens, or a list of texts or of such lists"
+        raise HttpError(400, told, param=field)
+    return [Prompt(each, None) if isinstance(each, str) else Prompt(None, _row(each)) for each in given]
+
+
+async def with_text(request: HttpRequest, model: str, prompts: list[Prompt]) -> list[Prompt]:
+    """Detokenises those that are tokens."""
+    async with request.link() as link:
+        return [
+            prompt._replace(text=(await link.call(_detokenize(model, prompt.token_ids), Detokenized)).text)
+            if prompt.token_ids is not None
+            else prompt
+            for prompt in prompts
+        ]
+
+
+async def with_tokens(request: HttpRequest, model: str, prompts: list[Prompt]) -> list[Prompt]:
+    """Tokenises those that are texts."""
+    async with request.link() as link:
+        return [
+            prompt._replace(
+                token_ids=(await link.call(Tokenize(id=0, model=model, text=prompt.text), Tokenized)).token_ids
+            )
+            if prompt.text is not None
+            else prompt
+            for prompt in prompts
+        ]
+
+
+def _row(given: Any) -> list[int]:
+    return list(given)
+
+
+def _detokenize(model: str, token_ids: list[int]) -> Detokenize:
+    return Detokenize(id=0, model=model, token_ids=token_ids)

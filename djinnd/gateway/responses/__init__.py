@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, which keeps what it has answered."""
