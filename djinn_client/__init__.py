@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from djinn_client.breaking import Breakpoint
 from djinn_client.breakpoints import BreakpointInfo, HitInfo
 from djinn_client.cache import Cache
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
-from djinn_client.checkpoints import Checkpoint
-from djinn_client.client import Session, attach, from_kv
-from djinn_client.control import (
-    Client,
+from djinn_client.calls import (
+    chat,
     close,
     detokenize,
+    embed,
+    generate,
     load,
     models,
     pause,
@@ -43,7 +42,12 @@ from djinn_client.control import (
     unload,
     why,
 )
+from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinn_client.checkpoints import Checkpoint
+from djinn_client.client import Session, attach, from_kv
+from djinn_client.control import Client
 from djinn_client.edits import EditInfo
+from djinn_client.embeddings import Embeddings
 from djinn_client.errors import (
     Busy,
     Cancelled,
@@ -95,6 +99,8 @@ from djinn_client.protocol import (
     PrefixInfo,
     Progress,
     PromptLogprobs,
+    Record,
+    RecordInfo,
     SessionInfo,
     Span,
     StatusReply,
@@ -112,6 +118,7 @@ from djinn_client.whitebox import Capture, Edit
 
 if TYPE_CHECKING:
     from djinn_client.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
+    from djinn_client.aio_calls import chat_async, embed_async, generate_async
     from djinn_client.sharing import ModelHandle, share_model
     from djinn_client.tensors import as_torch
 
@@ -136,6 +143,7 @@ __all__ = [
     "DjinnError",
     "Edit",
     "EditInfo",
+    "Embeddings",
     "EngineLost",
     "FileDamaged",
     "FilesWanted",
@@ -176,6 +184,8 @@ __all__ = [
     "ProtocolError",
     "QuotaExceeded",
     "QuotaUse",
+    "Record",
+    "RecordInfo",
     "ResourceUse",
     "Retry",
     "Session",
@@ -204,10 +214,16 @@ __all__ = [
     "as_torch",
     "attach",
     "attach_async",
+    "chat",
+    "chat_async",
     "close",
     "detokenize",
+    "embed",
+    "embed_async",
     "from_kv",
     "from_kv_async",
+    "generate",
+    "generate_async",
     "kv_window",
     "load",
     "models",
@@ -235,6 +251,9 @@ _LATER = {
     "AsyncStream": "djinn_client.aio",
     "attach_async": "djinn_client.aio",
     "from_kv_async": "djinn_client.aio",
+    "chat_async": "djinn_client.aio_calls",
+    "embed_async": "djinn_client.aio_calls",
+    "generate_async": "djinn_client.aio_calls",
     "as_torch": "djinn_client.tensors",
 }
 

@@ -129,6 +129,10 @@ class AsyncSession:
         """See Session.truncate."""
         await run(self._steps.truncate(length))
 
+    async def keep_record(self, body: bytes = b"", *, name: str = "") -> str:
+        """See Client.keep_record."""
+        return await run(self._steps.keep_record(body, name))
+
     async def fork(self, priority: Class | None = None) -> Self:
         """See Session.fork. `async with await s.fork() as t` closes the new session."""
         steps = await run(self._steps.fork(priority))

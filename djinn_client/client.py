@@ -137,6 +137,11 @@ class Session:
         """Keeps the first `length` tokens. Raises InvalidRequest where there are not so many."""
         run(self._steps.truncate(length))
 
+    def keep_record(self, body: bytes = b"", *, name: str = "") -> str:
+        """Keeps the point at which the session is, with the caller's own bytes, and returns the record's name. See
+        Client.keep_record."""
+        return run(self._steps.keep_record(body, name))
+
     def fork(self, priority: Class | None = None) -> Self:
         """A new session that has this one's tokens and KV, and goes its own way: what both have is held once.
 

@@ -1,13 +1,14 @@
-"""Calls that belong to no session: what the daemon holds, and what it should hold."""
+"""Calls on the daemon itself: what it holds and should hold, and those for which it chooses the session."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar
 
-from djinn_client import folders
+from djinn_client import folders, stateless
 from djinn_client.connection import Connection, OnProgress, connect
+from djinn_client.embeddings import Embeddings
+from djinn_client.loading_line import loading_line
 from djinn_client.messages import Message, chat_input
 from djinn_client.options import OfChats, PlacingOptions, build, placing_fields, token_ids
 from djinn_client.placing import ModelPlan
@@ -20,12 +21,18 @@ from djinn_client.protocol import (
     Detokenize,
     Detokenized,
     Done,
+    DropRecord,
+    Embedded,
     ExplainSession,
+    Generated,
     GetQuotas,
+    GetRecord,
     GetStatus,
     GetTrace,
+    KeepRecord,
     ListModels,
     ListPrefixes,
+    ListRecords,
     ListSessions,
     ListTokens,
     LoadModel,
@@ -43,6 +50,10 @@ from djinn_client.protocol import (
     PrefixWithdrawn,
     PublishPrefix,
     Quotas,
+    Record,
+    RecordInfo,
+    RecordKept,
+    Records,
     Reply,
     Request,
     Restart,
@@ -66,20 +77,19 @@ from djinn_client.protocol import (
     WhyReply,
     WithdrawPrefix,
 )
-from djinn_client.saved_session import is_saved_session
 from djinn_client.scheduling import QuotaUse, Why
+from djinn_client.stateless import ConversedChatOptions, ConversedOptions
 from djinn_client.steps import Steps, run
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from djinn_client.client import Session
-
 R = TypeVar("R", bound=Reply)
 
 
 class Client:
-    """A connection for such calls, kept from one to the next; a lost one is made anew. For one thread at a time.
+    """Such calls over one connection, which is kept from one to the next and made anew when it was lost. For one thread
+    at a time.
 
     Every call raises ConnectionLost where no daemon answers, and the daemon's own error otherwise.
     """
@@ -140,6 +150,74 @@ class Client:
     def tokenizer(self, model: str) -> TokenizerInfo:
         """What the model's tokenizer is: whether it has text and a chat template, and its special tokens."""
         return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | Iterable[int],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[ConversedOptions],
+    ) -> Generated:
+        """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
+        possible, computes the rest, and keeps the session for the next such call. docs/conversations.md says which
+        session it is and how long it is kept; the reply's `session` names it, for `attach`. The options are those of
+        `ConversedOptions`.
+
+        Raises what `Session` and `Session.generate` raise."""
+        request = stateless.conversed(model, prompt, options)
+        return self._call_with_line(request, Generated, on_progress)
+
+    def chat(
+        self,
+        model: str,
+        said: str | Iterable[Message],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[ConversedChatOptions],
+    ) -> Generated:
+        """As `generate`, for a chat: a text is its only message, a list of messages, in OpenAI's form, is the whole
+        chat. The options are those of `ConversedChatOptions`."""
+        request = stateless.conversed_chat(model, said, options)
+        return self._call_with_line(request, Generated, on_progress)
+
+    def embed(
+        self,
+        model: str,
+        inputs: str | Iterable[str | Iterable[int]],
+        *,
+        pooling: stateless.Pooling | None = None,
+        normalize: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> Embeddings:
+        """A vector for each of up to 2,048 texts, or rows of token ids: the mean of what the model's final norm gives
+        for the input's tokens, or with `pooling="last"` the last row (None: as configured for the model); of length 1
+        unless `normalize` is False. docs/embeddings.md.
+
+        Raises what `Session` raises, and PromptTooLong."""
+        request = stateless.embed(model, inputs, pooling, normalize)
+        return Embeddings(self._call_with_line(request, Embedded, on_progress))
+
+    def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> str:
+        """Keeps the point at which an idle session of the caller's is, with the caller's own bytes, and returns the
+        record's name; "": the daemon makes one up. A record of the caller's with that name is replaced. A call with
+        `after=name` goes on from there, also when the session has gone on or is closed.
+
+        Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session whose tokens do not tell
+        what follows: one with edits, breakpoints or a client's KV."""
+        return self._call(build(KeepRecord, session=session, body=body, record=name), RecordKept).record
+
+    def record(self, name: str) -> Record:
+        """The record, with its `body`. Raises NotFound."""
+        return self._call(build(GetRecord, record=name), Record)
+
+    def records(self) -> list[RecordInfo]:
+        """The caller's records, the oldest first."""
+        return self._call(build(ListRecords), Records).records
+
+    def drop_record(self, name: str) -> None:
+        """Raises NotFound."""
+        self._call(build(DropRecord, record=name), Done)
 
     def sessions(self) -> list[SessionInfo]:
         """The caller's sessions; every user's for an administrator."""
@@ -278,6 +356,11 @@ class Client:
     def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> R:
         return run(self._steps(request, expected, on_progress))
 
+    def _call_with_line(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> R:
+        """For calls that load a model: see `Session`."""
+        with loading_line(on_progress) as told:
+            return self._call(request, expected, told)
+
     def _steps(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
         connection = yield from self._connected()
         if isinstance(request, folders.NamesModel):
@@ -288,170 +371,3 @@ class Client:
         if self._connection is None or self._connection.closed:
             self._connection = yield from connect(self._address, self._token)
         return self._connection
-
-
-def status(*, check: bool = False, address: str | None = None) -> StatusReply:
-    """What `djinnctl status --json` prints. See Client.status."""
-    with Client(address) as client:
-        return client.status(check=check)
-
-
-def models(*, address: str | None = None) -> list[ModelInfo]:
-    """The models that the daemon knows, loaded or not."""
-    with Client(address) as client:
-        return client.models()
-
-
-def points(model: str, *, address: str | None = None) -> list[str]:
-    """See Client.points."""
-    with Client(address) as client:
-        return client.points(model)
-
-
-def tokenize(
-    model: str,
-    said: str | Iterable[Message],
-    *,
-    add_special: bool = True,
-    parse_special: bool = True,
-    address: str | None = None,
-    **chat: Unpack[OfChats],
-) -> list[int]:
-    """See Client.tokenize."""
-    with Client(address) as client:
-        return client.tokenize(model, said, add_special=add_special, parse_special=parse_special, **chat)
-
-
-def detokenize(model: str, tokens: Iterable[int], *, address: str | None = None) -> str:
-    """See Client.detokenize."""
-    with Client(address) as client:
-        return client.detokenize(model, tokens)
-
-
-def tokenizer(model: str, *, address: str | None = None) -> TokenizerInfo:
-    """See Client.tokenizer."""
-    with Client(address) as client:
-        return client.tokenizer(model)
-
-
-def sessions(*, address: str | None = None) -> list[SessionInfo]:
-    """See Client.sessions."""
-    with Client(address) as client:
-        return client.sessions()
-
-
-def quotas(*, all: bool = False, address: str | None = None) -> list[QuotaUse]:
-    """See Client.quotas."""
-    with Client(address) as client:
-        return client.quotas(all=all)
-
-
-@overload
-def load(
-    model: str,
-    *,
-    kv_bytes: int = 0,
-    host_kv_bytes: int | None = None,
-    disk_kv_bytes: int | None = None,
-    keep_alive_s: float | None = None,
-    chat_template: str = "",
-    on_progress: OnProgress | None = None,
-    address: str | None = None,
-    **placing: Unpack[PlacingOptions],
-) -> ModelInfo: ...
-
-
-@overload
-def load(model: os.PathLike[str], *, on_progress: OnProgress | None = None, address: str | None = None) -> Session: ...
-
-
-def load(
-    model: str | os.PathLike[str],
-    *,
-    kv_bytes: int = 0,
-    host_kv_bytes: int | None = None,
-    disk_kv_bytes: int | None = None,
-    keep_alive_s: float | None = None,
-    chat_template: str = "",
-    on_progress: OnProgress | None = None,
-    address: str | None = None,
-    **placing: Unpack[PlacingOptions],
-) -> ModelInfo | Session:
-    """Of a model: see Client.load. Of the file of a saved session: a new session, see Session.load, and options that
-    place a model's blocks are of no use. (A path as a str will do, too; type checkers then see a ModelInfo.)"""
-    if is_saved_session(model):
-        from djinn_client.client import Session  # it imports this
-
-        return Session.load(model, address=address, on_progress=on_progress)
-    with Client(address) as client:
-        return client.load(
-            os.fspath(model),
-            kv_bytes=kv_bytes,
-            host_kv_bytes=host_kv_bytes,
-            disk_kv_bytes=disk_kv_bytes,
-            keep_alive_s=keep_alive_s,
-            chat_template=chat_template,
-            on_progress=on_progress,
-            **placing,
-        )
-
-
-def plan(
-    model: str,
-    *,
-    memory_bytes: int = 0,
-    kv_bytes: int = 0,
-    address: str | None = None,
-    **placing: Unpack[PlacingOptions],
-) -> ModelPlan:
-    """See Client.plan."""
-    with Client(address) as client:
-        return client.plan(model, memory_bytes=memory_bytes, kv_bytes=kv_bytes, **placing)
-
-
-def set_budget(memory_bytes: int, *, address: str | None = None) -> BudgetReply:
-    """See Client.set_budget."""
-    with Client(address) as client:
-        return client.set_budget(memory_bytes)
-
-
-def trace(*, steps: int = 4, seconds: float = 10.0, address: str | None = None) -> TraceReply:
-    """See Client.trace."""
-    with Client(address) as client:
-        return client.trace(steps=steps, seconds=seconds)
-
-
-def unload(model: str, *, force: bool = False, address: str | None = None) -> None:
-    """See Client.unload."""
-    with Client(address) as client:
-        client.unload(model, force=force)
-
-
-def close(session: str, *, address: str | None = None) -> None:
-    """Closes any of the caller's sessions by its id. Raises SessionNotFound."""
-    with Client(address) as client:
-        client.close_session(session)
-
-
-def pause(session: str, tier: Tier = "host", *, address: str | None = None) -> PauseReply:
-    """See Client.pause_session."""
-    with Client(address) as client:
-        return client.pause_session(session, tier)
-
-
-def resume(session: str, *, address: str | None = None) -> None:
-    """See Client.resume_session."""
-    with Client(address) as client:
-        client.resume_session(session)
-
-
-def set_priority(session: str, priority: Class, *, address: str | None = None) -> None:
-    """See Client.set_priority."""
-    with Client(address) as client:
-        client.set_priority(session, priority)
-
-
-def why(session: str, *, address: str | None = None) -> Why:
-    """See Client.why."""
-    with Client(address) as client:
-        return client.why(session)

@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from djinn_client.connection import Answer, Connection, OnProgress
 from djinn_client.errors import FilesWanted
 from djinn_client.model_files import ModelFiles
@@ -19,7 +21,9 @@ from djinn_client.options import build
 from djinn_client.protocol import (
     DescribeTokenizer,
     Detokenize,
+    Embed,
     FilesHandedOver,
+    Generate,
     HandOverFiles,
     ImportSession,
     LoadModel,
@@ -34,9 +38,19 @@ from djinn_client.steps import Steps
 
 R = TypeVar("R", bound=Reply)
 
-NamesModel = (
-    OpenSession | ImportSession | LoadModel | PlanModel | UnloadModel | Tokenize | Detokenize | DescribeTokenizer
+HasModel = (
+    OpenSession
+    | ImportSession
+    | LoadModel
+    | PlanModel
+    | UnloadModel
+    | Tokenize
+    | Detokenize
+    | DescribeTokenizer
+    | Embed
 )
+NamesModel = HasModel | Generate  # a Generate names its model in its conversation
+N = TypeVar("N", bound=NamesModel)
 _TRIES = 3  # somebody else may unload the model between two requests
 
 
@@ -61,15 +75,32 @@ def call(
 ) -> Steps[Answer[R]]:
     """As `connection.call`, for a request that names a model by what `model_name` says. Raises ModelNotFound,
     ModelRejected, InvalidRequest for a folder that this process cannot open, too."""
-    folder = request.model
+    folder = _model_of(request)
     for _ in range(_TRIES):
         try:
             return (yield from connection.call(request, expected, on_progress, fds))
         except FilesWanted:
             if not folder.startswith("/"):
                 raise
-        request.model = yield from _hand_over(connection, folder)
+        request = _with_model(request, (yield from _hand_over(connection, folder)))
     return (yield from connection.call(request, expected, on_progress, fds))
+
+
+def _model_of(request: NamesModel) -> str:
+    if isinstance(request, Generate):
+        assert request.conversation is not None, "a Generate on a session names no model"
+        return request.conversation.model
+    return request.model
+
+
+def _with_model(request: N, model: str) -> N:
+    """The same request, which names the model so from now on."""
+    if isinstance(request, Generate):
+        assert request.conversation is not None
+        request.conversation = msgspec.structs.replace(request.conversation, model=model)
+    else:
+        request.model = model
+    return request
 
 
 def _hand_over(connection: Connection, folder: str) -> Steps[str]:

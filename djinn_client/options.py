@@ -161,7 +161,7 @@ def generate_request(
     if unknown := sorted(fields.keys() - GenerateOptions.__annotations__.keys()):
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(GenerateOptions.__annotations__)}")
     if fields.pop("n", 1) != 1:
-        raise InvalidRequest("n is for generate and chat: fork the session, and call each fork", field="n")
+        raise InvalidRequest("n is for generate and chat of a session: fork one, and call each fork", field="n")
     sampling = {name: fields.pop(name) for name in _SAMPLING & fields.keys()}
     form = output_format(*(fields.pop(name, None) for name in ("response_format", "regex", "grammar")))
     if isinstance(fields.get("stop"), str):

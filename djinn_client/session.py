@@ -40,6 +40,7 @@ from djinn_client.protocol import (
     Generated,
     GetTokens,
     ImportSession,
+    KeepRecord,
     ListEdits,
     ListModels,
     Logits,
@@ -48,6 +49,7 @@ from djinn_client.protocol import (
     PauseReply,
     PauseSession,
     Progress,
+    RecordKept,
     Reply,
     Request,
     ResumeSession,
@@ -202,6 +204,10 @@ class SessionSteps:
             listed = yield from self.call(build(ListEdits, session=self.info.id), Edits)
             kv = self.info.foreign_kv or bool(listed.message.edits)
         return (yield from self.call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
+
+    def keep_record(self, body: bytes, name: str) -> Steps[str]:
+        request = build(KeepRecord, session=self.info.id, body=body, record=name)
+        return (yield from self.call(request, RecordKept)).message.record
 
     def truncate(self, length: int) -> Steps[None]:
         yield from self.call(build(Truncate, session=self.info.id, length=length), Done)

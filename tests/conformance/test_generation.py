@@ -229,7 +229,7 @@ async def test_n_that_cannot_be_leaves_the_session_as_it_was(session: OpenSessio
             with pytest.raises(djinn.InvalidRequest):
                 await s.generate("more", **options)
             assert await s.token_ids == before
-        with pytest.raises(djinn.InvalidRequest, match="n is for generate and chat"):
+        with pytest.raises(djinn.InvalidRequest, match="n is for generate and chat of a session"):
             s.stream("more", n=2)
 
 
