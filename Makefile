@@ -55,6 +55,7 @@ lint: $(VENV)/dev.stamp
 	@echo "==> lint"
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m tools.prose
 
 types: $(VENV)/dev.stamp
 	@echo "==> types"
