@@ -24,7 +24,8 @@ from djinn_client.errors import InvalidRequest, NoTokenizer, TextFailed
 from djinn_client.protocol import Generate, OutputFormat
 from djinn_client.shm import new_window
 from djinnd.messages import Grammar
-from djinnd.server.texts import SHORT_TEXT, ModelText, Prompt, Texts
+from djinnd.server.model_text import ModelText, Prompt
+from djinnd.server.texts import SHORT_TEXT, Texts
 from djinnd.text.grammar import TokenTable, grammar_text
 from djinnd.text.replies.grammar import lark_around
 from djinnd.text.replies.tools import Tools

@@ -20,9 +20,9 @@ from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.kv_sizes import KvSizes
 from djinnd.server.ledger import Ledger
+from djinnd.server.model_text import ModelText
 from djinnd.server.opened import Marks
 from djinnd.server.share import Share
-from djinnd.server.texts import ModelText
 
 ModelState = Literal["available", "loading", "ready", "asleep", "failed", "set aside"]
 OnLoading = Callable[[Loading], None]

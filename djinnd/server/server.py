@@ -100,7 +100,7 @@ class Server:
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
         self._texts = Texts(config.limits)
-        time_of = (self._texts.charge, self._texts.expect_time)
+        time_of = (self._texts.time.charge, self._texts.time.expect)
         self._inspector = Inspector(inspect_command, self._nursery, config.limits, *time_of)
         self._models = Models(
             config.models,

@@ -174,10 +174,10 @@ class Status:
         report, now = await self.report(), time.monotonic()
         held = {use.tenant: use for use in report.tenants} if report else {}
         sessions, most = self._sessions, self._sessions.limits.sessions_per_user
-        uses = [
-            self._quotas.tenant(user, now).use(sessions.count(user), most, held.get(user), [self._texts.use(user)], now)
-            for user in users
-        ]
+        uses = []
+        for user in users:
+            tenant, texts = self._quotas.tenant(user, now), [self._texts.time.use(user)]
+            uses.append(tenant.use(sessions.count(user), most, held.get(user), texts, now))
         return [msgspec.structs.replace(use, user_name=self.name_of(use.user)) for use in uses]
 
     # --- models and devices -----------------------------------------------------------------------------------------

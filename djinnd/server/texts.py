@@ -1,4 +1,4 @@
-"""Text of models: who turns it into tokens, and tokens into text.
+"""Where the text of models becomes tokens, and tokens become text.
 
     model          short text      longer text            long text              tokens
     configured     the loop        a thread of a few      the text worker        the loop
@@ -11,41 +11,32 @@ Texts that cannot fit are refused before anything is done with them.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from djinn_client.chat import ChatInput
 from djinn_client.errors import DjinnError, InvalidRequest, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
-from djinn_client.scheduling import ResourceUse
 from djinnd import config
 from djinnd.config import Limits
-from djinnd.server.bucket import Bucket
 from djinnd.server.confined_process import sparse_environ
+from djinnd.server.model_text import ModelText, Prompt
 from djinnd.server.python import python_module
 from djinnd.server.stopping import leave_signals_to_the_loop
+from djinnd.server.text_time import TextTime
 from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
 from djinnd.text.chat.conversation import read_tools
-from djinnd.text.chat.reply import ChatReply
 from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
-from djinnd.text.reader import ReadingRules, TextReader
-from djinnd.text.replies import ReplyFormat, Tools, reply_format
-from djinnd.text.replies.detection import AUTO
-from djinnd.text.token_bytes import TokenBytes
-from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, lacking, text_files
+from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, text_files
 from djinnd.text_jobs import (
-    MAX_TEMPLATES,
     CheckGrammar,
     Decode,
     Decoded,
@@ -58,7 +49,6 @@ from djinnd.text_jobs import (
     Open,
     Opened,
     TooMany,
-    opened,
 )
 
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
@@ -69,91 +59,9 @@ LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
 _THREADS = 2
 _IDLE = 60.0  # seconds without a question, after which a worker ends
-_MINUTE = 60.0
 _COMMAND = python_module("djinnd.text_worker")
 
-_numbers = itertools.count(1)
 T = TypeVar("T")
-
-
-class Prompt(NamedTuple):
-    """`stop_tokens`: special tokens among the stop strings. Of a chat, `tail`: the end of its text; `tools`: what the
-    answer may call."""
-
-    tokens: list[int]
-    stop_tokens: frozenset[int] = frozenset()
-    tail: str = ""
-    tools: Tools = MappingProxyType({})
-
-
-class ModelText:
-    """The text side of one loaded model. `vocabulary`: of a configured model; None: its files are only ever read by
-    text workers. `files`: the model's, which closes them. `template`: for chats, in the place of the checkpoint's.
-    `told`: what a text worker, or the vocabulary, has said of the files."""
-
-    def __init__(
-        self,
-        name: str,
-        files: ModelFiles,
-        vocabulary: Vocabulary | None = None,
-        template: str = "",
-        configured_format: str = AUTO,
-    ) -> None:
-        self.number = next(_numbers)
-        self.name = name
-        self.files = files
-        self.vocabulary = vocabulary
-        self.template = template
-        self._configured_format = configured_format
-        self.told = Opened(False, []) if vocabulary is None else opened(vocabulary)
-
-    @property
-    def lacking(self) -> str:
-        """Why it takes no text; "" where it takes some."""
-        return "" if self.told.has_text else lacking(self.files)
-
-    @property
-    def eos(self) -> frozenset[int]:
-        """Tokens that end an output."""
-        return frozenset(self.told.eos)
-
-    @property
-    def turn_ends(self) -> frozenset[int]:
-        """Tokens that end an answer of a chat."""
-        return frozenset(self.told.turn_ends)
-
-    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
-        """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
-        return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
-
-    @cached_property
-    def reply_format(self) -> ReplyFormat:
-        """How the model writes answers. A response template of a checkpoint that no administrator has configured is not
-        used: its expressions are a stranger's, and would run here."""
-        if self.vocabulary is not None:
-            return self.vocabulary.reply_format(self._configured_format)
-        return reply_format(self.told.templates[:MAX_TEMPLATES], {})
-
-    def reply(self, request: Generate, prompt: Prompt) -> ChatReply | None:
-        """Of a chat; None for other requests."""
-        if request.chat is None:
-            return None
-        parallel = request.chat.parallel_tools
-        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop, parallel=parallel)
-
-    @property
-    def token_bytes(self) -> TokenBytes | None:
-        """What names tokens in the server; None where a text worker does."""
-        return None if self.vocabulary is None or self.lacking else self.vocabulary.token_bytes
-
-    @property
-    def is_read_by_workers(self) -> bool:
-        return self.vocabulary is None and not self.lacking
-
-    @property
-    def notes(self) -> list[str]:
-        """What somebody who uses the model should know."""
-        return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]
 
 
 class Texts:
@@ -161,10 +69,10 @@ class Texts:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.time = TextTime(limits.text_seconds_per_minute)
         self._workers: dict[int, TextWorker] = {}  # by user; those that take questions
         self._ending: set[TextWorker] = set()  # those that do not, and are not gone yet
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
-        self._used: dict[int, _Use] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-text", leave_signals_to_the_loop)
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -183,7 +91,7 @@ class Texts:
         text = ModelText(name, files, template=template)
         weakref.finalize(text, self._forget, text.number)
         async with self._turn(user, "worker"):
-            self.expect_time(user)
+            self.time.expect(user)
             worker = self.worker(user)
             told = await self._ask(worker, *_opening(text, self.limits))
         assert isinstance(told, Opened)
@@ -253,7 +161,7 @@ class Texts:
     async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
         """In the user's worker, when it is the user's turn."""
         async with self._turn(user, "worker"):
-            self.expect_time(user)
+            self.time.expect(user)
             return await self._ask(self.worker_with(text, user), question)
 
     async def name(self, text: ModelText, user: int, tokens: bytes) -> dict[int, bytes]:
@@ -264,7 +172,7 @@ class Texts:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, lambda: naming.of({*memoryview(tokens).cast("i")}))
         async with self._turn(user, "worker"):
-            self.expect_time(user)
+            self.time.expect(user)
             answer = await self._ask(self.worker_with(text, user), Name(text.number, tokens))
         assert isinstance(answer, Named)
         return answer.token_bytes
@@ -272,7 +180,7 @@ class Texts:
     async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
         """In the user's text worker, whatever the model. Raises GrammarRejected, TextFailed, QuotaExceeded."""
         async with self._turn(user, "worker"):
-            self.expect_time(user)
+            self.time.expect(user)
             answer = await self._ask(self.worker_with(text, user), question)
         assert isinstance(answer, GrammarChecked)
         return answer
@@ -280,42 +188,13 @@ class Texts:
     def follow(self, limits: Limits) -> None:
         """These hold for workers that start from now on, and for the time that is used."""
         self.limits = limits
-        rate = limits.text_seconds_per_minute
-        for use in self._used.values():
-            use.bucket.resize(rate / _MINUTE, rate, time.monotonic())
-
-    def expect_time(self, user: int) -> None:
-        """Raises QuotaExceeded where the user's text workers have used more CPU time than they may."""
-        wait = self._use(user).bucket.wait_s(time.monotonic())
-        if wait:
-            rate = self.limits.text_seconds_per_minute
-            raise QuotaExceeded(
-                f"your text workers and inspections have used their {rate:g} s of CPU time a minute "
-                f"(limits.text_seconds_per_minute): try again in {math.ceil(wait)} s",
-                quota="text_seconds_per_minute",
-                limit=rate,
-                retry_s=wait,
-            )
-
-    def charge(self, user: int, seconds: float) -> None:
-        """CPU time that other confined work of the user has used."""
-        self._use(user).charge(seconds)
-
-    def use(self, user: int) -> ResourceUse:
-        """What the user has used, in whole seconds, of the CPU time that a minute allows."""
-        rate = self.limits.text_seconds_per_minute
-        level = self._used[user].bucket.level(time.monotonic()) if user in self._used else rate
-        return ResourceUse("text_seconds_per_minute", math.ceil(rate - level), math.ceil(rate))
-
-    def seconds_used(self, user: int) -> float:
-        """CPU time of the user's text workers and inspections since the daemon started."""
-        return self._used[user].seconds if user in self._used else 0.0
+        self.time.follow(limits.text_seconds_per_minute)
 
     def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:
         """The user's worker for the text of a run; None where the server reads it. Raises QuotaExceeded."""
         if not text.is_read_by_workers:
             return None
-        self.expect_time(user)
+        self.time.expect(user)
         return self.worker_with(text, user)
 
     def worker(self, user: int) -> TextWorker:
@@ -325,7 +204,7 @@ class Texts:
             if len(self._workers) >= self.limits.text_workers:
                 told = f"the daemon has {len(self._workers)} text workers, its limit (limits.text_workers): try again"
                 raise QuotaExceeded(told, quota="text_workers", limit=self.limits.text_workers)
-            limits, charge = self.limits, self._use(user).charge
+            limits, charge = self.limits, partial(self.time.charge, user)
             fields = (user, limits.text_memory, limits.text_seconds, charge, self._ended)
             worker = self._workers[user] = TextWorker(_COMMAND, sparse_environ(), *fields)
             self._sweep_later()
@@ -374,11 +253,6 @@ class Texts:
         """One text of a user at a time, in a thread and in its worker: the next one waits here."""
         return self._turns.setdefault((user, where), asyncio.Lock())
 
-    def _use(self, user: int) -> _Use:
-        if user not in self._used:
-            self._used[user] = _Use(self.limits.text_seconds_per_minute)
-        return self._used[user]
-
     def _ended(self, worker: TextWorker) -> None:
         del self._workers[worker.user]
         self._ending.add(worker)
@@ -397,18 +271,6 @@ class Texts:
                 worker.kill()
         if self._workers:
             self._sweep_later()
-
-
-class _Use:
-    """What a user's text workers have used, of `rate` CPU seconds a minute."""
-
-    def __init__(self, rate: float) -> None:
-        self.seconds = 0.0
-        self.bucket = Bucket(rate / _MINUTE, rate, time.monotonic())
-
-    def charge(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.bucket.take(seconds, time.monotonic())
 
 
 def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:

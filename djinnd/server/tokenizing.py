@@ -7,8 +7,9 @@ from djinn_client.errors import NoTokenizer
 from djinn_client.options import build
 from djinn_client.protocol import Detokenized, Generate, Tokenized, TokenizerInfo
 from djinnd.server.client import Answer, Call
+from djinnd.server.model_text import ModelText
 from djinnd.server.models import Models, expect_open
-from djinnd.server.texts import ModelText, Texts
+from djinnd.server.texts import Texts
 
 _MOST = 1 << 20  # tokens of one answer
 

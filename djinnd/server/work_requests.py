@@ -22,14 +22,16 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.common_prefix import common_prefix
 from djinnd.server.conversing import Conversing
 from djinnd.server.formats import Formats, Guide, check_format
+from djinnd.server.generate_run import GenerateRun
 from djinnd.server.model import Model
+from djinnd.server.model_text import ModelText, Prompt
 from djinnd.server.models import Models
 from djinnd.server.notes import notes_on
 from djinnd.server.queueing import Place, Queue
 from djinnd.server.records import RecordTable
-from djinnd.server.runs import ForwardRun, GenerateRun
+from djinnd.server.runs import ForwardRun
 from djinnd.server.sessions import TOKEN_BYTES, SessionRecord, SessionTable
-from djinnd.server.texts import ModelText, Prompt, Texts
+from djinnd.server.texts import Texts
 
 
 class WorkRequests:

@@ -16,7 +16,8 @@ from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, Qu
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinnd.config import Limits, Model
-from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, ModelText, Prompt, Texts
+from djinnd.server.model_text import ModelText, Prompt
+from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, Texts
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
 from tests.support.served import is_running
 from tests.support.serving import TINY
@@ -63,8 +64,8 @@ def test_wherever_a_text_is_tokenised_the_tokens_are_the_same(length: int) -> No
         assert trusted.eos == foreign.eos == {0}
         room = length  # a token for each character is more than there are
         assert await prompt(texts, trusted, words, room) == await prompt(texts, foreign, words, room)
-        assert texts.seconds_used(ME) > 0
-        assert texts.use(ME).used > 0 == texts.use(ME + 1).used
+        assert texts.time.seconds(ME) > 0
+        assert texts.time.use(ME).used > 0 == texts.time.use(ME + 1).used
 
     played(play)
 
@@ -74,7 +75,7 @@ def test_a_configured_model_starts_no_worker_for_texts_that_are_not_long() -> No
         text = await opened(texts, is_configured=True)
         for words in ("x = 1", "x = 1\n" * SHORT_TEXT):
             assert await prompt(texts, text, words, 1 << 20)
-        assert texts.seconds_used(ME) == 0
+        assert texts.time.seconds(ME) == 0
 
     played(play)
 
@@ -96,7 +97,7 @@ def test_a_text_that_cannot_fit_is_refused_untouched() -> None:
         text = await opened(texts, is_configured=True)
         with pytest.raises(PromptTooLong, match="no token stands for more than"):
             await prompt(texts, text, "x" * 10_000_000)
-        assert texts.seconds_used(ME) == 0
+        assert texts.time.seconds(ME) == 0
         with pytest.raises(PromptTooLong, match="has 5,000 tokens; in m there is room for 4,096"):
             await prompt(texts, await opened(texts), " =" * 5000)
 

@@ -14,12 +14,12 @@ from djinnd.config import Limits, Quota
 from djinnd.messages import CancelRun, Finished, Truncate
 from djinnd.server.breakpoint_list import BreakpointList, Reach
 from djinnd.server.call_breakpoints import CallBreakpoints
+from djinnd.server.generate_run import GenerateRun
 from djinnd.server.latency import Latencies, SessionLatency
+from djinnd.server.model_text import Prompt
 from djinnd.server.queueing import Queue
 from djinnd.server.quotas import Rule, Tenant
-from djinnd.server.runs import GenerateRun
 from djinnd.server.sessions import SessionRecord
-from djinnd.server.texts import Prompt
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader
 

@@ -1,0 +1,68 @@
+"""The CPU time that confined work for each user has used: text workers, inspections, and grammars."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from djinn_client.errors import QuotaExceeded
+from djinn_client.scheduling import ResourceUse
+from djinnd.server.bucket import Bucket
+
+_MINUTE = 60.0
+
+
+class TextTime:
+    """`rate`: CPU seconds that a user may use in a minute (limits.text_seconds_per_minute)."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._used: dict[int, _Use] = {}  # by user
+
+    def follow(self, rate: float) -> None:
+        """This rate holds from now on."""
+        self._rate = rate
+        for use in self._used.values():
+            use.bucket.resize(rate / _MINUTE, rate, time.monotonic())
+
+    def expect(self, user: int) -> None:
+        """Raises QuotaExceeded for a user whose work has used more CPU time than it may."""
+        wait = self._use(user).bucket.wait_s(time.monotonic())
+        if wait:
+            raise QuotaExceeded(
+                f"your text workers and inspections have used their {self._rate:g} s of CPU time a minute "
+                f"(limits.text_seconds_per_minute): try again in {math.ceil(wait)} s",
+                quota="text_seconds_per_minute",
+                limit=self._rate,
+                retry_s=wait,
+            )
+
+    def charge(self, user: int, seconds: float) -> None:
+        """Work for the user has used so much more."""
+        self._use(user).charge(seconds)
+
+    def use(self, user: int) -> ResourceUse:
+        """What the user has used, in whole seconds, of the CPU time that a minute allows."""
+        level = self._used[user].bucket.level(time.monotonic()) if user in self._used else self._rate
+        return ResourceUse("text_seconds_per_minute", math.ceil(self._rate - level), math.ceil(self._rate))
+
+    def seconds(self, user: int) -> float:
+        """CPU time that the user's work has used since the daemon started."""
+        return self._used[user].seconds if user in self._used else 0.0
+
+    def _use(self, user: int) -> _Use:
+        if user not in self._used:
+            self._used[user] = _Use(self._rate)
+        return self._used[user]
+
+
+class _Use:
+    """What one user has used, of `rate` CPU seconds a minute."""
+
+    def __init__(self, rate: float) -> None:
+        self.seconds = 0.0
+        self.bucket = Bucket(rate / _MINUTE, rate, time.monotonic())
+
+    def charge(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.bucket.take(seconds, time.monotonic())
