@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
 from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import HandOverFiles, ModelInfo
+from djinn_client.pulled import pulled_folder
 from djinnd import config
 from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, Recomputed, TenantLimits, ToEngine
 from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
 from djinnd.server.blame import MOST_DEATHS, Suspect
-from djinnd.server.checkpoints import known_models, model_named
+from djinnd.server.checkpoints import is_hub_id, known_models, model_named
 from djinnd.server.client import Client
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.folders import Folders
@@ -121,10 +124,15 @@ class Models:
         return Model.configured(name, model_named(name, self._known, self._has_hub), is_configured=name in self._known)
 
     async def named(self, name: str, client: Client) -> Model:
-        """What the client means by it. A folder is opened for that, here or by the client: see Folders. Raises
-        ModelNotFound, FilesWanted, InvalidRequest, Retry."""
+        """What the client means by it. A folder is opened for that, here or by the client: see Folders. A hub id that
+        the daemon's own user has fetched with `djinnctl pull` is its folder, for this user: native clients find it
+        themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest, Retry."""
         if name.startswith("/") and name not in self._known:
             return await self._folders.named(name, client)
+        if client.user == os.geteuid() and not self.is_known(name) and is_hub_id(name):
+            pulled = await self._folders.slow_files.run(client.user, partial(pulled_folder, name))
+            if pulled is not None:
+                return await self._folders.named(pulled, client)
         model = self.find_visible(name, client)
         if name not in self._models:
             model.owner = client.user

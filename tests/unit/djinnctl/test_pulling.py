@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from djinn_client.pulled import UNFINISHED
 from tests.support.stub_hub import StubHub, stub_hub
 
 WEIGHTS = os.urandom(12 << 20)  # the library writes pieces of 10 MiB
@@ -50,7 +51,10 @@ def test_a_broken_download_is_gone_on_with(djinnctl: Djinnctl, hub: StubHub, tmp
     if done.returncode:  # the library may try again by itself
         done = djinnctl("pull", "org/name")
     folder = tmp_path / ".local/share/djinnd/models/org/name"
-    assert (done.returncode, done.stdout) == (0, f"org/name is in {folder}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"org/name is in {folder}\nTalk to it: djinnctl run org/name\n",
+    ), done.stderr
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     fetched = [served.first for served in hub.served if served.path == "model.safetensors"]
     assert len(fetched) == 2 and fetched[0] == 0 < fetched[1], "what has come is not fetched again"
@@ -62,11 +66,27 @@ def test_a_broken_download_is_gone_on_with(djinnctl: Djinnctl, hub: StubHub, tmp
 
 def test_into_another_folder(djinnctl: Djinnctl, tmp_path: Path) -> None:
     done = djinnctl("pull", "org/name", "--to", str(tmp_path / "models"))
-    assert done.stdout == f"org/name is in {tmp_path}/models/org/name\n", done.stderr
+    folder = tmp_path / "models/org/name"
+    assert done.stdout == f"org/name is in {folder}\nTalk to it: djinnctl run {folder}\n", done.stderr
 
 
-def test_what_is_not_there(djinnctl: Djinnctl) -> None:
+def test_the_mark_of_a_broken_download_goes_when_the_rest_has_come(
+    djinnctl: Djinnctl, hub: StubHub, tmp_path: Path
+) -> None:
+    mark = tmp_path / ".local/share/djinnd/models/org/name" / UNFINISHED
+    assert djinnctl("pull", "org/name").returncode == 0
+    mark.touch()
+    hub.hub_id = "org/gone"
+    assert djinnctl("pull", "org/name").returncode == 1, "a hub that does not have it says nothing of what is here"
+    assert mark.exists()
+    hub.hub_id = "org/name"
+    assert djinnctl("pull", "org/name").returncode == 0
+    assert not mark.exists()
+
+
+def test_what_is_not_there(djinnctl: Djinnctl, tmp_path: Path) -> None:
     done = djinnctl("pull", "org/other")
     assert done.returncode == 1 and "org/other could not be fetched" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / ".local/share/djinnd/models/org").exists(), "a mistyped name leaves nothing"
     assert djinnctl("pull", "no-hub-id").returncode == 2

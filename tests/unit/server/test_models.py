@@ -355,3 +355,14 @@ def test_loading_and_unloading_at_once_ends_in_one_of_both(serve):
         wire.socket.close()
     with daemon.client() as client:
         assert client.status(check=True).integrity == []
+
+
+def test_what_the_daemon_s_own_user_has_pulled_is_found_by_its_hub_id(serve, folder, monkeypatch):
+    """Also for a program over HTTP, which cannot look for it; and it is the model that its folder is."""
+    monkeypatch.setenv("DJINN_MODELS", str(folder / "pulled"))
+    shutil.copytree(TINY, folder / "pulled" / "org" / "name")
+    daemon = serve()
+    with Wire(daemon.address) as wire:
+        for number, name in enumerate(("org/name", str(folder / "pulled" / "org" / "name"), "org/name")):
+            wire.send(OpenSession(id=number, model=name))
+            assert collect(wire)[-1].session.model == str(folder / "pulled" / "org" / "name")

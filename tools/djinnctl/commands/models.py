@@ -32,19 +32,23 @@ def models(settings: Settings, watch: float | None) -> None:
 @click.command(epilog=EXIT_CODES)
 @everywhere
 @click.argument("hub_id", metavar="ID")
-@click.option("--to", "folder", metavar="FOLDER", type=click.Path(path_type=Path), help="Below which folder to put it.")
+@click.option(
+    "--to", "folder", metavar="FOLDER", type=click.Path(path_type=Path), help="The folder below which to put it."
+)
 @click.option("--revision", metavar="NAME", help="A branch, a tag or a commit. Default: the newest.")
 @pass_settings
 def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | None) -> None:
-    """Fetch the model ID (org/name) from the hub; again, it fetches what is missing. Needs no daemon.
+    """Fetch the model ID (org/name) from the hub. After a broken download, the same command fetches the rest.
 
-    It comes with your rights and your hub token, into $DJINN_MODELS or ~/.local/share/djinnd/models. Your sessions and
-    commands find it there by its id.
+    Needs no daemon. The model is fetched with your rights and your hub token, into $DJINN_MODELS or
+    ~/.local/share/djinnd/models, where your sessions and commands find it by its id.
     """
     from djinnctl import pulling, screen
 
-    target = pulling.pull(hub_id, folder or models_folder(), revision)
-    screen.show(lambda: {"folder": str(target)}, lambda _: f"{hub_id} is in {target}", as_json=settings.json)
+    below = folder or models_folder()
+    target = pulling.pull(hub_id, below, revision)
+    found = pulling.told(hub_id, target, is_found=below == models_folder())
+    screen.show(lambda: {"folder": str(target)}, lambda _: found, as_json=settings.json)
 
 
 @click.command(epilog=EXIT_CODES)
