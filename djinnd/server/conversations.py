@@ -135,9 +135,13 @@ class Conversations(Generic[S]):
         if self._keyed.get(name) is session:
             del self._keyed[name]
 
+    def idle(self, user: int) -> list[S]:
+        """The user's sessions that may give way."""
+        return [session for session in self._of.get(user, {}).values() if session.is_free]
+
     def give_way(self, user: int) -> S | None:
         """The user's session that has been idle longest."""
-        return min((s for s in self._of.get(user, {}).values() if s.is_free), key=lambda s: s.used, default=None)
+        return min(self.idle(user), key=lambda session: session.used, default=None)
 
     def _candidates(self, user: int, model: str) -> Iterator[tuple[S, Kept]]:
         for session in self._of.get(user, {}).values():

@@ -20,6 +20,7 @@ from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server import edit_admission
 from djinnd.server.client import Answer, Call
 from djinnd.server.common_prefix import common_prefix
+from djinnd.server.conversations import kept_again
 from djinnd.server.loader import open_in
 from djinnd.server.model import Model
 from djinnd.server.models import Models, expect_open
@@ -76,14 +77,26 @@ class Conversing:
         try:
             with session.in_use(call):
                 sessions.keep(session, kept)
-                self._reclassify(call, session, conversation)
-                common = common_prefix(session.tokens, prompt)
-                self._expect_fit(session, model, common)
-                yield Taken(session, 0 if is_scored else common)
+                with self._kept_as_it_is_left(session):
+                    self._reclassify(call, session, conversation)
+                    common = common_prefix(session.tokens, prompt)
+                    self._expect_fit(session, model, common)
+                    yield Taken(session, 0 if is_scored else common)
         finally:
             has_ended = model.share is not None and model.share.ended
             if has_ended or not session.tokens:
                 sessions.close(session)
+
+    @contextmanager
+    def _kept_as_it_is_left(self, session: SessionRecord) -> Iterator[None]:
+        """A call that fails may leave the session with fewer tokens than its prompt. The next call, often the same one
+        again, finds the session by the tokens that it has."""
+        try:
+            yield
+        except BaseException:
+            if session.kept is not None and not session.is_closed:
+                self._sessions.keep(session, kept_again(session.kept.key, session.kept.prompt, session.tokens))
+            raise
 
     def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
         """The call has ended: its reply says which session it was, and counts all tokens of the prompt."""

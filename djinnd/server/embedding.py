@@ -1,7 +1,8 @@
 """Vectors of texts: what the model's final norm gives for their tokens, by its mean or its last row.
 
 Each input is run in a session of its own that captures the final norm's output (see capturing.py), and is closed then;
-the sessions of one request run together, AT_ONCE of them. Rows are added up in a thread.
+the sessions of one request run together: AT_ONCE of them, or as many as the user may open. Rows are added up in a
+thread.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Embedding:
 
     async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
         """Where one fails, or the call is cancelled, the others end within a step."""
-        room, parts = asyncio.Semaphore(AT_ONCE), dict[asyncio.Task[Any], Call]()
+        at_once = max(1, min(AT_ONCE, self._sessions.openable(call.client.user)))
+        room, parts = asyncio.Semaphore(at_once), dict[asyncio.Task[Any], Call]()
 
         async def run(prompt: Prompt) -> _Input:
             async with room:
@@ -96,8 +98,7 @@ class Embedding:
             assert isinstance(reply, Generated)
             if reply.captured is None:
                 raise Cancelled("the request was cancelled")
-            vector = await asyncio.to_thread(_pooled, fds, reply.captured, pooling)
-            return _Input(vector, reply.usage.prompt_tokens)
+            return _Input(await _vector(fds, reply.captured, pooling), reply.usage.prompt_tokens)
         finally:
             call.release_window()
             self._sessions.close(session)
@@ -116,8 +117,14 @@ def _inputs(request: Embed) -> Sequence[Prompt]:
     return inputs
 
 
+async def _vector(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
+    """Made in a thread, which closes the window. A caller that is cancelled before the thread begins does not stop
+    it."""
+    return await asyncio.shield(asyncio.to_thread(_pooled, fds, captured, pooling))
+
+
 def _pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
-    """In a thread, which may have to import numpy."""
+    """The first call imports numpy, which takes a tenth of a second."""
     from djinnd.server.vectors import pooled
 
     return pooled(fds, captured, pooling)

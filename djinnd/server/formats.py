@@ -74,8 +74,12 @@ class Formats:
         if request.format is None and not is_call:
             return None
         self._expect_possible(text, request)
-        table = await self._table(text, user) if text.vocabulary is None else None
-        special = text.vocabulary.special_ids if text.vocabulary is not None else _special(table)
+        if text.vocabulary is not None:
+            table, ids = None, text.vocabulary.special_ids
+        else:
+            table = await self._table(text, user)
+            ids = table.special
+        special = text.reply_format.ids_of(ids)
         make = partial(_grammar, text, request, prompt, special, forces=table is None)
         grammar = make() if _size(request) <= SHORT_TEXT else await self._texts.in_thread(user, make)
         await self._check(text, user, grammar)
@@ -115,12 +119,13 @@ class Formats:
         return self._tables[text]
 
 
-def check_format(request: Generate, *, has_breakpoints: bool) -> None:
-    """Raises InvalidRequest for what does not go together with a format."""
-    if request.format is not None and (request.resume or has_breakpoints):
+def expect_no_stops(request: Generate, guide: Guide | None, *, has_breakpoints: bool) -> None:
+    """Raises InvalidRequest for an output that follows a grammar and that may stop inside the model: it would go on
+    without its grammar."""
+    if guide is not None and (request.resume or has_breakpoints):
         raise InvalidRequest(
-            "a call with a format cannot stop inside the model and go on: end the session's breakpoints, or leave the "
-            "format out",
+            "a call with a format, or with a tool_choice that forces a call, cannot stop inside the model and go on: "
+            "end the session's breakpoints, or leave the format out",
             field="format",
         )
 
@@ -162,11 +167,6 @@ def _wanted(tools: Tools, choice: str) -> Tools:
         told = f"tool_choice is {choice!r}; it must be auto, none, required, or {FUNCTION} and the name of a tool"
         raise InvalidRequest(told, field="tool_choice")
     return {name: tools[name]}
-
-
-def _special(table: _Table | None) -> dict[str, int]:
-    assert table is not None
-    return table.special
 
 
 def _special_in(table: bytes) -> dict[str, int]:

@@ -128,8 +128,13 @@ class RecordTable:
             )
 
     def _make_room(self, record: Recorded) -> None:
-        """Raises QuotaExceeded where there is none without the user's records."""
+        """A record of the same name gives way, then idle sessions that the daemon keeps, then the user's oldest
+        records. Raises QuotaExceeded, and nothing gives way, where all of that would not be enough."""
         nbytes, ledger = _nbytes(record), self._ledger(record.user)
+        self._sessions.expect_disk(self._sessions.tenant(record.user), nbytes)
+        freed = self._sessions.idle_bytes(record.user) + sum(map(_nbytes, self._own(record.user)))
+        if not ledger.has_room(JOURNAL_BYTES, nbytes - freed):
+            ledger.expect_room(JOURNAL_BYTES, nbytes)
         if (was := self._of.get(record.user, {}).get(record.record)) is not None:
             self._drop(was)
         self._sessions.make_room(record.user, nbytes)
@@ -138,7 +143,6 @@ class RecordTable:
             if not is_full and ledger.has_room(JOURNAL_BYTES, nbytes):
                 break
             self._drop(oldest)
-        self._sessions.expect_journal(self._sessions.tenant(record.user), nbytes)
 
     def _drop(self, record: Recorded) -> None:
         own = self._of[record.user]

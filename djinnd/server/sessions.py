@@ -305,6 +305,15 @@ class SessionTable:
                 return
             self.close(longest_idle)
 
+    def idle_bytes(self, user: int) -> int:
+        """Journal bytes of the user's sessions that may give way."""
+        return sum(session.charged for session in self.conversations.idle(user))
+
+    def openable(self, user: int) -> int:
+        """Sessions that the user may open now, where kept ones give way."""
+        most = self.tenant(user).most_sessions(self.limits.sessions_per_user)
+        return max(0, most - self.count(user) + len(self.conversations.idle(user)))
+
     def keep(self, session: SessionRecord, kept: Kept) -> None:
         """The daemon keeps it for its user's next call, and no more of that kind than limits.conversations_per_user."""
         is_new, session.kept = session.kept is None, kept
@@ -326,6 +335,10 @@ class SessionTable:
     def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
         """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
+        self.expect_disk(tenant, nbytes)
+
+    def expect_disk(self, tenant: Tenant, nbytes: int) -> None:
+        """The journal's disk has room for so many bytes more of the tenant's. Raises QuotaExceeded."""
         reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
         self._journal.keep_small(free, reserve)
         expect_space(tenant, nbytes, self._quotas, reserve, free)

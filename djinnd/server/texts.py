@@ -35,6 +35,7 @@ from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
+from djinnd.text.end_tokens import MAX_END_TOKENS
 from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, text_files
 from djinnd.text_jobs import (
     CheckGrammar,
@@ -95,6 +96,8 @@ class Texts:
             worker = self.worker(user)
             told = await self._ask(worker, *_opening(text, self.limits))
         assert isinstance(told, Opened)
+        if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
+            raise TextFailed("the text worker has told more end tokens than any model has")
         text.told = told
         worker.models[text.number] = None
         return text

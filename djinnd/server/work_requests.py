@@ -21,7 +21,7 @@ from djinnd.server.carrying import Carrying
 from djinnd.server.client import Answer, Call
 from djinnd.server.common_prefix import common_prefix
 from djinnd.server.conversing import Conversing
-from djinnd.server.formats import Formats, Guide, check_format
+from djinnd.server.formats import Formats, Guide, expect_no_stops
 from djinnd.server.generate_run import GenerateRun
 from djinnd.server.model import Model
 from djinnd.server.model_text import ModelText, Prompt
@@ -123,7 +123,7 @@ class WorkRequests:
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
             admission.check_scored(request.prompt_logprobs, count, bool(breaking.stops))
-        check_format(request, has_breakpoints=bool(breaking.stops))
+        expect_no_stops(request, guide, has_breakpoints=bool(breaking.stops))
         capturing = capturing_of(request, count, session, info, kept)
         if capturing is not None:
             call.reserve_window(capturing.nbytes)

@@ -8,6 +8,7 @@ from typing import Any
 Settings = Mapping[str, Any]
 
 MAX_DIGITS = 10
+MAX_END_TOKENS = 256  # of a model: each call sends them to the engine
 
 
 def end_tokens(

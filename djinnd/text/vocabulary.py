@@ -18,7 +18,7 @@ from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_varia
 from djinnd.text.chat.templates import PROCESSOR_FILE, TEMPLATE_FILE, chat_templates
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.encoder import Encoder, TextRules
-from djinnd.text.end_tokens import end_tokens
+from djinnd.text.end_tokens import MAX_END_TOKENS, end_tokens
 from djinnd.text.grammar import open_tokenizer
 from djinnd.text.reach import characters_per_token
 from djinnd.text.reader import TextReader
@@ -84,6 +84,8 @@ class Vocabulary:
         config, generation, told, tokens = (_json(name, files, file) for file in _SETTINGS)
         tokenizer = _tokenizer(name, files, most)
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
+        if len(eos) > MAX_END_TOKENS:
+            raise ModelRejected(f"{name}: eos_token_id names {len(eos):,} tokens: at most {MAX_END_TOKENS}")
         if tokenizer is None:
             return cls(None, eos, lacking(files))
         variables = special_variables(told, [tokens])

@@ -22,7 +22,6 @@ from djinnd.server.whole_file import replace_file, sync_folder
 log = logging.getLogger("djinnd.server")
 
 NAME = "tokens"
-MAX_BYTES = 16 << 20
 _MAGIC = b"djinnd-tokens-1 "
 
 
@@ -34,8 +33,7 @@ class TokenFile:
         """At start. A damaged file is set aside, and then there are no tokens. Raises StartError where the file cannot
         be read: starting without would close the door to all who have a token."""
         try:
-            with self.path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
+            data = self.path.read_bytes()
         except FileNotFoundError:
             return Content()
         except OSError as error:

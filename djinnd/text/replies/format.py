@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,11 @@ class ReplyFormat(Protocol):
         """Special tokens that must have text in what is read; None: all. The others must have none."""
         ...
 
+    def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
+        """The format's markers that are special tokens of a vocabulary, with their ids. Other special tokens, which a
+        vocabulary has thousands of, are text in a grammar."""
+        ...
+
     @property
     def nine_character_ids(self) -> bool:
         """True if the template refuses ids of calls that are not nine letters or digits."""
@@ -82,8 +87,8 @@ class ReplyFormat(Protocol):
         """A grammar in llguidance's Lark dialect that a reply with at least one call of these tools follows.
 
         parallel: more than one call is allowed. prompt: its end tells whether the reply begins with reasoning.
-        special: ids of the vocabulary's special tokens, which a grammar cannot write as text. Raises InvalidRequest
-        where no call can be forced in this format."""
+        special: see ids_of; a grammar cannot write these as text. Raises InvalidRequest where no call can be forced in
+        this format."""
         ...
 
     def before_content(self, prompt: str) -> Pieces:
@@ -94,6 +99,10 @@ class ReplyFormat(Protocol):
 def tokens_in(*texts: str) -> tuple[str, ...]:
     """What a vocabulary may have as special tokens of these markers."""
     return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
+
+
+def ids_of(markers: Iterable[str], special: Mapping[str, int]) -> dict[str, int]:
+    return {marker: special[marker] for marker in markers if marker in special}
 
 
 def cannot_force(name: str) -> InvalidRequest:

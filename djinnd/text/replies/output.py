@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
+from itertools import groupby
 
 from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from djinnd.text.replies.source import Source
@@ -30,8 +31,9 @@ class Output:
         self._in_call = False
 
     def drain(self) -> list[Event]:
+        """The events since the last call. Readers tell a text in many small parts, which are joined here once."""
         events, self._events = self._events, []
-        return events
+        return [_joined([*group]) for _, group in groupby(events, _kind)]
 
     def content(self, text: str) -> None:
         if text:
@@ -72,14 +74,23 @@ class Output:
 
     def _append(self, event: Event) -> None:
         self._source.told()
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            event = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            event = Reasoning(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.call == event.call:
-            event = CallArguments(event.call, last.text + event.text)
-        else:
-            self._events.append(event)
-            return
-        self._events[-1] = event
+        self._events.append(event)
+
+
+def _kind(event: Event) -> object:
+    """Neighbours of one kind are one event. Begins and ends of calls have kinds of their own."""
+    match event:
+        case Content() | Reasoning():
+            return type(event)
+        case CallArguments(call):
+            return call
+        case _:
+            return event
+
+
+def _joined(events: list[Event]) -> Event:
+    """One event for neighbours of one kind, with the text of all."""
+    first = events[0]
+    if isinstance(first, CallBegin | CallEnd) or len(events) == 1:
+        return first
+    return first._replace(text="".join(event.text for event in events if not isinstance(event, CallBegin | CallEnd)))

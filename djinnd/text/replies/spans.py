@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import CallSyntax, Span, cannot_force, tokens_in
+from djinnd.text.replies.format import CallSyntax, Span, cannot_force, ids_of, tokens_in
 from djinnd.text.replies.grammar import Maybe, Pieces, Space, Until, lark
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.source import MAX_SPACE, Malformed, Reading, Source, markers
@@ -25,6 +25,9 @@ class SpanFormat:
     def markers(self) -> tuple[str, ...]:
         spans = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return tokens_in(*spans, *(self.calls.markers() if self.calls else ()))
+
+    def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
+        return ids_of(self.markers, special)
 
     def begins_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt[-_TAIL:].rstrip().endswith(self.reasoning.begin.rstrip())

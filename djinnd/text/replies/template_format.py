@@ -35,6 +35,9 @@ class TemplateFormat:
     def nine_character_ids(self) -> bool:
         return self.otherwise.nine_character_ids
 
+    def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
+        return self.otherwise.ids_of(special)
+
     def begins_reasoning(self, prompt: str) -> bool:
         return self.otherwise.begins_reasoning(prompt)
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from djinn_client.bounds import pack
 from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Embed
-from djinnd.server.embedding import POINT, _inputs, _pooled
+from djinnd.server.embedding import POINT, _inputs, _pooled, _vector
 
 ROWS = np.array([[1.0, -2.0], [3.0, 0.5], [9.0, 9.0]], np.float32)  # the last is not the session's
 
@@ -51,3 +54,26 @@ def test_inputs_are_texts_or_tokens():
 def test_other_inputs_are_refused(fields, told):
     with pytest.raises(InvalidRequest, match=told):
         _inputs(Embed(id=1, model="m", **fields))
+
+
+def test_a_window_is_closed_although_its_call_is_cancelled_before_a_thread_is_free():
+    captured = Captured(
+        dtype="float32", first=0, positions=2, room=3, nbytes=ROWS.nbytes, points=[CapturedPoint(POINT, 2, 0)]
+    )
+    fd = window(ROWS)
+
+    async def play() -> None:
+        free, loop = threading.Event(), asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, free.wait)
+        pooling = asyncio.create_task(_vector([fd], captured, "mean"))
+        await asyncio.sleep(0)
+        pooling.cancel()
+        await asyncio.wait([pooling])
+        free.set()
+        await busy
+        await loop.shutdown_default_executor()
+
+    asyncio.run(play())
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)

@@ -109,3 +109,9 @@ def test_slow_tokenizers_are_named_with_the_remedy(checkpoint):
     lacking = read("m", folder).lacking
     assert "tokenizer.model" in lacking
     assert "save_pretrained" in lacking
+
+
+def test_a_thousand_end_tokens_are_refused(checkpoint):
+    """Each call would send them to the engine."""
+    with pytest.raises(ModelRejected, match="1,000 tokens"):
+        read("m", checkpoint(config={"eos_token_id": list(range(1000))}))

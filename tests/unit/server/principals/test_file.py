@@ -56,3 +56,10 @@ def test_where_nothing_can_be_written_the_old_file_stays(file: TokenFile, monkey
     with pytest.raises(OSError, match="No space"):
         file.write(Content())
     assert file.read() == CONTENT
+
+
+def test_a_file_of_any_size_is_read_whole(tmp_path: Path) -> None:
+    content = Content(retired=[f"{number:064}" for number in range(300_000)])
+    file = TokenFile(str(tmp_path))
+    file.write(content)
+    assert file.read() == content and file.damaged_files == []

@@ -117,3 +117,13 @@ def test_what_comes_before_content_of_a_grammar_s_own(name: str, prompt: str, te
     start = lark_around(before, {}).replace("@answer", '"{}"') if before else 'start: "{}"'
     assert allows(start, text)
     assert not allows(start, text.replace("{}", "[]"))
+
+
+def test_only_the_format_s_own_markers_are_special_tokens_of_a_grammar():
+    """A vocabulary has thousands of others; one that a tool's schema names is text."""
+    form = reply_format("", {}, "qwen3-coder")
+    special = {"<tool_call>": 1, "</tool_call>": 2, "<|im_end|>": 3} | {f"<unused{n}>": 4 + n for n in range(5000)}
+    assert form.ids_of(special) == {"<tool_call>": 1, "</tool_call>": 2}
+    tools = {"f": {"properties": {"a": {"type": "string", "enum": ["<|im_end|>"]}}}}
+    grammar = form.call_grammar(tools, False, "", form.ids_of(special))
+    assert "<[1]>" in grammar and "<[3]>" not in grammar
