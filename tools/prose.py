@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CLEAN: tuple[str, ...] = ("tools/prose.py",)
+CLEAN: tuple[str, ...] = (
+    "djinnd/device",
+    "djinnd/messages",
+    "tools/prose.py",
+)
 
 MOST_WORDS = 35  # of a sentence
 
@@ -68,7 +72,7 @@ def passages(path: Path) -> Iterator[Passage]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield Passage(node.body[0].lineno, text, True)
+                yield Passage(node.body[0].lineno, _LISTING.sub("", text), True)
     yield from _comments(source)
 
 

@@ -1,7 +1,7 @@
-"""The device: memory under a budget, streams, events, pinned host memory, and the queues of copies.
+"""A device: memory under a budget, streams, events, pinned host memory, and copy queues.
 
-CUDA, and a CPU that plays the device: with a real pool, real copies in a thread of their own, and real events, so that
-everything above runs the same code on both.
+There is a CUDA device and a CPU device. The CPU device has a real pool, real copies in a thread, and real events, so
+the layers above run the same code on both.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from djinnd.device.trace import Stamp, Trace
 
 
 def open_device(name: str, memory: int) -> Device:
-    """`name`: auto, cpu or cuda:N. `memory`: the hard budget in bytes, 0 for the device's own default.
+    """Opens a device. `name`: auto, cpu or cuda:N. `memory`: the hard budget in bytes; 0: the device's own default.
 
-    Raises djinn_client.errors.InvalidRequest for a device that is not there, OutOfMemory for a budget that it lacks.
+    Raises InvalidRequest if there is no such device, OutOfMemory if it has less memory than the budget.
     """
     from djinnd.device.cpu import CpuDevice
     from djinnd.device.cuda import CudaDevice

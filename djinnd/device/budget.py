@@ -1,4 +1,4 @@
-"""Who has how much of the device's memory. Figures only; the bytes themselves belong to whoever reserved them."""
+"""Accounts for device memory. The budget only counts bytes; the owner of a reservation owns the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryBudget:
         return self.total - self.used
 
     def reserve(self, label: str, nbytes: int) -> None:
-        """Raises OutOfMemory with the figures, and changes nothing, when less is free."""
+        """Raises OutOfMemory with the figures, and reserves nothing, if less than `nbytes` is free."""
         assert nbytes >= 0 and label not in self._reserved, label
         if nbytes > self.free:
             raise OutOfMemory(
@@ -44,7 +44,7 @@ class MemoryBudget:
         self._reserved[new] = self._reserved.pop(label)
 
     def resize(self, total: int) -> None:
-        """Raises OutOfMemory with the figures when more than `total` is reserved."""
+        """Raises OutOfMemory with the figures if more than `total` is reserved."""
         if total < self.used:
             raise OutOfMemory(
                 f"a budget of {gib(total)} is less than the {gib(self.used)} that are in use",
@@ -59,14 +59,14 @@ class MemoryBudget:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as people read them."""
+    """Formats bytes as MiB or GiB."""
     if nbytes >= 1 << 30:
         return f"{nbytes / (1 << 30):.2f} GiB"
     return f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def at_least(nbytes: int) -> str:
-    """The same, and not less than that: what is to be given."""
+    """Formats bytes as MiB or GiB, rounded up: for a figure that a user is told to provide."""
     if nbytes > (1 << 30) - (1 << 20):
         return f"{math.ceil(nbytes * 100 / (1 << 30)) / 100:.2f} GiB"
     return f"{math.ceil(nbytes * 10 / (1 << 20)) / 10:.1f} MiB"

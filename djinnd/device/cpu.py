@@ -1,4 +1,4 @@
-"""A CPU that plays the device: its pool is ordinary memory under the budget, its copy engine a thread."""
+"""The CPU as a device: its pool is ordinary memory under the budget, and a thread does its copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("djinnd.device")
 
 _DEFAULT_SHARE = 0.5  # of the memory that is available when the engine starts
 _RATE_BYTES = 64 << 20
-_RATE_SIDE = 512  # of square matrices
+_RATE_SIDE = 512  # side of the square matrices
 
 
 class _CopyEvent:
@@ -47,15 +47,15 @@ class _CopyEvent:
         return True
 
     def order(self) -> None:
-        self.wait()  # the compute "stream" is the calling thread itself
+        self.wait()  # the calling thread is the compute "stream"
 
 
 class _Passed:
-    """The compute "stream" is the calling thread itself: it has passed whatever it marks."""
+    """A mark. The calling thread is the compute "stream", so it has passed the mark already."""
 
 
 class _Pinned:
-    """Every host page is as near as any other."""
+    """Host memory needs no pinning on this device."""
 
     def wait(self, index: int) -> None:
         pass
@@ -66,7 +66,7 @@ class _Pinned:
 
 class _Stamp:
     def __init__(self) -> None:
-        self._at = 0.0  # of the host's clock; 0 until it is passed
+        self._at = 0.0  # seconds of the host's clock; 0: not passed yet
 
     def pass_now(self) -> None:
         self._at = time.perf_counter()
@@ -109,19 +109,20 @@ class CpuDevice(Device):
         self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
         self._engine.start()
 
-    @torch.inference_mode()  # tensors that were made in it let nobody else write to them
+    @torch.inference_mode()  # a tensor made in inference mode can only be written in inference mode
     def _copy_loop(self) -> None:
         while (job := self._queue.get()) is not None:
             job.begun()
             try:
                 job.target.copy_(job.source)
-            except BaseException as error:  # told to whoever waits for the copy
+            except BaseException as error:  # `wait` raises it
                 job.finish(error)
             else:
                 job.finish()
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The kernel zeroes a page when it is first touched: a pool costs what is used of it, and no time."""
+        """Maps anonymous memory, which the kernel zeroes page by page at first touch. A pool costs the pages in use,
+        and no time up front."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         memory = mmap.mmap(-1, nbytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
@@ -132,7 +133,7 @@ class CpuDevice(Device):
         return max(self.budget.used - max(touched, 0), 0)
 
     def trim(self) -> None:
-        pass  # the C library's allocator knows no streams
+        pass  # the C library's allocator has no streams
 
     def copy(
         self,
@@ -183,7 +184,7 @@ class CpuDevice(Device):
         self._engine.join()
 
 
-@cache  # of this process: the machine stays what it is
+@cache  # the machine's rates do not change while the process runs
 def _measured_rates() -> Rates:
     copying = _copy_rate()
     return Rates(copying, 2 * copying, _product_rate())
@@ -216,7 +217,7 @@ def _default_budget() -> int:
 
 
 def _warn_of_overcommitment(memory: int) -> None:
-    """A configured budget is kept as it is: memory that the machine lacks at this moment may come back."""
+    """A configured budget stays as it is, because other processes may free memory later."""
     bound = tightest()
     if bound is not None and memory > bound.left:
         log.warning("memory_overcommitted budget=%d available=%d bound=%s", memory, bound.left, bound.name)

@@ -1,4 +1,4 @@
-"""One CUDA device: a compute stream, a copy stream, and a hard budget that torch's allocator enforces too."""
+"""A CUDA device: a compute stream, copy streams, and a hard budget that torch's allocator enforces too."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from djinnd.device.budget import MemoryBudget, gib
 from djinnd.device.device import Device, Lane, Mark, Rates
 
 _DEFAULT_SHARE = 0.9  # of the memory that is free when the engine starts
-_BESIDE = 960 << 20  # what context, cuBLAS, kernels and captured graphs take beside torch's allocator: 0.82 GiB seen
-# Of that, what torch's allocator has beside the tensors of the budget: cuBLAS's workspaces of 32 MiB a stream, and what
-# its segments are larger than what lies in them.
+_BESIDE = 960 << 20  # context, cuBLAS, kernels and captured graphs, outside torch's allocator: 0.82 GiB measured
+# The part of `_BESIDE` that lies in torch's allocator without a reservation: cuBLAS's workspaces of 32 MiB a stream,
+# and the unused rest of the allocator's segments.
 _SLACK = 128 << 20
 _RATE_BYTES = 128 << 20
-_RATE_SIDE = 4096  # of square matrices
+_RATE_SIDE = 4096  # side of the square matrices
 _RATE_RUNS = 25
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
-# Page tables are filled by many threads in small parts, and the driver registers one piece after another what is in
-# them: 20 GB that an earlier process has left take 1.1 s. Both piece by piece on 16 threads took 2.1 s.
+# Threads fill the page tables in small parts, and the driver registers one piece after another once its part of the
+# tables is filled. 20 GB that an earlier process left take 1.1 s this way; 16 threads that fill and register piece by
+# piece took 2.1 s.
 _POPULATE_THREADS = 16
 _POPULATED = 64 << 20  # bytes of a part
-# Bytes of one call, for whose time nobody in the process gets new memory from the kernel: a millisecond.
+# Bytes of one madvise call, about a millisecond. The kernel gives no other thread of the process new memory during the
+# call.
 _POPULATED_AT_ONCE = 4 << 20
-# The driver's lock is not fair: who registers piece right behind piece keeps steps out until all are done.
+# The driver's lock is not fair: registering pieces back to back would keep steps out until the last piece.
 _LET_IN_S = 0.001
-_BUSY_S = 0.1  # since a step, in which the next one is likely
+_BUSY_S = 0.1  # after a step, a further step is likely within this time
 
 _libc = ctypes.CDLL(None)
 
@@ -55,7 +57,7 @@ class _CopyEvent:
 
 class _Stamp:
     def __init__(self, event: torch.cuda.Event) -> None:
-        """`event` has been recorded, and takes the time."""
+        """`event` has been recorded with timing enabled."""
         self._event = event
 
     @property
@@ -109,7 +111,7 @@ class CudaDevice(Device):
                 free=free,
             )
         self.budget = MemoryBudget(memory or int(free * _DEFAULT_SHARE))
-        torch.zeros(1, device=self.torch_device)  # makes the context
+        torch.zeros(1, device=self.torch_device)  # creates the context
         context = free - torch.cuda.mem_get_info(index)[0]
         self.reserved = max(context, 0) + _BESIDE
         self.budget.reserve("the CUDA context and its libraries", self.reserved)
@@ -149,7 +151,7 @@ class CudaDevice(Device):
                 began = self._stamp_on(stream)
             if target.dtype == source.dtype:
                 target.copy_(source, non_blocking=True)
-            else:  # travels as it is; the side that has the time converts: the device
+            else:  # send the source's dtype over the bus; the device converts
                 target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
             event.record(stream)
         if trace is not None and began is not None:
@@ -239,14 +241,15 @@ class CudaDevice(Device):
 
 
 def _populate(piece: Tensor, advice: int) -> None:
-    """Of mapped memory. Kernels before 5.14 cannot fill page tables so; that costs time and nothing else."""
+    """Fills the page tables of mapped memory. Kernels before 5.14 refuse the advice; then the registration fills them,
+    which only takes longer."""
     for part in piece.split(_POPULATED_AT_ONCE):
         _libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), advice)
 
 
 @torch.inference_mode()
 def _measure(device: torch.device) -> Rates:
-    """On the current stream. Medians of a few runs of each."""
+    """Measures on the current stream; each rate is the best of _RATE_RUNS."""
     host = torch.empty(_RATE_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_RATE_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(there)
@@ -259,7 +262,7 @@ def _measure(device: torch.device) -> Rates:
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
-    """The best of some: the first ones find low clocks, and what disturbs one makes it slower, never faster."""
+    """The shortest of _RATE_RUNS. The first runs see low clocks, and a disturbance only ever makes a run slower."""
     times: list[float] = []
     for _ in range(_RATE_RUNS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What the layers above may ask of a device."""
+"""The interface of a device, as the layers above use it."""
 
 from __future__ import annotations
 
@@ -20,63 +20,65 @@ from djinnd.device.trace import Stamp, Trace
 
 
 class Event(Protocol):
-    """A point in the queue of copies."""
+    """A point in a copy queue."""
 
     def wait(self) -> None:
-        """The host waits until the copy has happened. Raises what went wrong with it."""
+        """Blocks the host until the copy is done. Raises the copy's error, if it failed."""
 
     def order(self) -> None:
-        """Work that is queued on the compute stream from now on runs after the copy; the host does not wait. Raises
-        what is known by now to have gone wrong with the copy."""
+        """Work queued on the compute stream from now on runs after the copy; the host does not block. Raises the copy's
+        error, if it has failed by now."""
 
     def has_passed(self) -> bool:
-        """Whether the copy has happened; the host does not wait. Raises what went wrong with it."""
+        """True if the copy is done; the host does not block. Raises the copy's error, if it failed."""
 
 
 class Lane(Enum):
-    """Copies of one lane happen in the order queued; those of others meanwhile. By the track of their spans."""
+    """A copy queue. Copies of one lane happen in the order queued and overlap with other lanes. The value names the
+    lane's track in a trace."""
 
     WEIGHTS = "copy"
-    UP = "pages up"  # to the device
-    DOWN = "pages down"  # to the host: both ways at once, the bus carries nearly twice as much
+    UP = "pages up"  # host to device
+    DOWN = "pages down"  # device to host: copies both ways at once move nearly twice as much over the bus
 
 
 class Mark(Protocol):
-    """A point in the compute stream, for copies to wait for. The device that made it knows what it is."""
+    """A point in the compute stream that copies wait for. Only the device that made it can read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does in a second, measured on it."""
+    """Speeds of the device, measured on it."""
 
-    bus: float  # bytes, pinned host memory to device
-    memory: float  # bytes, read and written
-    products: float  # floating-point operations of a large bfloat16 matrix product
+    bus: float  # bytes/s from pinned host memory to the device
+    memory: float  # bytes/s, read plus written, of device memory
+    products: float  # floating-point operations/s of a large bfloat16 matrix product
 
 
 class Pinning(Protocol):
-    """Pieces of host memory that are being pinned, in their order and several at a time."""
+    """Pieces of host memory being pinned, several at a time, in their order."""
 
     def wait(self, index: int) -> None:
-        """Until this piece is pinned, or has failed to be: then `finish` says why."""
+        """Blocks until this piece is pinned or could not be; `finish` raises the error."""
 
     def finish(self) -> None:
-        """Until all are. Raises OutOfMemory where the host lets no more be pinned, and then none of them is; again
-        when it is called again."""
+        """Blocks until all pieces are pinned. Raises OutOfMemory if the host refuses to pin one; no piece is pinned
+        then. A second call raises the same error again."""
 
 
 class Device(ABC):
-    """Owns the memory budget and the copy queues of one device. Used by the engine's thread; `copy` by any thread."""
+    """Owns the memory budget and the copy queues of one device. The engine's thread uses it; `copy` may be called by
+    any thread."""
 
     torch_device: torch.device
     description: str
     budget: MemoryBudget
-    reserved = 0  # bytes of the budget that are the device's own: its context and libraries
-    trace: Trace | None = None  # where the step that is being run is recorded
+    reserved = 0  # bytes of the budget that the device itself takes: its context and libraries
+    trace: Trace | None = None  # records the current step, if it is traced
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._computing = 0  # threads
+        self._computing = 0  # number of threads
         self._computed_at = -math.inf
         self._expected: list[Event] = []
 
@@ -97,22 +99,23 @@ class Device(ABC):
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         zeros = torch.zeros(shape, dtype=dtype, device=self.torch_device)
-        self.synchronize()  # whichever stream reads them first
+        self.synchronize()  # another stream may read them first
         return zeros
 
     def release(self, label: str) -> None:
-        """Gives a label's bytes back to the budget. The owner has dropped its tensors before."""
+        """Returns a label's bytes to the budget. The owner must have dropped its tensors before."""
         self.budget.release(label)
 
     @property
     def untouched_host_bytes(self) -> int:
-        """Host memory that the device has reserved and not touched yet: the kernel still counts it as available."""
+        """Bytes of host memory that the device has reserved and not touched yet; the kernel still counts them as
+        available."""
         return 0
 
     @abstractmethod
     def trim(self) -> None:
-        """Hands memory that nobody holds any more back to the driver: whatever stream it was used on, any may then
-        have it."""
+        """Returns cached memory that no tensor uses to the driver. After that, any stream may get memory that another
+        stream used."""
 
     @abstractmethod
     def copy(
@@ -123,18 +126,19 @@ class Device(ABC):
         name: str = "copy",
         lane: Lane = Lane.WEIGHTS,
     ) -> Event:
-        """Queues a copy between host and device memory; dtypes may differ. Copies of a lane happen in the order queued,
-        this one not before the compute stream has passed `after`. `name`: of its span in a trace."""
+        """Queues a copy between host and device memory; the dtypes may differ. Copies of a lane happen in the order
+        queued, and this one starts after the compute stream has passed `after`. `name`: of its span in a trace."""
 
     def expect(self, event: Event) -> None:
-        """Of a copy without which some work may begin: whatever is queued on the compute stream next runs after it, but
-        for the work of who is `computing` late. Marks come after it, too."""
+        """Registers a copy that some work may begin without. Other work queued on the compute stream runs after the
+        copy, and so do marks. Only a thread that is `computing(late=True)` may queue work before it calls `catch_up`.
+        """
         with self._lock:
             self._expected.append(event)
 
     def catch_up(self) -> None:
-        """Work that is queued on the compute stream from now on runs after all copies that are expected. Raises what is
-        known by now to have gone wrong with them."""
+        """Work queued on the compute stream from now on runs after all expected copies. Raises the error of a copy that
+        has failed by now."""
         if self._expected:
             with self._lock:
                 expected, self._expected = self._expected, []
@@ -143,20 +147,21 @@ class Device(ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something to catch up with."""
+        """True if there are expected copies to catch up with."""
         return bool(self._expected)
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Where the compute stream is now: after all work that has been queued on it."""
+        """The current end of the compute stream: after all work queued on it."""
 
     @abstractmethod
     def stamp(self) -> Stamp:
-        """Where the compute stream is now, for a trace."""
+        """The current end of the compute stream, with a time, for a trace."""
 
     @contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
-        """What is queued on the compute stream meanwhile is a span of the trace, where one is recorded."""
+        """Records a span of the trace, if there is one, around the work that is queued on the compute stream inside the
+        context."""
         trace = self.trace
         if trace is not None:
             trace.begin(track, name, **args)
@@ -166,27 +171,31 @@ class Device(ABC):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The thread's work goes to a stream of its own, in nobody's way; it has happened when the context ends."""
+        """The thread's work goes to a separate stream and does not delay the compute stream. It is done when the
+        context ends."""
         yield
 
     @abstractmethod
     def rates(self) -> Rates:
-        """Measured at the first call, which takes a fraction of a second and some memory beside the budget's."""
+        """The first call measures, which takes a fraction of a second and some memory outside the budget."""
 
     @abstractmethod
     def resize(self, budget: int) -> None:
-        """Changes the budget, whose reservations fit the new one. Raises OutOfMemory when the device lacks it."""
+        """Changes the budget; the reservations must fit the new one. Raises OutOfMemory if the device has less
+        memory."""
 
     def pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> None:
-        """Registers mapped host memory so that copies run at the speed of the bus. A piece is uint8, starts on a host
-        page, and no copy reaches from one into another: the driver refuses that. `read_only`: it is mapped so.
+        """Registers mapped host memory, so that copies run at the speed of the bus. Each piece is uint8 and starts on a
+        host page. No copy may reach from one piece into another: the driver refuses that. `read_only`: the memory is
+        mapped read-only.
 
-        Raises OutOfMemory where the host lets no more be pinned, and then none of the pieces is."""
+        Raises OutOfMemory if the host refuses to pin a piece; no piece is pinned then.
+        """
         self.begin_to_pin(pieces, read_only=read_only).finish()
 
     @abstractmethod
     def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> Pinning:
-        """The same, for who has something to do meanwhile, and then calls `finish`."""
+        """Starts to pin and returns at once; the caller must call `finish` later."""
 
     @abstractmethod
     def unpin(self, pieces: Sequence[Tensor]) -> None: ...
@@ -197,8 +206,8 @@ class Device(ABC):
 
     @contextmanager
     def computing(self, *, late: bool = False) -> Iterator[None]:
-        """The thread's work goes to the compute stream. `late`: it catches up itself before it needs what is
-        expected."""
+        """The thread's work goes to the compute stream. `late`: the caller calls `catch_up` itself before it reads what
+        expected copies bring."""
         if not late:
             self.catch_up()
         with self._lock:
@@ -212,7 +221,7 @@ class Device(ABC):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a thread has last been `computing`; 0 while one is."""
+        """Seconds since the last `computing` context ended; 0 inside one."""
         with self._lock:
             return 0.0 if self._computing else time.monotonic() - self._computed_at
 

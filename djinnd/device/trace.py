@@ -1,4 +1,4 @@
-"""What a device did when: spans on named tracks, each between two stamps.
+"""Records when a device did its work: spans on named tracks, each between two stamps.
 
     step        │ step                                        │ step
     compute     │ prologue │ block 0 │   │ block 1 │ epilogue │
@@ -7,8 +7,8 @@
     pages up         │ promote 16 │                                  a span a copy of neighbouring pages
     pages down                 │ demote 8 │ demote 3 │
 
-A stamp is queued like work and has its time when its stream has passed it: recording makes nobody wait. Times are read
-when the trace has ended, a part at a time, as each takes some microseconds. On a track one span follows another.
+A stamp is queued like other work. It gets its time when its stream passes it, so recording blocks nothing. Times are
+read when the trace has ended, in parts, because each read takes some microseconds. Spans of one track do not overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stamp(Protocol):
     def passed(self) -> bool: ...
 
     def since(self, earlier: Any) -> float:
-        """Microseconds from another stamp of the device, which may be later; both have been passed."""
+        """Microseconds from `earlier` to this stamp, negative if `earlier` was passed later. Both have been passed."""
 
 
 class _Recorded(NamedTuple):
@@ -38,17 +38,18 @@ class _Recorded(NamedTuple):
 
 
 class Trace:
-    """Spans that a thread begins and ends, and copies, which any thread may add."""
+    """Spans that one thread begins and ends, and copies, which any thread may add."""
 
     def __init__(self, stamp: Callable[[], Stamp]) -> None:
-        """`stamp`: where the compute stream is now."""
+        """`stamp`: makes a stamp at the current end of the compute stream."""
         self._stamp = stamp
         self._open: dict[str, tuple[str, Stamp, dict[str, Any]]] = {}  # by track
         self._recorded: list[_Recorded] = []
-        self._times: list[tuple[float, float]] = []  # of the first of these: since the first began; how long they took
+        # start since the first span began, and duration, in µs; of the first spans of `_recorded`
+        self._times: list[tuple[float, float]] = []
 
     def begin(self, track: str, name: str, **args: Any) -> None:
-        """A span of the track that was begun before and never ended, because its work failed, is forgotten."""
+        """Begins a span. An open span of the same track is dropped: its work failed before the span ended."""
         self._open[track] = (name, self._stamp(), args)
 
     def end(self, track: str) -> None:
@@ -59,7 +60,7 @@ class Trace:
         self._recorded.append(_Recorded(track, name, began, ended, args))
 
     def read(self, most: int) -> int:
-        """The times of so many of those that were ended, at most, and as far as they have been passed. → how many."""
+        """Reads the times of up to `most` ended spans, as far as the device has passed them. → the number read."""
         known = len(self._times)
         for span in self._recorded[known : known + most]:
             if not span.ended.passed:
@@ -69,11 +70,11 @@ class Trace:
 
     @property
     def is_read(self) -> bool:
-        """All of it."""
+        """True if the times of all ended spans have been read."""
         return len(self._times) == len(self._recorded)
 
     def spans(self) -> list[Span]:
-        """Those that were ended, in the order in which they began; the first begins at 0. All have been read."""
+        """The ended spans, in the order in which they began; the first begins at 0. All times must have been read."""
         assert self.is_read
         first = min((start for start, _ in self._times), default=0.0)
         spans = [

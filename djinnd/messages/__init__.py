@@ -1,29 +1,29 @@
-"""What server and engine say to each other over their socket pair: typed structs in the frames of the wire protocol.
+"""Messages between the server and the engine, over their socket pair: typed structs in the wire protocol's frames.
 
-The server numbers requests (unique in the daemon, not the client's ids). For each `Run` the engine sends `Started` in
-`Stepping`, `Token`s in `Stepped`, and then exactly one `Finished`, `LogitsReady` or `Failed`; for each other message
-with a `request`, exactly one final reply. A message without a `request` is one-way.
+The server numbers requests. The numbers are unique in the daemon and are not the client's ids. For each `Run` the
+engine sends `Started` (inside `Stepping`), `Token`s (inside `Stepped`), and then exactly one `Finished`, `LogitsReady`
+or `Failed`. Each other message with a `request` gets exactly one final reply. A message without a `request` is one-way.
 
-Loading asks for shared memory in mid-way: only the engine knows the layout, and only the server creates the arena.
+A load asks for shared memory halfway, because only the engine knows the layout and only the server creates the arena:
 
     server ──Load──► engine ──NeedArena──► server ──ArenaReady──► engine ──Loading…──► Loaded
-                                                └──ArenaRefused──► engine ──► Failed
+                                               └──ArenaRefused──► engine ──► Failed
 
-The checkpoint is a path that the engine opens, or open files that travel with the frame. A model that a client shares
-is laid out before it is loaded: DescribeImage, ImageDescribed. Its ArenaReady brings the client's image, a descriptor
-that travels with the frame.
+The checkpoint is a path that the engine opens, or a set of open files that travel with the frame. When a client shares
+its own weights, the server first asks for their layout (DescribeImage, answered by ImageDescribed). The ArenaReady of
+such a model carries a descriptor of the client's image.
 
-| module | what |
+| module | contents |
 |---|---|
-| `engine` | its beginning, its end, its budget, and how it refuses |
-| `models` | what one would come to; its load, and its way out |
-| `inspections` | checks of a checkpoint in a confined child, before the engine sees it |
+| `engine` | the engine's start and exit, its memory budget, refusals |
+| `models` | plan, load and unload a model |
+| `inspections` | checks of a checkpoint in a confined child process, before the engine reads it |
 | `arenas` | shared memory for weights and pages |
-| `sessions` | their beginning and their end, what changes in them between runs, their KV on its way |
-| `runs` | what a session is extended by, and what a step gives |
-| `scheduling` | classes, signals, pauses, tenants, and why a session waits |
+| `sessions` | open, fork, close and edit a session; export and import its KV |
+| `runs` | a request that extends a session, and the tokens of each step |
+| `scheduling` | classes, signals, pauses, tenants, and the reason why a session waits |
 | `figures` | reports, and traces of steps |
-| `protocol` | all of them by direction, and their bytes |
+| `protocol` | the unions of all messages by direction, and their encoding |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared memory: the server creates it, the engine says how much, and fills it."""
+"""Messages about shared memory: the engine says how much it needs, the server creates it, and the engine fills it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ Holding = Literal["weights", "pages"]
 
 
 class ArenaReady(msgspec.Struct, tag="arena_ready"):
-    """`complete`: an earlier engine, or a client, filled it with the same fingerprint; nothing need be read from disk.
+    """Reply to NeedArena: the memory exists.
 
-    Of a model that a client shares there is no name but a descriptor, which is the receiver's: `fd` is its number."""
+    `complete`: an earlier engine or a client filled it with the same fingerprint, so nothing is read from disk. A model
+    that a client shares has no name but a descriptor, `fd`, which the receiver owns.
+    """
 
     request: int
     name: str
     offset: int  # bytes of header before the first block
     complete: bool
     fd: int = -1
-    identity: str = ""  # of the weights that are complete: see ArenaFilled
+    identity: str = ""  # of the complete weights: see ArenaFilled
 
 
 class ArenaRefused(msgspec.Struct, tag="arena_refused"):
@@ -35,24 +37,25 @@ class ArenaRefused(msgspec.Struct, tag="arena_refused"):
 
 
 class NeedArena(msgspec.Struct, tag="need_arena"):
-    """`holds`: the model's weights, or pages of its sessions."""
+    """Asks for an arena that holds the model's weights, or pages of its sessions."""
 
     request: int
     model: str
     nbytes: int
-    fingerprint: str  # of the checkpoint's files, before they are read, and the layout; of pages: of the weights' bytes
+    # weights: of the checkpoint's files, before they are read, and of the layout; pages: of the weights' bytes
+    fingerprint: str
     holds: Holding = "weights"
 
 
 class ArenaFilled(msgspec.Struct, tag="arena_filled"):
-    """One-way: all blocks are in the arena; the server marks it complete, and keeps with it what they are."""
+    """One-way: all blocks are in the arena. The server marks it complete and stores `identity` with it."""
 
     model: str
-    identity: str = ""  # of the model, by all bytes that were read
+    identity: str = ""  # hash of all bytes of the model that were read
 
 
 class HostReleased(msgspec.Struct, tag="host_released"):
-    """One-way: no block of the model needs the arena any more, and it is not mapped. The server removes the object; a
-    later engine gets an empty one."""
+    """One-way: no block of the model needs the arena any more, and the engine has unmapped it. The server removes the
+    shared memory object; a later engine gets an empty one."""
 
     model: str

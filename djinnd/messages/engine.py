@@ -1,4 +1,4 @@
-"""The engine itself: its beginning and its end, its budget, that it lives, and how it refuses."""
+"""Messages about the engine process itself: start and exit, heartbeat, memory budget, refusals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from djinn_client.protocol import ModelInfo
 
 
 class SetBudget(msgspec.Struct, tag="set_budget"):
-    """Answered by BudgetSet when blocks and pages are where the new budget has them, or by Failed, and then nothing has
-    changed: `out_of_memory` with the figure that it could go down to."""
+    """Answered by BudgetSet when blocks and pages have been moved to fit the new budget. Answered by Failed when they
+    cannot: nothing has changed then, and `out_of_memory` carries the least budget that would work."""
 
     request: int
     memory_bytes: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """One-way: the engine ends its step and exits 0. `keep_pages`: the next engine is to find the pages of sessions on
-    the host or on disk, as far as these have room."""
+    """One-way: the engine ends its step and exits 0. `keep_pages`: it first writes the sessions' pages to the host or
+    to disk, as far as there is room, where the next engine finds them."""
 
     keep_pages: bool = False
 
@@ -30,7 +30,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """First message of an engine: the device is there."""
+    """First message of an engine: it has opened its device."""
 
     device: str
     description: str
@@ -39,7 +39,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Alive(msgspec.Struct, tag="alive"):
-    """One-way, at least once a second: the step loop turns. A server that hears none for long kills the engine."""
+    """One-way, at least once a second: the step loop is turning. The server kills an engine that has been silent for
+    too long."""
 
     step: int
 
@@ -48,12 +49,12 @@ class BudgetSet(msgspec.Struct, tag="budget_set"):
     request: int
     budget_bytes: int
     used_bytes: int
-    seconds: float  # that the change took
+    seconds: float  # duration of the change
     models: list[ModelInfo]
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """Final reply; `code` as in djinn_client.errors. A failed Run leaves the session as it was before it."""
+    """Final reply; `code` is one of djinn_client.errors. A failed Run leaves the session as it was before the Run."""
 
     request: int
     code: str

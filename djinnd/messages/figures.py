@@ -1,4 +1,4 @@
-"""What the engine says of itself: a report of what it has and has done, and a trace of its steps."""
+"""Messages about the engine's state: a report of its memory and requests, and a trace of its steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Inquire(msgspec.Struct, tag="inquire"):
 
 
 class Trace(msgspec.Struct, tag="trace"):
-    """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with what there is then; by
-    Failed(retry) where one is being recorded already."""
+    """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with the steps recorded
+    until then. Answered by Failed(retry) while another trace is being recorded."""
 
     request: int
     steps: int
@@ -27,10 +27,10 @@ class Trace(msgspec.Struct, tag="trace"):
 
 
 class SessionUse(msgspec.Struct, array_like=True):
-    """Pages on the device are held; those of the lower tiers are what is found there of the session's other pages."""
+    """A session's pages in each tier. `host_pages` and `disk_pages` count only pages that are not on the device."""
 
     session: str
-    state: str  # idle, waiting, arriving, paused, or that of its request
+    state: str  # idle, waiting, arriving, paused, or the state of its request
     kv_tokens: int  # on the device
     pages: int
     host_pages: int = 0
@@ -39,7 +39,7 @@ class SessionUse(msgspec.Struct, array_like=True):
 
 
 class TenantUse(msgspec.Struct, array_like=True):
-    """Bytes of pages that the tenant has in each tier, of all models."""
+    """Bytes of the tenant's pages in each tier, over all models."""
 
     tenant: int
     device_kv: int

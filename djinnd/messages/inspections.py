@@ -1,8 +1,8 @@
-"""What is asked of the child process that inspects a checkpoint before the engine sees it: see engine/inspection.py.
+"""Messages to the child process that inspects a checkpoint before the engine reads it: see engine/inspection.py.
 
     server ──Inspect, with the open files──► child ──Planned | ImageDescribed | Passed | Failed──► server
 
-The child's first word is Confined; it ends when it has answered.
+The child's first message is Confined. It exits after its answer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from djinnd.messages.models import DescribeImage, Plan
 
 
 class DeviceFigures(msgspec.Struct, frozen=True):
-    """What a plan needs to know of a device."""
+    """The figures of a device that a plan depends on."""
 
-    kind: str  # of torch.device: cpu or cuda
+    kind: str  # torch.device.type: cpu or cuda
     budget_bytes: int
     reserved_bytes: int
     bus: float  # as in Rates
@@ -25,7 +25,7 @@ class DeviceFigures(msgspec.Struct, frozen=True):
 
 
 class DescribeDevice(msgspec.Struct, tag="describe_device"):
-    """Asked of an engine, for an inspection of `model`. Answered by DeviceDescribed."""
+    """Asks an engine for the figures of its device, for an inspection of `model`. Answered by DeviceDescribed."""
 
     request: int
     model: str
@@ -37,7 +37,7 @@ class DeviceDescribed(msgspec.Struct, tag="device_described"):
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
-    """`is_plan`: the whole plan is wanted, and else only whether the checkpoint passes."""
+    """`is_plan`: True asks for the whole plan, False only for whether the checkpoint passes."""
 
     job: Plan | DescribeImage
     figures: DeviceFigures
@@ -45,10 +45,11 @@ class Inspect(msgspec.Struct, tag="inspect"):
 
 
 class Confined(msgspec.Struct, tag="confined"):
-    """`lacking`: what this machine lacks of the sandbox, which is closed as far as it goes; "": nothing."""
+    """`lacking`: the parts of the sandbox that this machine cannot provide, "" if it provides all. The child is
+    confined by the parts that exist."""
 
     lacking: str = ""
 
 
 class Passed(msgspec.Struct, tag="passed"):
-    """The engine may build the model."""
+    """The checkpoint passed: the engine may build the model."""

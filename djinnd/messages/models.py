@@ -1,4 +1,4 @@
-"""Models: what one would come to, how its image is to lie, its load, and its way out."""
+"""Messages about models: plan one, describe the layout of its image, load it, unload it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ class Load(msgspec.Struct, tag="load"):
     model: str
     path: str
     kv_bytes: int = 0  # 0: the engine decides
-    host_kv_bytes: int | None = None  # of pages in host memory; None: the engine decides
-    disk_kv_bytes: int | None = None  # of pages in files, likewise
-    disk_folder: str = ""  # for those files; "": there are none
+    host_kv_bytes: int | None = None  # bytes of pages in host memory; None: the engine decides
+    disk_kv_bytes: int | None = None  # bytes of pages in files; None: the engine decides
+    disk_folder: str = ""  # for those files; "": no disk tier
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_context: int = 0  # 0: the model's own
     placing: Placing = Placing()
-    shared: Dtype | None = None  # the dtype that a client has given its weights in; None: they are in the checkpoint
+    shared: Dtype | None = None  # dtype of the weights that a client shares; None: the weights are in the checkpoint
     files: list[str] = []  # names of the checkpoint's open files, which travel with the frame; none: `path` is opened
-    fds: list[int] = []  # at the receiver, which owns them: the files, in the order of `files`
-    others: list[str] = []  # names of further files beside them, which explain a refusal
+    fds: list[int] = []  # descriptors of `files`, in their order; the receiver owns them
+    others: list[str] = []  # names of further files in the checkpoint's folder, which help to explain a refusal
 
 
 class Unload(msgspec.Struct, tag="unload"):
-    """`keep_pages`: the model only goes to sleep. Its sessions, which are idle, are closed in the engine, and it is
-    answered when their pages are on the host, as far as that has room, for the next Load of the model to find; else the
-    server has closed them before."""
+    """Answered by Unloaded. Unless `keep_pages`, the server has closed the model's sessions before.
+
+    `keep_pages`: the model goes to sleep. The engine closes its sessions, which are idle, and writes their pages to the
+    host, as far as there is room, before it answers. The next Load of the model finds them.
+    """
 
     request: int
     model: str
@@ -39,7 +41,8 @@ class Unload(msgspec.Struct, tag="unload"):
 
 
 class Plan(msgspec.Struct, tag="plan"):
-    """What a Load with these fields would come to, in a budget of `memory_bytes`. Answered by Planned or Failed."""
+    """Asks for the placement that a Load with these fields would get in a budget of `memory_bytes`. Answered by Planned
+    or Failed."""
 
     request: int
     model: str
@@ -50,14 +53,14 @@ class Plan(msgspec.Struct, tag="plan"):
     placing: Placing = Placing()
     memory_bytes: int = 0  # 0: the engine's budget
     shared: Dtype | None = None  # as in Load
-    files: list[str] = []  # likewise
-    fds: list[int] = []  # likewise
-    others: list[str] = []  # likewise
+    files: list[str] = []  # as in Load
+    fds: list[int] = []  # as in Load
+    others: list[str] = []  # as in Load
 
 
 class DescribeImage(msgspec.Struct, tag="describe_image"):
-    """How the weights of a model are to lie that a Load with these fields finds complete. Answered by ImageDescribed or
-    Failed."""
+    """Asks for the layout that an image must have so that a Load with these fields finds it complete. Answered by
+    ImageDescribed or Failed."""
 
     request: int
     model: str
@@ -66,13 +69,13 @@ class DescribeImage(msgspec.Struct, tag="describe_image"):
     placing: Placing
     shared: Dtype
     files: list[str] = []  # as in Load
-    fds: list[int] = []  # likewise
-    others: list[str] = []  # likewise
+    fds: list[int] = []  # as in Load
+    others: list[str] = []  # as in Load
 
 
 class PublicPrefix(msgspec.Struct, tag="public_prefix"):
-    """One-way, of a model that is loaded: sessions of all tenants that begin with these tokens share the full pages of
-    them from now on."""
+    """One-way: from now on, sessions of all tenants that begin with these tokens share the full pages of them. The
+    model is loaded."""
 
     model: str
     tokens: list[int]

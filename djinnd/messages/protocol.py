@@ -1,4 +1,4 @@
-"""All messages by direction, and their bytes: a frame holds one."""
+"""All messages by direction, and their encoding: one message a frame."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FromEngine = (
 )
 
 MAX_FRAME = 256 << 20
-MAX_FDS = MAX_FILES  # of a frame to the engine: those of a checkpoint
+MAX_FDS = MAX_FILES  # most descriptors with a frame to the engine: the files of a checkpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -86,7 +86,7 @@ def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
 
 
 def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
-    """`fds`: the descriptors that came with the frame, which are the message's then."""
+    """`fds`: the descriptors that came with the frame. The message owns them."""
     message: ToEngine = _decode(_to_engine, payload)
     if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
         (message.fd,) = fds or (-1,)
@@ -106,5 +106,5 @@ def decode_from_engine(payload: bytes) -> FromEngine:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
     try:
         return decoder.decode(payload)
-    except msgspec.DecodeError as error:  # both sides are ours: a difference of versions between them
+    except msgspec.DecodeError as error:  # the two processes run different versions
         raise ProtocolError(f"server and engine disagree: {error}") from error

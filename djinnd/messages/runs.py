@@ -1,4 +1,4 @@
-"""Runs: what a session is extended by, the tokens that steps give, and the one word at the end."""
+"""Messages about runs: a request that extends a session, the tokens that steps give it, and its final reply."""
 
 from __future__ import annotations
 
@@ -13,55 +13,60 @@ from djinnd.core.stops import Stop
 
 
 class Grammar(msgspec.Struct, array_like=True):
-    """What a run's output follows, as llguidance reads it. With the Run comes the model's open tokenizer.json, or, of
-    models that are not configured, a table of tokens (djinnd/text/grammar.py)."""
+    """The grammar that a run's output follows, as llguidance reads it. The Run's frame carries a descriptor: the
+    model's tokenizer.json, or a table of tokens if the model is not configured (djinnd/text/grammar.py)."""
 
     text: str
-    tokenizer: int  # a number: those with the same one are the same
+    tokenizer: int  # equal numbers mean the same tokenizer
     is_table: bool
     eos: list[int]
-    fd: int = -1  # at the receiver, which owns it
+    fd: int = -1  # the receiver owns it
 
 
 class Run(msgspec.Struct, tag="run"):
-    """Extends the session by `tokens` and generates up to `max_tokens`. `logits`: answers with their logits. A
-    Run that an earlier engine had begun names its `first` position and brings no tokens: the session has them already,
-    and the last `given` of them were generated."""
+    """Extends the session by `tokens` and generates up to `max_tokens`. With `logits`, the reply has the logits of
+    `tokens`.
+
+    A Run that an earlier engine began names its `first` position and brings no tokens. The session has them already,
+    and the last `given` of them were generated.
+    """
 
     request: int
     session: str
     tokens: list[int]
     max_tokens: int
-    sampling: Sampling  # with a seed
+    sampling: Sampling  # has a seed
     stop_tokens: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits: bool = False
-    expected_tokens: int = 0  # 0: nobody knows
+    expected_tokens: int = 0  # 0: unknown
     deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
     capture: list[Point] = []  # see Capture
-    stops: list[Stop] = []  # of positions that the call is about, and that have not stopped there yet
-    resume_block: int | None = None  # goes on from where the last Run stopped, before that block, or does that over
-    first: int | None = None  # length of the session before the Run, where that was not now
+    stops: list[Stop] = []  # breakpoints at this call's positions that have not been reached yet
+    # The last Run stopped before this block. This Run continues there, or repeats the pass if that state is lost.
+    resume_block: int | None = None
+    first: int | None = None  # the session's length before the Run; None: its length now
     given: int = 0
     grammar: Grammar | None = None
 
 
 class CancelRun(msgspec.Struct, tag="cancel"):
-    """One-way; the Run is answered by Finished(cancelled), unless it has been answered already."""
+    """One-way; the Run is answered by Finished(cancelled), unless it has had its final reply."""
 
     request: int
 
 
 class Halt(msgspec.Struct, tag="halt"):
-    """One-way: a stop string was found. Ends the Run with `stop` after its first `keep` generated tokens."""
+    """One-way: the server found a stop string. Ends the Run with reason `stop` after its first `keep` generated
+    tokens."""
 
     request: int
     keep: int
 
 
 class Hold(msgspec.Struct, tag="hold"):
-    """One-way: the client reads too slowly (or again fast enough)."""
+    """One-way. `held`: True stops the Run while its client reads too slowly, False lets it go on."""
 
     request: int
     held: bool
@@ -77,35 +82,36 @@ class Token(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """The request's first row is in this step."""
+    """This step has the request's first row."""
 
     request: int
     at: float  # CLOCK_MONOTONIC, the same in every process
-    woken: bool = False  # the session's KV had left the device since it last had a row
+    woken: bool = False  # the session's KV has been away from the device since its last row
 
 
 class Stepping(msgspec.Struct, tag="stepping"):
-    """The requests that a step starts: when the device has the step, or is done with it, and before what it gave."""
+    """The requests whose first row is in this step. Sent while the device runs the step, or just after, and always
+    before the step's tokens."""
 
     started: list[Started]
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
-    """One a step: every token that it gave, in the order of its rows."""
+    """Sent once a step: all its tokens, in the order of its rows."""
 
     tokens: list[Token]
 
 
 class Recomputed(msgspec.Struct, tag="recomputed"):
-    """A step has computed tokens again that their sessions had before the request: by tenant, how many. A tenant has
-    been charged for what its requests bring and generate, and is charged for this, too."""
+    """A step has computed again tokens that were in their sessions before the request. `tokens`: how many, by tenant;
+    the server charges them to the tenant, beside the tokens that its requests bring and generate."""
 
     tokens: dict[int, int]
 
 
 class Capture(msgspec.Struct, frozen=True):
-    """What the sealed memfd has that comes with the frame: for each point of the Run's `capture`, in their order, from
-    its offset on, `room` rows of the point's width and the dtype, row-major; the first `positions` of them are the
+    """Layout of the sealed memfd that comes with the frame. Each point of the Run's `capture`, in their order, has an
+    array [room, width of the point] of the dtype, row-major, at its offset. The first `positions` rows hold the
     activations at the session's positions from `first` on."""
 
     dtype: Dtype
@@ -117,20 +123,20 @@ class Capture(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, tag="finished"):
-    """Final reply of a Run. `length` is the session's; `generated` counts the tokens that stay."""
+    """Final reply of a Run. `length`: of the session. `generated`: the generated tokens that stay in it."""
 
     request: int
     reason: FinishReason
     length: int
     generated: int
     computed: int
-    capture: Capture | None = None  # where it stopped: of the point between blocks where it did
-    stopped: int | None = None  # reason "breakpoint": before which block
+    capture: Capture | None = None  # at a breakpoint between blocks, it has that point
+    stopped: int | None = None  # with reason "breakpoint": the block before which the Run stopped
 
 
 class PromptScored(msgspec.Struct, tag="prompt_scored"):
-    """Before the first token of a Run with `prompt_logprobs`: of the next so many tokens of its prompt, what
-    djinn_client's PromptLogprobs has of them."""
+    """Sent before the first token of a Run with `prompt_logprobs`, once for each part of its prompt. `values` and `ids`
+    are as in djinn_client's PromptLogprobs, for the next `tokens` tokens of the prompt."""
 
     request: int
     tokens: int
@@ -139,7 +145,7 @@ class PromptScored(msgspec.Struct, tag="prompt_scored"):
 
 
 class LogitsReady(msgspec.Struct, tag="logits"):
-    """Final reply of a Run with `logits`: float32 [tokens, vocab] in the sealed memfd that comes with this frame."""
+    """Final reply of a Run with `logits`: float32 [tokens, vocab] in the sealed memfd that comes with the frame."""
 
     request: int
     length: int

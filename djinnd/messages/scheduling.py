@@ -1,4 +1,4 @@
-"""Whose turn it is: what the scheduler is told of sessions and tenants, and why it has a session wait."""
+"""Messages about scheduling: classes, signals, pauses, limits of tenants, and the reason why a session waits."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from djinn_client.protocol import Class, Tier
 
 
 class SetClass(msgspec.Struct, tag="set_class"):
-    """One-way: the session has this class from now on, and the request that runs on it, too."""
+    """One-way: from now on the session and its running request have this class."""
 
     session: str
     priority: Class
 
 
 class Signal(msgspec.Struct, tag="signal"):
-    """One-way: what the session's client does next. `waits`: for something else, `expected_s` long if it is known
-    (0: not), so that its pages may leave the device as soon as nothing runs on it; else it will compute in a moment,
-    and `bulk` says whether the time between its tokens matters no more than anybody's."""
+    """One-way: the client says what its session does next.
+
+    `waits` True: the session waits for something else, for about `expected_s` seconds (0: unknown). Its pages may leave
+    the device as soon as it is idle. `waits` False: the session will compute soon.
+    """
 
     session: str
     waits: bool
     expected_s: float = 0.0
-    tool: str = ""  # that it waits for
-    bulk: bool | None = None  # None: as it was
+    tool: str = ""  # the tool that it waits for
+    bulk: bool | None = None  # the time between its tokens does not matter; None: as it was
 
 
 class Pause(msgspec.Struct, tag="pause"):
-    """The session gets no row until Resume, and its pages leave the device for `tier`. Answered by Paused when they are
-    there, or by Failed, and then it runs on."""
+    """The session gets no row until Resume, and its pages move to `tier`. Answered by Paused when they are there.
+    Answered by Failed when they cannot move, and then the session is not paused."""
 
     request: int
     session: str
@@ -38,13 +40,13 @@ class Pause(msgspec.Struct, tag="pause"):
 
 
 class Resume(msgspec.Struct, tag="resume"):
-    """One-way. A session that is not paused stays as it is."""
+    """One-way. Does nothing to a session that is not paused."""
 
     session: str
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """`weight`: of the tenant's share of device time. Bytes of pages in each tier; None: no limit."""
+    """`weight`: of the tenant's share of device time. `*_kv`: most bytes of its pages in each tier; None: no limit."""
 
     tenant: int
     weight: float = 1.0
@@ -54,14 +56,14 @@ class TenantLimits(msgspec.Struct, frozen=True):
 
 
 class SetTenants(msgspec.Struct, tag="set_tenants"):
-    """One-way: these tenants have these limits from now on; who is not named keeps what it had, and at first has
-    none."""
+    """One-way: these tenants have these limits from now on. A tenant that is not named keeps its limits. A new tenant
+    has none."""
 
     tenants: list[TenantLimits]
 
 
 class SetPolicy(msgspec.Struct, tag="set_policy"):
-    """One-way: see config.Scheduling. Seconds."""
+    """One-way: see config.Scheduling. `between_tokens` and `ageing` are seconds."""
 
     slowdown: float
     between_tokens: float
@@ -81,13 +83,13 @@ class Explain(msgspec.Struct, tag="explain"):
 
 class Paused(msgspec.Struct, tag="paused"):
     request: int
-    pages: int  # that the session has in the tier
+    pages: int  # of the session in the tier
     nbytes: int
     seconds: float
 
 
 class Explained(msgspec.Struct, tag="explained"):
-    """`ahead`: sessions of the model that are served before this one, the first of them first."""
+    """Reply to Explain. `ahead`: sessions of the model that are served before this one, in their order."""
 
     request: int
     state: str

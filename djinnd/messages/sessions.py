@@ -1,4 +1,4 @@
-"""Sessions: how they begin and end, what changes in them between runs, and KV that leaves with a client or comes."""
+"""Messages about sessions: open, fork, close, truncate and edit them, and hand their KV over to a client or back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from djinnd.core.edits import FOREVER, Edit
 
 
 class Open(msgspec.Struct, tag="open"):
-    """One-way. With tokens: a session of an earlier engine, whose KV is computed anew when it next runs; `paused`: when
-    it is resumed."""
+    """One-way. `tokens`: of a session that an earlier engine had. Its KV is computed again when it next runs; a
+    `paused` one runs only after Resume."""
 
     session: str
     model: str
@@ -46,14 +46,14 @@ class Truncate(msgspec.Struct, tag="truncate"):
 
 
 class AddEdit(msgspec.Struct, tag="add_edit"):
-    """One-way. The session is idle."""
+    """One-way; the session is idle."""
 
     session: str
     edit: Edit
 
 
 class EndEdits(msgspec.Struct, tag="end_edits"):
-    """One-way, likewise: from position `at` on these change nothing."""
+    """One-way; the session is idle. From position `at` on, these edits change nothing."""
 
     session: str
     edits: list[int]
@@ -61,19 +61,20 @@ class EndEdits(msgspec.Struct, tag="end_edits"):
 
 
 class ExportKv(msgspec.Struct, tag="export_kv"):
-    """The session is idle. Answered by KvExported, or by Failed. What of its KV is not there is computed first, which
-    CancelRun breaks off."""
+    """Answered by KvExported, or by Failed. The session is idle. Any KV that it lacks is computed first; CancelRun
+    interrupts that."""
 
     request: int
     session: str
 
 
 class ImportKv(msgspec.Struct, tag="import_kv"):
-    """Opens a session with these tokens, and with the KV of the first `kv_tokens` of them in the client's window, whose
-    descriptor travels with the frame and is the receiver's: `fd` is its number. Answered by Finished when it is on the
-    device, or by Failed, and then the session is open and has none.
+    """Opens a session with these tokens. The KV of the first `kv_tokens` of them is in the client's window, `fd`, which
+    the receiver owns.
 
-    `salt` sets its pages apart from what others of its tenant have with the same tokens."""
+    Answered by Finished when the KV is on the device. Answered by Failed when it is not: the session is open then and
+    has no KV. `salt` keeps its pages apart from pages that the tenant's other sessions have for the same tokens.
+    """
 
     request: int
     session: str
@@ -90,8 +91,8 @@ class ImportKv(msgspec.Struct, tag="import_kv"):
 
 
 class KvExported(msgspec.Struct, tag="kv_exported"):
-    """Final reply of ExportKv: the KV of all of the session's tokens is in the sealed memfd that comes with this frame,
-    in the pages of the pool."""
+    """Final reply of ExportKv: the KV of all of the session's tokens is in the sealed memfd that comes with the frame,
+    in the layout of the pool's pages."""
 
     request: int
     tokens: int
