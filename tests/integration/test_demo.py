@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_demo_shows_each_scene_and_leaves_nothing() -> None:
     found = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}

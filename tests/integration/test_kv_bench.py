@@ -55,6 +55,7 @@ def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
     assert points[-1]["host"] > 0 and points[-1]["logical"] > points[0]["logical"]
 
 
+@pytest.mark.long
 def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
     work = ("--crowd=4x300", "--loops=1", "--arrivals=2", "--context=300", "--answer=3", "--ways=none,expected")
     sizes = ("--memory=512MiB", "--kv=4MiB", "--host-kv=32MiB", "--disk-kv=0")
@@ -70,6 +71,7 @@ def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
     assert found["findings"] == [] and found["peer"] is None
 
 
+@pytest.mark.long
 def test_going_on_with_a_session_beside_its_peers(tmp_path: Path) -> None:
     shown, found = bench("resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
     assert "recompute" in shown and "expected" in shown

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.support.models import tiny_model
 from tools.bench.restart_sessions import Work, measure, summary
 
 
+@pytest.mark.long
 def test_sessions_are_there_again_with_their_kv_and_go_on() -> None:
     sizes = {"kv": "4MiB", "host_kv": "32MiB"}
     found = measure(tiny_model(), "cpu", "512MiB", sizes, Work(sessions=4, context=300, new=3))

@@ -19,6 +19,7 @@ CONFIG = ROOT / "tools" / "bench" / "configs" / "cpu-smoke.yaml"
 BENCH = ("tests.support.short_copies", "tools.bench.stream")
 
 
+@pytest.mark.long
 def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
     chosen = [f"--only={name}" for name in ("resident", "plain", "packed", "gpu-only", "accelerate")]
     command = [warm_python(), "-m", *BENCH, str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
@@ -41,6 +42,7 @@ def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
         assert outcome.equality.as_resident is (True if name in ("plain", "packed") else None)
 
 
+@pytest.mark.long
 def test_weights_that_a_client_hands_over(tmp_path: Path) -> None:
     """They are on no disk, and stream as those of a checkpoint do."""
     shared = tmp_path / "shared.yaml"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.models import reduced_model
 from tools.bench.stream.outcome import Status
 from tools.bench.white_peers import PEERS, Job, measure
@@ -11,6 +13,7 @@ from tools.bench.white_peers import PEERS, Job, measure
 PROMPTS = [[5, 9, 33, 40, 7], [300, 20, 101, 7, 55]]
 
 
+@pytest.mark.long
 def test_both_give_the_same_tokens_and_others_than_without_an_edit(tmp_path: Path) -> None:
     job = Job(
         checkpoint=str(reduced_model("gpt2")),

@@ -45,9 +45,9 @@ def attention() -> TritonAttention:
 @pytest.mark.parametrize(
     ("dtype", "page_size", "group", "head_dim"),
     [
-        (FP32, 16, 1, 64),
+        pytest.param(FP32, 16, 1, 64, marks=long),
         (FP32, 64, 3, 80),
-        (FP16, 16, 8, 64),
+        pytest.param(FP16, 16, 8, 64, marks=long),
         (BF16, 256, 4, 128),
     ],
 )
@@ -68,8 +68,11 @@ def test_shapes(
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 20}, {"softcap": 3.0}, {"window": 20, "softcap": 3.0, "sinks": True}],
-    ids=["window", "softcap", "window, softcap, sinks"],
+    [
+        pytest.param({"window": 20}, id="window", marks=long),
+        pytest.param({"softcap": 3.0}, id="softcap", marks=long),
+        pytest.param({"window": 20, "softcap": 3.0, "sinks": True}, id="window, softcap, sinks"),
+    ],
 )
 @pytest.mark.parametrize("kv_heads", [1, 8], ids=["split", "direct"])  # 8 x 3 rows fill the interpreter's one processor
 @pytest.mark.parametrize("rows", [pytest.param(DECODE, id="decode"), pytest.param(MIXED, id="mixed", marks=long)])
@@ -85,7 +88,15 @@ def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
 
 
 @pytest.mark.parametrize("splits", [2, pytest.param(7, marks=long)])
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 100, "softcap": 3.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=long),
+        pytest.param({"window": 40}, marks=long),
+        {"window": 100, "softcap": 3.0, "sinks": True},
+    ],
+    ids=str,
+)
 def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) -> None:
     """Of some splits no query sees a key, of others only the last ones do."""
     scene = Scene([33, 1, 5], [300, 40, 5], group=2)

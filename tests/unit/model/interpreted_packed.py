@@ -45,7 +45,9 @@ def test_unpack_writes_nothing_where_patches_lie() -> None:
     assert not memory[form.numel :].any()
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(3, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("tokens", "tiles"),
     [(1, None), *((1, t) for t in VECTOR), (3, None), *((t, x) for t in (2, MAX_TOKENS) for x in MATRIX)],

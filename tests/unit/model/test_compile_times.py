@@ -15,6 +15,7 @@ from tests.cubins import Attention, compile_apart, variants_of
 from tests.support.compiled import AMPERE, HOPPER
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
 ]
@@ -32,7 +33,7 @@ def longest(variants: list[Variant]) -> list[Variant]:
     "attention",
     [
         Attention(HOPPER, torch.float32, 192, 7, 1),  # with larger tiles it took more than 30 s
-        pytest.param(Attention(AMPERE, torch.float32, 128, 8, 1), marks=pytest.mark.long),
+        Attention(AMPERE, torch.float32, 128, 8, 1),
         Attention(HOPPER, torch.bfloat16, 256, 8, 1),
     ],
     ids=str,

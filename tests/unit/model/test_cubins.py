@@ -85,13 +85,16 @@ def compile_mixed(capability: int, tiles: Tiles, **constants: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(("rows", "direct"), [(64, True), (64, False), (2048, True)])
+@pytest.mark.parametrize(
+    ("rows", "direct"), [(64, True), pytest.param(64, False, marks=pytest.mark.long), (2048, True)]
+)
 def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> None:
     tiles = prefill_tiles(rows, 128, 2, hopper=True)
     ptx = compile_mixed(HOPPER, tiles, **LLAMA_13B, **PLAIN, CHUNKS_DIRECT=direct, DIRECT=direct).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
 
 
+@pytest.mark.long
 def test_prefill_with_everything_on_ampere() -> None:
     tiles = prefill_tiles(2048, 128, 2, hopper=False)
     ptx = compile_mixed(AMPERE, tiles, **LLAMA_8B, **EVERYTHING, CHUNKS_DIRECT=False, DIRECT=False).asm["ptx"]
