@@ -1,1 +1,1 @@
-"""Values and state machines of the engine: no torch, no asyncio, no clock, no I/O."""
+"""Values and state machines of the engine: session, request, batch, edits. No torch, asyncio, clock or I/O."""

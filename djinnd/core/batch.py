@@ -1,4 +1,4 @@
-"""A batch: the rows of one step. What a scheduler decides and a model runner carries out."""
+"""A batch is the rows of one step. The scheduler composes it and a model runner runs it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 
-LATE = -1  # in the place of a row's token: it has none, as its mask was not there; its last position is run again
+# In place of a row's token: the row has none because its grammar mask came too late. Its last position is run again.
+LATE = -1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Tokens [start, start + count) of a session, through blocks [first_block, last_block), for the request that it had
-    when the batch was composed. The request may end, and the session get another, before the step has run; its stage
-    may be lost.
+    """Tokens [start, start + count) of a session, to be run through blocks [first_block, last_block).
 
-    A struct, because a step makes hundreds, and a frozen dataclass takes ten times as long to make."""
+    `request` and `stage` are the session's when the batch was composed. Before the step has run, the request may end,
+    the session may get another one, and the stage may be lost.
+
+    This is a msgspec struct because a step makes hundreds of rows, and a frozen dataclass takes ten times as long to
+    make.
+    """
 
     session: Session
     request: Request
@@ -27,8 +31,8 @@ class Row(msgspec.Struct, frozen=True):
     count: int
     first_block: int
     last_block: int
-    samples: bool  # the row's last token is the session's last, and goes to the end: the step chooses the next one
-    stage: Stage | None = None  # that the session had then
+    samples: bool  # the row ends with the session's last token, behind the last block: the step samples the next token
+    stage: Stage | None = None  # the session's stage when the batch was composed
 
     @property
     def end(self) -> int:
@@ -53,8 +57,10 @@ class Batch:
 
 
 def recomputed(batch: Batch) -> dict[int, int]:
-    """By tenant, the tokens of the batch that their sessions had before the request. Without a session's last one,
-    which is always computed with the request."""
+    """Counts, by tenant, the tokens of the batch that the sessions had before their requests.
+
+    A session's last token before the request is not counted: it is always run with the request.
+    """
     counts: dict[int, int] = {}
     for row in batch.rows:
         again = min(row.end, row.request.first - 1) - row.start
@@ -64,5 +70,5 @@ def recomputed(batch: Batch) -> dict[int, int]:
 
 
 def blocks_of(rows: Sequence[Row]) -> range:
-    """That a step with these rows runs."""
+    """The blocks that a step with these rows runs."""
     return range(min([row.first_block for row in rows]), max([row.last_block for row in rows]))

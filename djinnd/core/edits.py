@@ -1,11 +1,10 @@
-"""Edits: what a session has done to its activations, at points of the model and positions of the session.
+"""Edits: changes that a session makes to its activations, at points of the model and at positions of the session.
 
-An edit is data, and a function of the position: a position that is computed anew, for whatever reason, is edited again
-in the same way. So KV still follows from what the session is, its tokens and its edits, and pages may be dropped,
-shared and found as ever (names.py).
+An edit is data and a function of the position. A position that is computed again is edited again in the same way. So KV
+still follows from the session's tokens and edits, and its pages can be dropped, shared and found as usual (names.py).
 
-The last position of a session is always computed, or computed again, to choose the next token. So "from now on" is from
-there, and what ends now ends there.
+The last position of a session is always computed, or computed again, to sample the next token. An edit that begins
+"now" therefore begins at that position, and an edit that ends "now" ends there.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-FOREVER = 1 << 40  # a position that no session comes to
-WILD = 1024.0  # larger values that an edit adds, or puts in a place, may lead to an overflow there or in a later block
+FOREVER = 1 << 40  # a position that no session reaches
+WILD = 1024.0  # An edit that adds or sets a value larger than this may cause an overflow there or in a later block.
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Positions [start, end). `row`: of the edit's values, the one for `start`; where there is but one, it is for
-    all."""
+    """Positions [start, end) of an edit. `row` is the row of the edit's values that applies at `start`, and the
+    following rows apply at the following positions. An edit with a single row uses it for all positions."""
 
     start: int
     end: int = FOREVER
@@ -40,34 +39,35 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """`values`: `rows` rows of the points' width, row-major: none, one for all positions, or one for each. `low` and
-    `high`: of `clamp`."""
+    """One edit of a session. `values` is a row-major array of `rows` rows of the points' width: no row, one row for all
+    positions, or one row for each position. `low` and `high` are the bounds of `clamp`."""
 
-    number: int  # of the session's, ascending: in this order they apply
+    number: int  # unique in the session; edits apply in ascending order
     points: tuple[Point, ...]
     op: Op
-    extents: tuple[Extent, ...]  # ascending, apart
+    extents: tuple[Extent, ...]  # ascending, without overlap
     scale: float = 1.0
     low: float = -math.inf
     high: float = math.inf
     dtype: Dtype = "float32"
     rows: int = 0
     values: bytes = b""
-    over: bool = False  # it was ended: it changes what it has changed, when that is computed anew, and nothing else
+    # it was ended: positions that it has changed are changed again when they are recomputed, and no others
+    over: bool = False
 
     @property
     def first(self) -> int:
-        """The first position that it changes; FOREVER where it changes none."""
+        """The first position that the edit changes; FOREVER if it changes none."""
         return self.extents[0].start if self.extents else FOREVER
 
     @property
     def end(self) -> int:
-        """Behind the last position that it changes."""
+        """One past the last position that the edit changes; 0 if it changes none."""
         return self.extents[-1].end if self.extents else 0
 
     @cached_property
     def mark(self) -> int:
-        """64 bits of what it does, wherever it does it."""
+        """A 64-bit hash of the operation and its values, without the positions."""
         what = (self.points, self.op, self.scale, self.low, self.high, self.dtype, self.rows)
         digest = blake2b(msgspec.msgpack.encode(what), digest_size=8)
         digest.update(self.values)
@@ -75,8 +75,11 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def wild_from(self) -> int:
-        """The first position at which it may lead to what is no number; FOREVER: none. One that enlarges may, however
-        little: at block after block that is a power."""
+        """The first position at which the edit may produce a value that is not finite; FOREVER if there is none.
+
+        An edit that scales by more than 1 counts from its first position on, however small the factor: over many blocks
+        the factor becomes a power.
+        """
         if self.op in ("scale", "project_out"):
             largest = abs(self.scale) if self.op == "scale" else abs(1.0 - self.scale)
             return self.first if largest > 1.0 else FOREVER
@@ -92,30 +95,34 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return FOREVER
 
     def _wild_rows(self, limit: float) -> npt.NDArray[np.intp]:
-        """Of its values, those with one that is not below the limit, ascending."""
-        import numpy as np  # the server makes edits, too, and has no other use for it
+        """Indices, ascending, of the rows of `values` that hold a value of at least `limit` in magnitude or NaN."""
+        import numpy as np  # imported here because the server makes edits too, and has no other use for numpy
 
         if self.dtype == "bfloat16":
             values = (np.frombuffer(self.values, np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             values = np.frombuffer(self.values, self.dtype).astype(np.float32, copy=False)
-        are_tame = np.abs(values.reshape(self.rows, -1)) < limit  # NaN is not
+        are_tame = np.abs(values.reshape(self.rows, -1)) < limit  # a comparison with NaN is False
         return np.flatnonzero(~are_tame.all(axis=1))
 
 
 def now(length: int) -> int:
-    """The first position that what is said now is about, in a session of so many tokens."""
+    """The first position that an edit made now applies to, in a session of `length` tokens."""
     return max(length - 1, 0)
 
 
 def ended(edits: Iterable[Edit], numbers: Collection[int], at: int) -> tuple[Edit, ...]:
-    """These edits change nothing from position `at` on."""
+    """The edits, of which those with these numbers change nothing from position `at` on. An edit that is left with no
+    position is dropped."""
     return tuple(kept for edit in edits if (kept := _ended(edit, at) if edit.number in numbers else edit).extents)
 
 
 def cut(edits: Iterable[Edit], length: int) -> tuple[Edit, ...]:
-    """Of a session that keeps its first `length` tokens. What is edited from somewhere on still is, from there on; what
-    is edited at certain positions is so when they come again."""
+    """The edits of a session that is truncated to its first `length` tokens.
+
+    An edit that is still open (it has no end) stays open, from `length` on if it began later. An edit with an end keeps
+    its positions and applies again when the session reaches them.
+    """
     return tuple(kept for edit in edits if (kept := _cut(edit, length)).extents)
 
 

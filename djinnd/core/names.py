@@ -1,11 +1,11 @@
-"""Names of positions: numbers that say what their KV follows from, beside that of the positions before them.
+"""Names of positions: each is a number that, with the names before it, determines the position's KV.
 
     tokens        17   4  902  33    8  51
     an edit                    [──────────►       from position 3 on
-    names         17   4  902  -…   -…  -…        a number of token and edits, in the token's place
+    names         17   4  902  -…   -…  -…        a hash of token and edits, in the token's place
 
-Pages are known by the names of their positions. Sessions of a tenant that are edited alike share pages like any other,
-and all share what lies before the first edit.
+The keys of pages are made from the names of their positions. Sessions of a tenant with the same edits share pages like
+any others, and all sessions share the pages before the first edit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ _START, _END = attrgetter("start"), attrgetter("end")
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: multiplying by it mixes low bits into high ones
 _HALF = np.uint64(32)
 _LOW = np.uint64((1 << 62) - 1)
-_EDITED = np.uint64(1 << 63)  # with the bit after it clear: as int64 below -2**62, which no token is
+# Set in every name of an edited position, with the bit below it clear: such a name is below -2**62 as int64, which no
+# token is.
+_EDITED = np.uint64(1 << 63)
 
 
 class Names(Sequence[int]):
-    """Of a session's positions. Made when they are asked for: whoever wants those of one page pays for no others."""
+    """The names of a session's positions, as a sequence. Each slice is computed when it is asked for, so that the names
+    of one page do not cost those of all others."""
 
     def __init__(self, tokens: Sequence[int], edits: Iterable[Edit]) -> None:
         self._tokens = tokens
@@ -49,8 +52,11 @@ class Names(Sequence[int]):
 
 
 def names(tokens: Sequence[int], edits: Iterable[Edit], first: int = 0) -> list[int]:
-    """Of the positions from `first` on, which have these tokens: a token's number where nothing is edited; else 62 bits
-    that differ, but for chance, with the token, the edits and their order. O(tokens), for each edit."""
+    """Names of consecutive positions with these tokens, of which the first is position `first`.
+
+    The name of a position without an edit is its token. Any other name is 62 bits of a hash over the token, the edits
+    and their order. Costs O(tokens) for each edit.
+    """
     named = np.array(tokens, np.int64).view(np.uint64)
     for edit in edits:
         here = bisect_right(edit.extents, first, key=_END), bisect_left(edit.extents, first + len(named), key=_START)
@@ -59,7 +65,7 @@ def names(tokens: Sequence[int], edits: Iterable[Edit], first: int = 0) -> list[
             part = named[start - first : max(extent.end - first, 0)]
             row = extent.row + start - extent.start
             rows = np.arange(row, row + len(part), dtype=np.uint64) if edit.rows > 1 else np.uint64(0)
-            part ^= np.uint64(edit.mark) + rows * _ODD  # far apart, where rows and tokens are small
+            part ^= np.uint64(edit.mark) + rows * _ODD  # keeps the hashes of small row numbers and small tokens apart
             for _ in range(2):
                 part *= _ODD
                 part ^= part >> _HALF

@@ -1,4 +1,4 @@
-"""A request: what one call asks of one session.
+"""A request: one call on one session.
 
     QUEUED ──start──► RUNNING ──finish──► DONE
       │                │  ▲
@@ -6,7 +6,7 @@
       │                ▼  │
       └──finish──►    HELD ──finish──► DONE
 
-That is its life; nothing else moves it.
+These are all of its states and transitions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from djinnd.core.stops import Stop
 class RequestState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
-    HELD = "held"  # its client reads too slowly, or its grammar is being followed: no row until it is released
+    HELD = "held"  # its client reads too slowly, or its grammar has to catch up: it gets no row until it is released
     DONE = "done"
 
 
@@ -41,12 +41,17 @@ _MOVES = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`max_tokens` 0 asks for no new token. `first` is the session's length before this request and `prompt_end` its
-    length with the prompt; generated tokens follow. `logits`: of a forward pass, those of the prompt are wanted.
-    `prompt_logprobs`: what the logits from `seen_from` on say of the prompt's tokens is wanted.
-    `capture`: activations at these points. `seen_from`: the first position of which more is wanted than KV, and has not
-    been computed yet; FOREVER where there is none. `stops`: where it stops inside the model, and ends with that.
-    `resume_block`: goes on from where the last one stopped, before that block; without a prompt."""
+    """`first` is the session's length before this request, and `prompt_end` its length with the prompt; generated
+    tokens follow. With `max_tokens` 0, the request generates nothing.
+
+    `logits`: logits of the prompt's positions are wanted, for a forward pass. `prompt_logprobs`: log probabilities of
+    the prompt's tokens are wanted, from the logits of position `seen_from` on. `capture`: activations at these points
+    are wanted.
+
+    `seen_from`: the first position that has to be run because more than its KV is wanted; FOREVER if there is none.
+    `stops`: breakpoints inside the model; the request ends at the first one that it reaches. `resume_block`: the
+    request has no prompt and goes on before this block, where the last request stopped.
+    """
 
     id: int
     first: int
@@ -61,23 +66,24 @@ class Request:
     seen_from: int = FOREVER
     stops: tuple[Stop, ...] = ()
     resume_block: int | None = None
-    expected_tokens: int = 0  # that are likely to be generated; 0: nobody knows
-    deadline: float = math.inf  # by which the last token is wanted, on the engine's clock
+    expected_tokens: int = 0  # how many tokens are likely to be generated; 0: unknown
+    deadline: float = math.inf  # when the last token is wanted, in seconds on the engine's clock
     state: RequestState = RequestState.QUEUED
-    holders: set[str] = field(default_factory=set)  # that keep it from having a row; it is HELD while there is one
-    computed: int = 0  # tokens that the model ran for the prompt
+    holders: set[str] = field(default_factory=set)  # reasons why it gets no row; it is HELD while there is one
+    computed: int = 0  # prompt tokens that the model has run for it
     finish_reason: FinishReason | None = None
-    stopped: Stop | None = None  # with the finish_reason "breakpoint"
+    stopped: Stop | None = None  # where it stopped, if finish_reason is "breakpoint"
 
     def move(self, event: str) -> None:
-        """Raises KeyError (our fault) for a move that the table does not have."""
+        """Raises KeyError, which is a bug of ours, if the table has no such transition."""
         self.state = _MOVES[event, self.state]
 
     @property
     def tells(self) -> bool:
-        """Logits of its prompt are wanted, or what they say."""
+        """True if the client wants logits of the prompt, or log probabilities of its tokens."""
         return self.logits or self.prompt_logprobs is not None
 
     @property
     def runnable(self) -> bool:
+        """True if it is neither held nor done."""
         return self.state in (RequestState.QUEUED, RequestState.RUNNING)

@@ -1,4 +1,4 @@
-"""A session as the engine knows it: tokens, how many of them have KV, what is on its way, and the request that runs."""
+"""A session in the engine: its tokens, how many of them have KV, its stage, its edits, and its current request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from djinnd.core.stops import LeftStage, Stage
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Invariant: 0 <= computed <= len(tokens); pages cover at least `computed` tokens. The last generated token has
-    no KV until the next step runs it. With a stage, pages cover all tokens."""
+    """Invariant: 0 <= computed <= len(tokens), and its pages cover at least `computed` tokens, or all tokens if it has
+    a stage. The last generated token has no KV until the next step runs it."""
 
     id: str
     model: str
@@ -24,57 +24,60 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     request: Request | None = None
-    stage: Stage | None = None  # of the positions from `computed` on
-    left_stage: LeftStage | None = None  # while its pages are elsewhere
-    salt: bytes = b""  # sets the keys of its pages apart: see `foreign_tokens`; its forks have it, too
-    foreign_tokens: int = 0  # of the first ones, whose KV a client gave: it does not follow from them
+    stage: Stage | None = None  # progress, block by block, of the positions from `computed` on
+    left_stage: LeftStage | None = None  # the stage that it gets back with its pages, while these are off the device
+    salt: bytes = b""  # makes the keys of its pages its own: see `foreign_tokens`; its forks have the same salt
+    foreign_tokens: int = 0  # the KV of this many first tokens was imported by a client: the tokens do not determine it
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
-    given: int = 0  # what `touched` was when it was last given a token: less while it is being read
-    waits: bool = False  # its client has said that it waits for something else
-    wakes_at: float = 0.0  # when that is expected to be over; 0: nobody knows
-    called: bool = False  # it will ask for something in a moment, as its client says, or is expected to
-    quiet_since: float | None = None  # when it was first seen to be idle since its last request, or since it was called
-    paused: bool = False  # it gets no row
-    bulk: bool = False  # the time between its tokens matters no more than anybody's
-    row_at: float = 0.0  # when it last had a row, or was lined up
-    passed_over: str = ""  # why it has no row in the last step, of those that were asked
+    given: int = 0  # `touched` when it last got a new token; less than `touched` while its prompt is being read
+    waits: bool = False  # its client has sent IO_WAIT: it waits for something else
+    wakes_at: float = 0.0  # when it is expected back, in seconds on the engine's clock; 0: unknown
+    called: bool = False  # it is about to get a request: its client has said so, or it was expected by now
+    quiet_since: float | None = None  # when it was first seen idle since its last request or wake-up
+    paused: bool = False  # it gets no row until it is resumed
+    bulk: bool = False  # its client wants throughput: the time between its tokens is not protected
+    row_at: float = 0.0  # when it last had a row or began to wait for one
+    passed_over: str = ""  # why it had no row when it was last considered: see why.py
     woken: bool = False  # its pages have left the device since its last row
-    left_at: int = 0  # what `computed` was when its pages last left the device
-    edits: tuple[Edit, ...] = ()  # in the order of their numbers
-    due_from: int = (
-        FOREVER  # the next request begins here at the latest: edits have changed it, or the last one stopped
-    )
+    left_at: int = 0  # `computed` when its pages last left the device
+    edits: tuple[Edit, ...] = ()  # in ascending order of their numbers
+    # The next request computes from this position on at the latest: edits changed it, or the last one stopped there.
+    due_from: int = FOREVER
 
     @property
     def next_position(self) -> int:
-        """At which its next row begins."""
+        """The position at which its next row begins."""
         return self.computed if self.stage is None else self.stage.done
 
     @property
     def remaining(self) -> int:
-        """Tokens that the model has still to run before it can give the next one, or before they have stopped."""
+        """Tokens that the model has to run before it can sample the next one, or before all have stopped at a
+        breakpoint."""
         return len(self.tokens) - (self.computed if self.stage is None else self.stage.done)
 
     @property
     def names(self) -> Sequence[int]:
-        """What the KV of each position follows from, beside that of those before it: by these, pages are known."""
+        """The names of its positions, from which the keys of its pages are made (names.py)."""
         return Names(self.tokens, self.edits) if self.edits else self.tokens
 
     def together(self, first: int, count: int) -> int:
-        """Of so many positions from `first` on, how many may go through the model in one step. What is no number at one
-        of them would come to those before it that attend beside it (a weight of 0 times NaN is NaN), and their KV is
-        known by names that say nothing of it."""
+        """How many of `count` positions from `first` on may go through the model in one step.
+
+        A value that is not finite at one position reaches earlier positions of the same step, because attention
+        multiplies it with a weight of 0 (0 times NaN is NaN). The names of those positions would not tell that their KV
+        is spoilt. So a step ends before a position that an edit may make infinite or NaN.
+        """
         for edit in self.edits:
             if first < edit.wild_from < first + count:
                 count = edit.wild_from - first
         return count
 
     def keeps(self, stage: Stage) -> bool:
-        """It has the stage, or has it again when its pages are back."""
+        """True if it has this stage, or gets it back with its pages."""
         return self.stage is stage or (self.left_stage is not None and self.left_stage.stage is stage)
 
     def lose_stage(self) -> None:
-        """What is on its way through the blocks is run anew."""
+        """Drops the stage: positions from `computed` on are run again from the first block."""
         self.stage = self.left_stage = None
 
     def truncate(self, length: int) -> None:

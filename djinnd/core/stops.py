@@ -1,16 +1,16 @@
-"""Where the run of a session stops inside the model, and what is on its way through the blocks in parts.
+"""Breakpoints inside the model, and the positions that have passed only some of its blocks.
 
                     blocks   0 ……… first ……… last ……… N
-    positions  0 … computed  ─────────────────────────►   have been through all: they have KV in every block
+    positions  0 … computed  ─────────────────────────►   have KV in every block
     computed … done          ──────────────────►          of a stage: have passed [first, last), and wait before `last`
     done … end               ────────►                    wait before `first`
 
-Positions that have been through the blocks before `first` have KV in those blocks, and in no later one. A stage saves
-running those blocks again, and nothing hangs on it: where it is lost, everything from `computed` on is run anew, and
-edits that were made where it stopped apply then. A parked session that leaves the device takes its stage along.
+A position that waits before `first` has KV in the blocks before it and in no later one. A stage only saves running
+those blocks again. If it is lost, positions from `computed` on are run from the first block, with the edits that were
+made meanwhile. A parked session that leaves the device takes its stage along.
 
-Only positions that a stop names stop: what comes before is run to the end first. So what has stopped is a matter of
-the stops and of the session's tokens, and not of which pages were there.
+Only positions that a stop names stop. Earlier positions are first run to the last block. So the positions that stop
+depend on the stops and the session's tokens alone, and not on the pages that were present.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from djinn_client.points import Point
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
-    """All positions from `position` on stop before `block` (the number of blocks: behind the last)."""
+    """All positions from `position` on stop before `block`. If `block` is the number of blocks, they stop behind the
+    last one."""
 
     block: int
     position: int
@@ -33,32 +34,36 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """Of positions [session.computed, len(session.tokens)), which have pages all. `last`: before which block they stop;
-    the number of blocks where they stop behind the last one, and one more where they go to the end: then `computed`
-    goes along with `done`. A session without a request that has a stage is parked before `first`: `done` is `computed`.
+    """Progress of positions [session.computed, len(session.tokens)), all of which have pages.
 
-    One object from the first row until its positions are through, or it is lost."""
+    They have passed the blocks before `first`. Positions before `done` have also passed the blocks before `last` and
+    stop there. `last` is the number of blocks if they stop behind the last block. It is one more if they do not stop;
+    then `computed` advances with `done`. A session with a stage and no request is parked before `first`, and its `done`
+    is `computed`.
+
+    One object serves from the first row until the positions are through or the stage is lost.
+    """
 
     first: int
     last: int
     done: int
 
     def stands(self, points: Iterable[Point]) -> bool:
-        """Whether its positions have still all of these points before them, while they wait before `first`."""
+        """True if all of these points are still ahead of the positions that wait before `first`."""
         return all(point.is_behind or point.block >= self.first for point in points)
 
 
 class LeftStage(NamedTuple):
-    """Of a session whose pages have left the device: it has the stage again when all of them are back."""
+    """The stage of a session that has left the device. The session gets it back when all of its pages are back."""
 
     stage: Stage
-    computed: int  # the session's, when they left
-    length: int  # the session's, in tokens, likewise
+    computed: int  # the session's `computed` when its pages left
+    length: int  # the session's number of tokens when its pages left
 
 
 def next_stop(stops: Iterable[Stop], end: int) -> Stop | None:
-    """Where positions before `end` stop next: all from the first one on that is named by a stop, before the first of
-    the blocks. None: nowhere. Those that have stopped already are named by none."""
+    """The next stop of positions before `end`, or None if they do not stop. All positions from the first one that a
+    stop names stop before the lowest of the named blocks. Positions that have stopped already are not among `stops`."""
     due = [stop for stop in stops if stop.position < end]
     if not due:
         return None

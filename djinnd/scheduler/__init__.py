@@ -1,1 +1,2 @@
-"""Which sessions run in the next step, and whose pages make room for them. Pure decisions: no torch, clock or I/O."""
+"""Decides which sessions run in the next step, and which sessions' pages leave the device to make room. Pure: no torch,
+clock or I/O."""

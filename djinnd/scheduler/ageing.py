@@ -1,10 +1,11 @@
-"""Ageing: nobody starves, whatever its class.
+"""Ageing: no session starves, whatever its class.
 
-Once in `after` seconds, the session of a model that has gone longest without a row comes before all others, if that is
-`after` seconds or more, and stays there for ROWS rows, so that bringing its pages pays. While pages are short, rows
-that read what it would lose by leaving do not count, or a long prompt would never come to its end. With k sessions that
-have waited longer, a session has its next row within (k + 1) * `after` seconds, and the time that their pages and such
-prompts take.
+At most once in `after` seconds, ageing puts one session of a model before all others: the one that has gone longest
+without a row, if that is at least `after` seconds. It stays first for ROWS rows, so that bringing its pages back pays.
+
+While pages are short, rows of a prompt whose KV would be lost if the session left do not count towards ROWS. Otherwise
+a long prompt would never be finished. With k sessions that have waited longer, a session has its next row within (k +
+1) * `after` seconds, plus the time that their pages and such prompts take.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ ROWS = 16
 
 
 class Ageing:
-    """Knows the active sessions of one model, longest without a row first."""
+    """The active sessions of one model, the longest without a row first."""
 
     def __init__(self, after: float) -> None:
         self.after = after
         self._waiting: OrderedDict[str, Session] = OrderedDict()
         self._first: Session | None = None
-        self._rows = 0  # that it still has coming as the first
+        self._rows = 0  # rows left as the first
         self._chosen_at = -math.inf
 
     def joined(self, session: Session, now: float) -> None:
@@ -38,7 +39,8 @@ class Ageing:
             self._first = None
 
     def served(self, sessions: Iterable[Session], now: float, free: Session | None = None) -> None:
-        """They have a row in the step that begins now, `free` one that does not count."""
+        """Notes that these sessions have a row in the step that begins now. The row of `free` does not count towards
+        ROWS."""
         to_the_end, first = self._waiting.move_to_end, self._first
         for session in sessions:
             session.row_at = now
@@ -49,7 +51,7 @@ class Ageing:
                     self._first = None
 
     def first(self, now: float) -> Session | None:
-        """Who comes before all others, if anybody does."""
+        """The session that comes before all others, or None."""
         if self._first is None and now - self._chosen_at >= self.after and self._waiting:
             oldest = next(iter(self._waiting.values()))
             if now - oldest.row_at >= self.after:
@@ -58,7 +60,7 @@ class Ageing:
 
     @property
     def chosen(self) -> Session | None:
-        """Who `first` has said last, if it is in line still."""
+        """The result of the last call of `first`, unless that session has left the line."""
         return self._first
 
     def __iter__(self) -> Iterator[Session]:

@@ -1,9 +1,9 @@
-"""Sessions that come back to the device: from when lower tiers are asked for what they have, until it is there.
+"""Sessions that come back to the device, from the request to lower tiers until their pages are there.
 
-    elsewhere ──bring──► arriving ──the transfer is over──► arrived, or what has not come is computed anew
+    elsewhere ──bring──► arriving ──transfer ends──► arrived; pages that did not come are recomputed
                              └────────call_off────────► elsewhere
 
-One that arrives holds its pages already, and has no row until all have come.
+An arriving session already holds its device pages, and has no row until all of them are filled.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ class Arrival:
     session: Session
     transfer: Transfer
     keys: tuple[Key, ...]
-    staged: LeftStage | None  # what comes with them
+    staged: LeftStage | None  # the stage that comes with them
 
 
 class Arrivals:
-    """Of one model's sessions; of none that is leaving."""
+    """The arriving sessions of one model. A session that is leaving is not among them."""
 
     def __init__(self, paging: Paging, elsewhere: Elsewhere) -> None:
         self._kv = paging.kv
         self._paging = paging
         self._elsewhere = elsewhere
-        self.under_way: dict[str, Arrival] = {}  # by session; not to be changed by others
+        self.under_way: dict[str, Arrival] = {}  # by session id; only this class changes it
 
     def bring(self, session: Session) -> bool:
-        """Whether lower tiers have what it lacks, so that it has to wait. Raises OutOfPages: when there is room, it
-        is to be asked again, as making it may have taken what was found. (What could only come through a host that is
-        not ready is computed anew, if it can be.)"""
+        """Begins to copy what lower tiers have of the session's KV. Returns True if the session has to wait, and False
+        if there is nothing to copy.
+
+        Raises OutOfPages. When there is room, call it again: making room may have evicted the pages that were found.
+        Pages that could come only through a host that is not ready are recomputed, if they can be.
+        """
         found = self._elsewhere.found(session)
         if found is None:
             return False
@@ -51,33 +54,33 @@ class Arrivals:
             transfer = self._paging.load(session.id, session.tenant, found, can_wait=must)
             if session.request is not None or session.called:
                 self._paging.moves.hurry(transfer)
-            if transfer.is_over:  # all that it could come through is busy, or not ready yet
+            if transfer.is_over:  # every slot that the pages could come through is busy or not ready
                 return not self._paging.has_room_later(session.tenant)
             staged = session.left_stage if found.is_staged else None
             self.under_way[session.id] = Arrival(session, transfer, found.keys[: transfer.missing], staged)
         return True
 
     def hurry(self, session: Session) -> None:
-        """A call waits for what arrives, or will in a moment."""
+        """Raises the priority of the session's transfer, because a request waits for it or is about to come."""
         arrival = self.under_way.get(session.id)
         if arrival is not None:
             self._paging.moves.hurry(arrival.transfer)
 
     def call_off(self, session: Session) -> None:
-        """It is not waited for any more."""
+        """Drops the session's transfer."""
         arrival = self.under_way.pop(session.id, None)
         if arrival is not None:
             self._paging.moves.drop(arrival.transfer)
 
     def reach(self, session: Session) -> int:
-        """Tokens whose KV is somewhere, be it on its way."""
+        """How many tokens have KV on the device or on its way there."""
         arrival = self.under_way.get(session.id)
         if arrival is None:
             return session.computed
         return arrival.transfer.tokens if arrival.staged is None else arrival.staged.computed
 
     def over(self, transfer: Transfer) -> None:
-        """It has ended. Whoever it was made for may have gone another way meanwhile."""
+        """Applies a transfer that has ended, unless the session no longer waits for it."""
         arrival = self.under_way.get(transfer.session)
         if arrival is not None and arrival.transfer is transfer:
             del self.under_way[transfer.session]
@@ -102,8 +105,8 @@ class Arrivals:
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _arrived_staged(self, arrival: Arrival, staged: LeftStage) -> None:
-        """All of its pages are back, and so is what waits inside the model, if that is still wanted; else it has the
-        pages that are full of KV."""
+        """Gives the session its pages and its stage, if the stage is still wanted; else only the pages that are full of
+        KV."""
         session, tokens, size = arrival.session, arrival.transfer.tokens, self._kv.page_size
         full = min(tokens, staged.computed) // size * size
         self._kv.arrived(session.id, arrival.keys, full)
@@ -116,7 +119,7 @@ class Arrivals:
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _go_back_to(self, session: Session, computed: int) -> None:
-        """As Residence.rewind, of one that does not move any more."""
+        """See Residence.rewind; for a session whose pages do not move any more."""
         self._elsewhere.forget(session)
         session.stage = None
         session.computed = self._kv.trim(session.id, computed)

@@ -1,7 +1,7 @@
-"""Through which blocks the rows of a step go, and with whom.
+"""Decides which rows share a step, by the blocks that each of them passes.
 
-All rows of a step run along through all blocks that the step runs (engine/passage.py). For rows of one token that costs
-next to nothing. A chunk that goes through a part of the blocks only has a step apart where that takes less time.
+Every row of a step is computed in all blocks that the step runs (engine/passage.py). For rows of one token that costs
+next to nothing. A chunk that passes only some of the blocks gets a step of its own if that takes less time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from djinnd.scheduler.step_times import StepTimes
 
 
 class Way(NamedTuple):
-    """Of a session's next row: it starts before block `first`, and stops before `last` (one more than the number of
-    blocks: nowhere), with positions before `end`."""
+    """The way of a session's next row through the blocks: it starts before block `first` and stops before block `last`,
+    with positions before `end`. A row that does not stop has the number of blocks plus one as `last`."""
 
     first: int
     last: int
@@ -26,12 +26,13 @@ class Way(NamedTuple):
 
 
 def whole_way(num_blocks: int) -> Way:
-    """Of most rows."""
+    """The way of a row through all blocks."""
     return Way(0, num_blocks + 1, FOREVER)
 
 
 def way_of(session: Session, whole: Way) -> Way:
-    """What stops does so from the first position on that a stop names; what comes before goes to the end."""
+    """The way of the session's next row. Positions from a stop's `position` on stop there; earlier positions pass all
+    blocks."""
     request, stage = session.request, session.stage
     assert request is not None
     end = len(session.tokens)
@@ -44,20 +45,20 @@ def way_of(session: Session, whole: Way) -> Way:
 
 
 class Company:
-    """The rows that a step has so far. What they are together is counted when somebody asks."""
+    """The rows that a step has so far. Their totals are computed when they are asked for."""
 
     def __init__(self, rows: Sequence[Row], times: StepTimes, num_blocks: int) -> None:
-        """`rows`: to which others come meanwhile."""
+        """`rows`: the caller's list, which grows meanwhile."""
         self._rows = rows
         self._times = times
         self._num_blocks = num_blocks
-        self._counted = 0  # of the rows; of those:
-        self._blocks = range(0)  # that they run
-        self._further = 0  # what they bring beyond one token each
-        self._kv = 0  # tokens of KV that those of one token read
+        self._counted = 0  # how many of the rows are in the totals:
+        self._blocks = range(0)  # blocks that they run
+        self._further = 0  # tokens beyond one each
+        self._kv = 0  # tokens of KV that rows of one token read
 
     def is_slower_with(self, way: Way, count: int) -> bool:
-        """Whether a row more takes less time in a step of its own."""
+        """True if a further row of `count` tokens takes less time in a step of its own."""
         rows = len(self._rows)
         if not rows:
             return False

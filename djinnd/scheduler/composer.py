@@ -1,5 +1,7 @@
-"""What decides from step to step who of one model's active sessions has a row: their order, what steps have taken, and
-what each is charged with when a step has run. What is of one step only is composition.py's and step_pages.py's."""
+"""Decides, step by step, which active sessions of one model have a row, and charges tenants for the steps that ran.
+
+It keeps the serving order and the measured step times. State of a single step is in composition.py and step_pages.py.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,16 @@ from djinnd.scheduler.step_pages import Evictable, Order, StepPages
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import QUOTA
 
-SHORT_STEPS = 64  # in which pages are taken to be short, after they were
-ROW_S = 1e-3  # device seconds of a row, while nobody knows
-USUALLY = 256  # steps that what a class usually reads is learnt from
-Account = tuple[Class, int]  # of a tenant in a class
+SHORT_STEPS = 64  # Steps for which pages count as short after they were short.
+ROW_S = 1e-3  # Device seconds of a row, until steps have been measured.
+USUALLY = 256  # Steps over which a class's usual KV length is averaged.
+Account = tuple[Class, int]  # a class, and a tenant in it
 
 
 class Composer:
-    """Of one model. `shares` and `quotas` are the device's, of all its models. `evictable`: whose pages make room,
-    first to last; of the active, which it is given in their order, the last are the first."""
+    """Composes the steps of one model. `shares` and `quotas` are shared by all models of the device. `evictable` takes
+    the active sessions in serving order and returns sessions in eviction order, of which the active ones are last and
+    reversed."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Composer:
         evictable: Evictable,
     ) -> None:
         self.times = StepTimes()
-        self.served = 0  # the last step that was this model's
+        self.served = 0  # number of this model's last step
         self._residence = residence
         self._kv = residence.kv
         self._num_blocks = num_blocks
@@ -52,14 +55,17 @@ class Composer:
         self._evictable = evictable
         self._line = Line()
         self._ageing = Ageing(policy.ageing)
-        self._called_at: dict[Class, float] = {}  # when a step was last composed while somebody of the class had a call
-        self._short_until = 0  # the last step of those in which pages are taken to be short
-        # The order that others are told between steps is that of the last one:
-        self._seated: set[str] = set()  # who held pages before it, where they are short
-        self._lengthy: set[str] = set()  # who had much to read
-        self._waiting_since: dict[Class, float] = {}  # when a row was last had by who has waited longest to read on
-        self._kv_read: dict[Class, KvRead] = {}  # of those who decode; of a class of which nobody does, what they did
-        self._apart: dict[str, tuple[Session, int]] = {}  # who waits for a step apart, longest first, and with how much
+        # by class: when a step was last composed while a session of the class that is not in bulk mode had a request
+        self._called_at: dict[Class, float] = {}
+        self._short_until = 0  # pages count as short up to this step
+        # These two are as of the last step. Callers between steps get an order based on them.
+        self._seated: set[str] = set()  # sessions that held pages before the step, if pages are short
+        self._lengthy: set[str] = set()  # sessions with more than BRIEF tokens to read
+        # earliest `row_at` of the sessions that have a prompt to read, by class
+        self._waiting_since: dict[Class, float] = {}
+        self._kv_read: dict[Class, KvRead] = {}  # KV read by the sessions that decode; kept from earlier if none does
+        # sessions that wait for a step of their own, in order, each with its tokens
+        self._apart: dict[str, tuple[Session, int]] = {}
 
     def set_policy(self, policy: Policy) -> None:
         self._policy, self._ageing.after = policy, policy.ageing
@@ -70,24 +76,24 @@ class Composer:
         self._ageing.joined(session, now)
 
     def leave(self, session: Session) -> None:
-        """Where it does not stand, nothing happens."""
+        """Removes the session from the line. No effect if it is not in line."""
         self._line.leave(session)
         self._ageing.left(session)
         self._apart.pop(session.id, None)
 
     def set_class(self, session: Session, klass: Class) -> None:
-        """As the last of that class."""
+        """The session joins the line of its new class as the last."""
         self._line.leave(session)
         session.klass = klass
         self._line.join(session, self._latest_start(session))
 
     def is_short(self, step: int) -> bool:
-        """Of pages: for some time after somebody was refused some, or was given those of another who waits for a row.
-        Two that took theirs from each other in turns would come to no end."""
+        """True if pages count as short: for SHORT_STEPS steps after a session was refused pages, or got those of
+        another active one. Otherwise, two sessions could take each other's pages in turns and neither would finish."""
         return step <= self._short_until
 
     def in_order(self, now: float) -> Iterator[Session]:
-        """The sessions, first to last."""
+        """The active sessions in serving order."""
         return chain.from_iterable(self._by_class(now))
 
     def _by_class(self, now: float) -> Order:
@@ -95,18 +101,19 @@ class Composer:
         return self._line.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
 
     def _latest_start(self, session: Session) -> float:
-        """When it has to be served in every step, to meet its deadline."""
+        """The time from which the session has to be in every step to meet its deadline."""
         request = session.request
         assert request is not None
         missing = (request.expected_tokens or request.max_tokens) - (len(session.tokens) - request.prompt_end)
         return request.deadline - max(missing, 1) * self.times.predict(1, kv=len(session.tokens))
 
     def tenants(self, klass: Class) -> Collection[int]:
-        """Those with a session of that class that waits for a row."""
+        """Tenants with an active session of the class."""
         return self._line.tenants(klass)
 
     def claim(self, tenant: int) -> Claim | None:
-        """Of the tenant's foremost session here, by which its sessions on several models go before each other."""
+        """The rank of the tenant's foremost session here. Claims order a tenant's sessions across models. None if it
+        has no active session here."""
         aged = self._ageing.chosen
         if aged is not None and aged.tenant == tenant:
             return -1, _number(aged)
@@ -114,9 +121,12 @@ class Composer:
         return None if own is None else (own[0], min(map(_number, own[1])))
 
     def urgency(self, now: float) -> tuple[int, float, int] | None:
-        """By this, models take turns: the highest class that waits for a row, and the clock of its tenant that is
-        furthest behind, or that ageing has put one first, whatever its class; and when the model was served last.
-        None: nobody waits. Whose pages are moving cannot have a row, and does not count."""
+        """Sort key by which models take turns; None if no session can have a row now.
+
+        A model with a session that ageing has put first comes first. Then come models by the highest class that waits
+        for a row, by the clock of that class's tenant that is furthest behind, and by the step at which they last ran.
+        Sessions whose pages are moving do not count.
+        """
         aged = self._ageing.first(now)
         if aged is not None and not self._residence.is_moving(aged):
             return -1, 0.0, self.served
@@ -128,21 +138,22 @@ class Composer:
         return None
 
     def compose(self, step: int, max_tokens: int, max_rows: int, now: float = 0.0) -> tuple[Row, ...]:
-        """Serves the active sessions in their order while pages and room last. Rows of one token come first. Nobody,
-        where all wait for pages that are being copied.
+        """Gives rows to the active sessions in serving order, while pages and room last. Rows of one token come first.
+        Returns no rows if all sessions wait for pages that are being copied.
 
-        A chunk that goes through a part of the blocks has a step apart where that takes less time; who is passed over
-        for that is the first of the next step.
+        A chunk that passes only some of the blocks gets a step of its own if that takes less time. It is then the first
+        of the next step.
         """
         decoders = self._survey()
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
         order, turn, room = self._by_class(now), self._next_apart(), (max_tokens, max_rows)
         first, made, pages = self._made(step, order, turn, decoders, room, now)
-        if self._is_stuck(first, made):  # room is kept for who decodes, and has no pages for that
+        if self._is_stuck(first, made):  # room was kept for sessions that decode, and these cannot get pages
             decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in self._survey().items()}
             first, made, pages = self._made(step, order, turn, decoders, room, now)
-            waits_elsewhere = first is not None and first.passed_over == QUOTA  # for its tenant's, on another model
-            assert waits_elsewhere or not self._is_stuck(first, made), f"step {step}: nobody of those active goes on"
+            # it waits for pages of its tenant on another model
+            waits_elsewhere = first is not None and first.passed_over == QUOTA
+            assert waits_elsewhere or not self._is_stuck(first, made), f"step {step}: no active session can run"
         if first is None:
             return ()
         rows = made.rows
@@ -164,8 +175,8 @@ class Composer:
         most: tuple[int, int],
         now: float,
     ) -> tuple[Session | None, Composition, StepPages]:
-        """With room kept for these `decoders`, of which those are left that were not asked, in a step of so many tokens
-        and rows at `most`. → who was asked first."""
+        """Composes the step with room kept for `decoders`, and at most `most` = (tokens, rows). Returns the session
+        that was considered first."""
         pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0])
         room, aged = self._room(decoders, *most, now), self._ageing.first(now)
         made = Composition(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
@@ -174,13 +185,14 @@ class Composer:
         return first, made, pages
 
     def _is_stuck(self, first: Session | None, made: Composition) -> bool:
-        """Nobody has a row, and nothing happens meanwhile that would let anybody have one."""
+        """True if no session has a row, and no copy is under way that could change that."""
         if made.rows or first is None:
             return False
         return not (self._quotas.pages_move or self._residence.anything_moves)
 
     def _aged_reader(self, step: int) -> Session | None:
-        """Whom ageing has put first, while it reads what it would lose to others if it were not."""
+        """The session that ageing has put first, if pages are short and it reads a prompt whose KV would be lost if the
+        session left."""
         aged = self._ageing.chosen
         if aged is None or aged.remaining == 1 or not self.is_short(step):
             return None
@@ -190,8 +202,8 @@ class Composer:
         return self._kv.fits(session.id, len(session.tokens))
 
     def _survey(self) -> Decoders:
-        """Those that decode and can have a row. Notes how much KV they read, and of the others who has much to read,
-        and since when one has had no row."""
+        """Returns the sessions that decode and can have a row. Also notes how much KV these read, which of the others
+        have much to read, and how long one of those has had no row."""
         is_moving = self._residence.is_moving if self._residence.sessions_move else None
         decoders: Decoders = {klass: set() for klass in CLASSES}
         self._lengthy, self._waiting_since = set(), {}
@@ -199,7 +211,7 @@ class Composer:
             since, kv = math.inf, 0
             for session in self._line.of(klass):
                 stage, tokens = session.stage, session.tokens
-                # session.remaining, spelt out: in every step, for all that stand in line
+                # This is session.remaining, inlined: it runs in every step for every session in line.
                 length = len(tokens)
                 remaining = length - (session.computed if stage is None else stage.done)
                 if remaining == 1:
@@ -207,7 +219,8 @@ class Composer:
                         some.add(session)
                         kv += length
                     continue
-                if remaining > BRIEF and length - session.left_at > BRIEF:  # else little, once its KV is back
+                # otherwise little remains to read once its KV is back
+                if remaining > BRIEF and length - session.left_at > BRIEF:
                     self._lengthy.add(session.id)
                 if session.row_at < since and (is_moving is None or not is_moving(session)):
                     since = session.row_at
@@ -221,8 +234,8 @@ class Composer:
         self._kv_read[klass] = KvRead(now, usual + (now - usual) / USUALLY)
 
     def _next_apart(self) -> tuple[Session | None, int]:
-        """Whose turn it is of those who wait for a step apart, and its tokens. It holds its pages, so that it can go
-        on; if there is no room for it, it comes after the others."""
+        """The session whose turn it is to have a step of its own, and its tokens. It must hold its pages, so that it
+        can run. If the step has no room for it, it comes after the others."""
         for session, count in self._apart.values():
             if self._holds_its_pages(session) and not self._residence.is_moving(session):
                 del self._apart[session.id]
@@ -230,7 +243,7 @@ class Composer:
         return None, 0
 
     def _wait_apart(self, made: Composition) -> None:
-        """Who is passed over for a step apart; who has a row does so no more."""
+        """Adds the sessions that were left out for a step of their own; removes those that have a row now."""
         for session, count in made.apart:
             self._apart.setdefault(session.id, (session, count))
         if self._apart:
@@ -238,7 +251,7 @@ class Composer:
                 self._apart.pop(row.session.id, None)
 
     def _room(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> Room:
-        """Before anybody is asked."""
+        """The room of a step before any session is considered."""
         decoding = {klass: len(some) for klass, some in decoders.items()}
         protected = {klass: sum([not session.bulk for session in some]) for klass, some in decoders.items()}
         protected[CLASSES[-1]] = 0
@@ -250,8 +263,12 @@ class Composer:
         return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited, self._kv_read)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
-        """A step with these rows took so long on the device: what each brought to it, its tenant is charged with. 0:
-        nobody has waited for it, and the seconds of the next step, of whichever model, are of both."""
+        """Charges the tenants for a step with these rows that took `seconds` on the device. 0 means that the step's
+        time was not measured: the next measured time, of whichever model, then covers both steps.
+
+        The time that the rows would take with one token each is divided evenly among them, and the rest by their tokens
+        beyond one.
+        """
         shares = self._shares
         if not seconds or shares.owes:
             for row in rows:
@@ -276,8 +293,8 @@ class Composer:
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         self._line.check_integrity(active)
-        assert {s.id for s in self._ageing} == active.keys(), "the line and those who age in it differ"
-        assert self._apart.keys() <= active.keys(), "somebody waits for a step apart, and not in line"
+        assert {s.id for s in self._ageing} == active.keys(), "the line and the sessions of Ageing differ"
+        assert self._apart.keys() <= active.keys(), "a session waits for a step of its own and is not in line"
 
 
 def _number(session: Session) -> int:

@@ -1,5 +1,5 @@
-"""The rows of one step while they are chosen: sessions are asked in their order, and each has a row or is told what it
-is passed over for."""
+"""The rows of one step while they are chosen. Sessions are considered in serving order; each gets a row, or is told the
+reason why not (`Session.passed_over`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from djinnd.scheduler.step_pages import Order, StepPages, Test
 from djinnd.scheduler.step_times import StepTimes
 from djinnd.scheduler.why import ROOM
 
-_RUNNING = RequestState.RUNNING  # looked up for every row
-Decoders = dict[Class, set[Session]]  # who needs one token, by class
+_RUNNING = RequestState.RUNNING  # A global, because it is looked up for every row.
+Decoders = dict[Class, set[Session]]  # sessions that need one token, by class
 
 
 class Composition:
-    """While it is made, no place in line changes."""
+    """Composes one step. No session's place in line changes meanwhile."""
 
     def __init__(
         self,
@@ -35,13 +35,14 @@ class Composition:
         aged: Session | None,
         turn: tuple[Session | None, int],
     ) -> None:
-        """`decoders`: those that can have a row. `aged`: the first of the order, if ageing has put it there. `turn`:
-        who comes before all, as it waited for a step apart, and its tokens."""
+        """`decoders`: sessions that need one token and can have a row. `aged`: the session that ageing has put first,
+        if there is one. `turn`: a session that comes before all others because it waited for a step of its own, and its
+        tokens."""
         self.rows: list[Row] = []
-        self.apart: list[tuple[Session, int]] = []  # who is passed over for a step apart, and with how many tokens
+        self.apart: list[tuple[Session, int]] = []  # sessions left out for a step of their own, with their tokens
         self._step = step
         self._order = order
-        self._decoders = decoders  # that have not been asked
+        self._decoders = decoders  # not considered yet
         self._room = room
         self._pages = pages
         self._page_size = pages.kv.page_size
@@ -50,11 +51,11 @@ class Composition:
         self._whole = whole_way(num_blocks)
         self._aged = aged
         self._turn, self._turn_tokens = turn
-        self._closed: set[Class] = set()  # of which nobody more can have a row
-        self._is_part = False  # somebody goes through a part of the blocks
+        self._closed: set[Class] = set()  # classes of which no further session can have a row
+        self._is_part = False  # some row passes only some of the blocks
 
     def compose(self) -> Session | None:
-        """→ the first that was asked. None: nobody can be."""
+        """Chooses the rows. Returns the session that was considered first, or None if none could be."""
         moves = self._pages.moves
         in_order = chain.from_iterable(self._order)
         first = self._turn or next((session for session in in_order if moves is None or not moves(session)), None)
@@ -66,15 +67,19 @@ class Composition:
         return first
 
     def _serve(self, sessions: list[Session], moves: Test | None) -> None:
-        """Those of one class, first to last, but those that moved when the first of all was asked. In most steps most
-        decode, and have all it takes: they get their rows here, and `room` hears of them together. The others are
-        asked."""
+        """Considers the sessions of one class in order, except those whose pages moved when the first of all was
+        considered.
+
+        In most steps, most sessions decode and need nothing: they get their rows here, and `room` is told of several at
+        once. All others go through `_ask`.
+        """
         room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
         step, turn, klass = self._step, self._turn, sessions[0].klass
         decodes_no_more = self._decoders[klass].discard
         is_part, moves_now = self._is_part, pages.moves
-        ones = 0  # rows that there is room for; 0: the first is asked, as the aged one has to be, alone in its list
-        taken = shielding = 0  # of these, and how many of them shield
+        # how many rows of one token there is room for; 0: `_ask` the first (the aged session is alone in its list)
+        ones = 0
+        taken = shielding = 0  # rows taken of these, and how many of them belong to protected sessions
         for session in sessions:
             if session is turn or (moves is not None and moves(session)):
                 continue
@@ -88,7 +93,7 @@ class Composition:
                 or session.stage is not None
                 or is_part
                 or (moves_now is not None and moves_now(session))
-                or (start % page_size == 0 and not pages.grow(session))  # else it holds the page
+                or (start % page_size == 0 and not pages.grow(session))  # otherwise it holds the page
             ):
                 room.take_ones(klass, taken, shielding)
                 taken = shielding = 0
@@ -107,7 +112,7 @@ class Composition:
         room.take_ones(klass, taken, shielding)
 
     def _ask(self, session: Session) -> None:
-        """One that may need anything."""
+        """Considers a session that may need pages, a chunk, or a part of the blocks."""
         remaining = session.remaining
         if remaining == 1:
             self._decoders[session.klass].discard(session)
@@ -119,7 +124,7 @@ class Composition:
             self._join(session, remaining, count)
 
     def _share(self, session: Session, remaining: int) -> int:
-        """Tokens that there is room for."""
+        """How many of its tokens the step has room for."""
         count = self._room.share(session.klass, remaining)
         if session is self._aged:
             count = min(count, LEAST_CHUNK)
@@ -128,24 +133,25 @@ class Composition:
         return count
 
     def _leave_out(self, session: Session) -> None:
-        """There is no room for it. Who has come out of turn says nothing of the others of its class."""
+        """Notes that there is no room for the session. If it came in its own turn, the class may be closed for the
+        others."""
         session.passed_over = ROOM
         if session is not self._aged and session is not self._turn and self._is_closed(session.klass):
             self._closed.add(session.klass)
 
     def _is_closed(self, klass: Class) -> bool:
-        """Nobody more of the class that is being asked can have a row: there is no room for who reads, and who decodes
-        has been asked, or has given up its pages meanwhile."""
+        """True if no further session of the current class can have a row: there is no room for a chunk, and every
+        session that decodes has been considered or has given up its pages."""
         left = self._decoders[klass]
         if (left and not self._pages.are_taken) or self._room.share(klass, 2):
             return False
         return all(map(self._pages.are_given_up_by, left))
 
     def _join(self, session: Session, remaining: int, count: int) -> None:
-        """It has a row of so many tokens at most, unless one in a step apart takes less time. `remaining`: of when it
-        was asked."""
+        """Gives the session a row of at most `count` tokens, unless a step of its own takes less time. `remaining` is
+        as of when it was considered."""
         way, request = self._whole, session.request
-        if remaining > 1:  # fewer, if it has been spared some
+        if remaining > 1:  # fewer are left if pages with its KV were found meanwhile
             count = min(count, session.remaining)
         if session.stage is not None or (request is not None and request.stops):
             way, self._is_part = way_of(session, way), True
@@ -173,7 +179,7 @@ class Composition:
         return Row(session, request, start, count, way.first, last, samples, stage)
 
     def _begun(self, session: Session) -> Request:
-        """It has a row in this step; for this request."""
+        """Marks the session as having a row in this step, and returns its request."""
         request = session.request
         assert request is not None
         if request.state is RequestState.QUEUED:

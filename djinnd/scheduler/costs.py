@@ -1,4 +1,4 @@
-"""Whether a session's pages are brought back from a lower tier, or its tokens are run again."""
+"""Decides whether a session's pages are copied back from a lower tier or its tokens are run again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from djinnd.scheduler.policy import LEAST_CHUNK
 
 @dataclass(slots=True)
 class Costs:
-    """What bringing a page back and computing it anew take, as measured. None: nobody knows yet, and copying is
-    taken to be the cheaper."""
+    """Measured rates of copying pages and of prefill. A rate of 0 is unknown; copying then counts as cheaper."""
 
     bus: float = 0.0  # bytes a second
-    disk: float = 0.0
-    prefill: float = 0.0  # tokens a second, of a step with LEAST_CHUNK or more
+    disk: float = 0.0  # bytes a second
+    prefill: float = 0.0  # tokens a second, in steps with at least LEAST_CHUNK tokens
 
     def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
-        """`beside`: tokens that a step has to compute behind what was found; one is no prefill."""
+        """True if copying the pages that were `found` takes no longer than running their tokens. `computed`: tokens
+        with KV on the device. `beside`: tokens behind those found that have to be run in any case; a single one is no
+        prefill."""
         if not self.prefill or not self.bus:
             return True
         copying = len(found.keys) * page_bytes / self.bus

@@ -1,10 +1,12 @@
-"""How many bytes of pages each tenant may hold on the device, of all models together.
+"""Limits the bytes of pages that each tenant may hold on the device, over all models.
 
-At its quota, a tenant's sessions give way to each other: on the same model those that come after the one that needs
-pages; on others the idle, and those whose clients read too slowly. Where that is not enough because sessions run on
-several models, those of one of them lead, and the others' give way to them, too: of the model where the tenant's
-foremost session runs, by class and then by age; and what becomes free is that model's until it has what it wanted. So
-two that wait for each other's pages do not wait for ever, and do not take them from each other in turns.
+At its quota, a tenant's sessions evict each other. On the same model, a session evicts sessions behind it in line. On
+other models, it evicts idle sessions and those with a slow client.
+
+That may not be enough if the tenant's sessions run on several models. Then one model leads: the model of the tenant's
+foremost session, by class and then by age. The tenant's sessions on other models are evicted for it, and the bytes that
+become free are kept for it until it has what it needs. So two sessions that wait for each other's pages neither wait
+without end nor take them from each other in turns.
 """
 
 from __future__ import annotations
@@ -18,40 +20,42 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.why import QUOTA
 
-Claim = tuple[int, int]  # the less, the earlier: rank of a class, and a request's number
+Claim = tuple[int, int]  # rank of a class, and a request's number; the lower claim comes first
 
 
 class Holder(Protocol):
-    """One model's sessions."""
+    """The sessions of one model."""
 
     kv: KvManager
 
     @property
     def pages_move(self) -> bool:
-        """Some page is on its way, or will be."""
+        """True if a page is being copied or is about to be."""
 
     def claim(self, tenant: int) -> Claim | None:
-        """Of the tenant's foremost session that waits for a row. None: none does."""
+        """The rank of the tenant's foremost session that waits for a row; None if there is none."""
 
     def leaves(self, tenant: int) -> bool:
-        """Pages of the tenant are on their way out."""
+        """True if pages of the tenant are leaving the device."""
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
-        """Has sessions of the tenant leave whose pages are so many bytes together, or all that can; those that do
-        already count. `active`: also such as wait for a row. False: there is none."""
+        """Evicts sessions of the tenant until they free `nbytes`, or all that can be evicted. Sessions that are leaving
+        already count. `active`: sessions that wait for a row may be evicted too. Returns False if there was none to
+        evict."""
 
 
 class _Lead(NamedTuple):
-    """A session for which some of its tenant's on other models have left."""
+    """A session for which other sessions of its tenant, on other models, have been evicted."""
 
     kv: KvManager
-    claim: Claim  # its model's, then
+    claim: Claim  # its model's claim at that time
     session: Session
     request: Request | None
 
     def lasts(self, holder: Holder, other: Claim | None) -> bool:
-        """It still waits for them, and its model still comes before the one that has the `other` claim."""
-        if other is not None and other < self.claim:  # ageing has put another first since
+        """True if the session still waits for the pages, and its model still comes before the model with the `other`
+        claim."""
+        if other is not None and other < self.claim:  # ageing has put another session first since
             return False
         session, request = self.session, self.session.request
         waits = request is not None and request is self.request and request.runnable and not session.paused
@@ -59,8 +63,10 @@ class _Lead(NamedTuple):
 
 
 class DeviceQuotas:
+    """The limits of all tenants, and which model leads for each."""
+
     def __init__(self) -> None:
-        self._limits: dict[int, int] = {}  # bytes, by tenant; who is not there has none
+        self._limits: dict[int, int] = {}  # bytes, by tenant; a tenant without an entry has no limit
         self._holders: dict[KvManager, Holder] = {}
         self._leads: dict[int, _Lead] = {}  # by tenant
 
@@ -80,23 +86,26 @@ class DeviceQuotas:
         return tenant in self._limits
 
     def most(self, tenant: int, kv: KvManager) -> int | None:
-        """Pages of this model that the tenant may hold where it holds no others. None: any number."""
+        """How many pages of this model the tenant may hold if it holds no others. None: no limit."""
         limit = self._limits.get(tenant)
         return None if limit is None else limit // kv.page_bytes
 
     def held(self, tenant: int) -> int:
-        """Bytes, of all models."""
+        """Bytes that the tenant holds, over all models."""
         return sum([kv.pool.used_by(tenant) * kv.page_bytes for kv in self._holders])
 
     def has_room(self, tenant: int, kv: KvManager) -> bool:
-        """For one page more of this model."""
+        """True if the tenant may hold one more page of this model."""
         limit = self._limits.get(tenant)
         return limit is None or self.held(tenant) + kv.page_bytes <= limit
 
     def excess(self, session: Session, kv: KvManager, pages: int) -> int:
-        """Of its tenant's pages that the session does not hold, how many, of the size of this model's, have to go
-        before it holds `pages`. Where the limit has been lowered that is at most all of them: one session at a time
-        goes on. Its own last page is one more while it is being copied, see `is_end_read`."""
+        """How many of its tenant's other pages have to leave before the session may hold `pages`, in pages of this
+        model.
+
+        If the limit has been lowered, the answer is at most all of them, so that one session at a time can run. While
+        the session's own last page is being copied, it counts once more (see `KvManager.is_end_read`).
+        """
         limit = self._limits.get(session.tenant)
         if limit is None:
             return 0
@@ -112,8 +121,9 @@ class DeviceQuotas:
         return max(-(-min(over, others) // kv.page_bytes), int(read))
 
     def make_way(self, session: Session, residence: Residence, candidates: Callable[[], Iterable[Session]]) -> bool:
-        """Whether its tenant may hold the pages for all its tokens. Where those would be too many, others of its
-        sessions leave: the first of `candidates`, or some of other models. False: not yet."""
+        """Returns True if the session's tenant may hold pages for all of its tokens. Otherwise evicts other sessions of
+        the tenant: the first of `candidates`, or sessions on other models. Returns False if their pages are not free
+        yet."""
         kv, tenant = residence.kv, session.tenant
         if not self.has_limit(tenant):
             return True
@@ -128,7 +138,7 @@ class DeviceQuotas:
         return True
 
     def _another_leads(self, tenant: int, kv: KvManager) -> bool:
-        """Another model, which waits for what becomes free."""
+        """True if another model leads for the tenant and waits for the bytes that become free."""
         lead = self._leads.get(tenant)
         if lead is None or lead.kv is kv:
             return False
@@ -139,7 +149,7 @@ class DeviceQuotas:
         return True
 
     def _retire_elsewhere(self, session: Session, kv: KvManager, nbytes: int) -> bool:
-        """Has sessions of its tenant on other models leave, for the sake of this one. False: none can."""
+        """Evicts sessions of the tenant on other models for this session. Returns False if there was none to evict."""
         tenant = session.tenant
         others = [holder for holder in self._holders.values() if holder.kv is not kv]
         if any(holder.retire(tenant, nbytes, active=False) for holder in others):
@@ -157,5 +167,5 @@ class DeviceQuotas:
 
     @property
     def pages_move(self) -> bool:
-        """Of any model."""
+        """True if a page of any model is being copied or is about to be."""
         return any(holder.pages_move for holder in self._holders.values())

@@ -1,5 +1,5 @@
-"""What sessions have in lower tiers: by which keys their pages are known, and what of these is there, and is worth its
-way."""
+"""Knows what sessions have in lower tiers: the keys of their pages, which of these are there, and which are worth
+bringing back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from djinnd.scheduler.useful_kv import of_use_elsewhere, origin, possible_ends
 
 
 class Elsewhere:
-    """Of one model's sessions. Moves nothing."""
+    """The pages off the device of one model's sessions. It looks them up and moves nothing."""
 
     def __init__(self, paging: Paging) -> None:
         self.kv = paging.kv
@@ -27,19 +27,20 @@ class Elsewhere:
     # --- what they have left ----------------------------------------------------------------------------------------
 
     def remember(self, session: Session) -> None:
-        """Of one that is about to give up the pages with its KV."""
-        # The pages keep their keys, whatever becomes public meanwhile.
+        """Notes the keys of a session's pages, before it gives them up."""
+        # The pages keep these keys, even if a prefix of theirs becomes public later.
         self.left.remember(session.id, Left(self.keys(session), session.computed, session.wakes_at))
 
     def remember_staged(self, session: Session, staged: list[Key]) -> LeftStage:
-        """Of one that is about to give up its pages with its stage, of which the last ones have these keys."""
+        """Notes the keys of a session's pages, before it gives them up with its stage. `staged` are the keys of the
+        last ones."""
         assert session.stage is not None
         keys = keys_with(session, staged, self.kv)
         self.left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at, len(staged)))
         return LeftStage(session.stage, session.computed, len(session.tokens))
 
     def lose_stage(self, session: Session) -> None:
-        """It will not have it again: nobody else finds the pages with it, which can be spared."""
+        """Drops the stage that the session has left. Its pages can be spared, because no other session finds them."""
         session.left_stage = None
         left = self.left.get(session.id)
         if left is not None and left.staged:
@@ -52,21 +53,21 @@ class Elsewhere:
         self.left.forget(session.id)
 
     def revise(self, session: Session, left: Left, first: int) -> None:
-        """What it had left, without a stage, may be of use up to position `first`."""
+        """Notes that what the session has left, without its stage, is of use up to position `first` at most."""
         reach = min(left.tokens, first)
         self.left.remember(
             session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach, staged=0)
         )
 
     def are_wanted_by(self, keys: Iterable[Key], at: float) -> bool:
-        """Of each of these pages somebody who has left it is expected back by then."""
+        """True if each of these pages belongs to a session that is expected back by time `at`."""
         return all(self.left.wanted_at(key) <= at for key in keys)
 
     # --- the keys of their pages ------------------------------------------------------------------------------------
 
     def keys(self, session: Session) -> list[Key]:
-        """Of the pages with its KV, as far as it goes; of a session that has left, as far as it went then; of one that
-        an earlier engine had, those that it has left."""
+        """The keys of the pages with the session's KV. For a session that has left, these are the keys as of then. For
+        a session of an earlier engine process, they are the keys of the pages that lower tiers have."""
         if session.computed:
             return self.kv.keys_of(session.id, origin(session), session.names, session.computed)
         left = self.left.get(session.id)
@@ -84,8 +85,11 @@ class Elsewhere:
         return left.keys
 
     def keys_not_held(self, session: Session) -> list[Key]:
-        """Of the pages with its KV, those that it does not hold on the device: some of one that comes back when what
-        the device still had of it has been spared, and the rest cannot be had yet."""
+        """The keys of the pages with the session's KV that it does not hold on the device.
+
+        A session that is coming back may hold some already, which the device still had, while the rest cannot be
+        brought yet.
+        """
         held = self.kv.pages_held(session.id)
         if not held:
             return self.keys(session)
@@ -95,15 +99,15 @@ class Elsewhere:
     # --- what is there ----------------------------------------------------------------------------------------------
 
     def holds_kv_only(self, session: Session) -> bool:
-        """Of the pages that it has on the device: so that others may come behind them."""
+        """True if every page that it holds on the device has KV, so that pages brought back can follow them."""
         return session.stage is None and self.kv.pages_held(session.id) == self.kv.pages_for(session.computed)
 
     def has_some(self, session: Session) -> bool:
-        """Its pages have left, and a lower tier has what would be brought back of them."""
+        """True if the session's pages have left and a lower tier has some that would be brought back."""
         return self.left.get(session.id) is not None and self.found(session) is not None
 
     def found(self, session: Session) -> Found | None:
-        """What lower tiers have of its KV, where that is worth its way."""
+        """The pages of the session that lower tiers have, if bringing them back is cheaper than recomputing them."""
         if (session.remaining <= 1 and session.request is not None) or not self.holds_kv_only(session):
             return None
         computed = session.computed
@@ -126,8 +130,11 @@ class Elsewhere:
         return found if must or self.costs.prefer_copy(found, computed, beside, self.kv.page_bytes) else None
 
     def _found_staged(self, session: Session, staged: LeftStage) -> Found | None:
-        """All pages that it has left with its stage, where bringing them back is cheaper than to run again what that
-        spares; so it has to be of those with its stage alone, as the others could come back without them."""
+        """All pages that the session has left with its stage, if bringing them back is cheaper than running again what
+        they save.
+
+        The pages with the stage alone must pass this test too, because the others could come back without them.
+        """
         left, start = self.left.get(session.id), session.computed // self.kv.page_size
         if left is None or session.computed > staged.computed or len(session.tokens) != staged.length:
             return None

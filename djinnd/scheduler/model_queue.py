@@ -1,11 +1,12 @@
-"""One model's sessions: who waits for a row, in which order, and with which pages.
+"""One model's sessions: which of them have requests, and which are evicted to make room.
 
     idle ──join──► active ──hold──► held ──leave──► idle
      ▲              │  ▲              │
      └────leave─────┘  └───release────┘
 
-A release arrives anew in the line: a client that reads too slowly loses its place and delays nobody. A request of a
-paused session is held, too. Who of the active has a row is composer.py's, where the pages are is residence.py's.
+A released request joins the line as a new one does, so a client that reads too slowly loses its place and delays no
+other session. The request of a paused session is held, too. composer.py decides which active sessions have a row;
+residence.py knows where their pages are.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from djinnd.scheduler.residence import Residence
 from djinnd.scheduler.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
 
-WRITTEN_AT_ONCE = 16  # pages, each time that somebody tends
+WRITTEN_AT_ONCE = 16  # pages, in each call of `tend`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
     sessions: int
-    kv_tokens: int  # whose KV is in the pool
+    kv_tokens: int  # tokens with KV on the device
     pages: int
     pages_used: int
 
 
 class ModelQueue:
-    """A session with a request is in exactly one of `active` and `held`; one without has only pages that hold KV."""
+    """Invariant: a session with a request is in exactly one of `active` and `held`. A session without a request holds
+    no pages beyond those with its KV, unless it has a stage."""
 
     def __init__(
         self,
@@ -52,7 +54,8 @@ class ModelQueue:
         quotas: DeviceQuotas | None = None,
         policy: Policy = DEFAULT,
     ) -> None:
-        """`paging`: where there are lower tiers, or will be. `shares`, `quotas`: the device's, of all its models."""
+        """`paging`: given if the model has lower tiers or may get them. `shares` and `quotas` are shared by all models
+        of the device."""
         assert max_context <= kv.max_context
         self.name = name
         self.kv = kv
@@ -64,21 +67,21 @@ class ModelQueue:
         self.composer = Composer(self.residence, num_blocks, shares or Shares(), self._quotas, policy, self._evictable)
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
-        self.awaited: dict[str, Session] = {}  # whose pages are to be fetched, and cannot be yet
+        self.awaited: dict[str, Session] = {}  # sessions whose pages should be fetched and cannot be yet
 
     @property
     def limit(self) -> int:
-        """Tokens that a session can reach, alone in the pool."""
+        """The length in tokens that a session can reach if it has the pool to itself."""
         return min(self.max_context, self.kv.capacity_tokens)
 
     @property
     def reach(self) -> int:
-        """Tokens that the longest session can come to with the request it has."""
+        """The length in tokens that the longest session can reach with its current request."""
         return min(max((_reach(session) for session in self.sessions.values()), default=0), self.limit)
 
     def vacate(self, pages: int, settle: Callable[[], None] = lambda: None) -> None:
-        """Leaves no more than so many pages held: sessions give theirs up in the order of eviction. `settle`: waits for
-        what is being copied; nothing is when this returns."""
+        """Evicts sessions in eviction order until at most `pages` pages are held. `settle` waits until all copies under
+        way have ended; when this returns, none is under way."""
         self.awaited.clear()
         settle()
         for victim in list(self._evictable()):
@@ -88,8 +91,9 @@ class ModelQueue:
             settle()
 
     def secure(self, session: Session) -> bool:
-        """Pages for all tokens of a session without a request, whose KV is about to come from elsewhere; at the cost of
-        others. False: not yet. Raises what `check_fits` does."""
+        """Reserves pages for all tokens of a session without a request, into which a client's KV is about to be copied.
+        Other sessions are evicted for them. Returns False if the pages are not free yet. Raises the errors of
+        `check_fits`."""
         self.check_fits(session.tenant, len(session.tokens))
         if not self._quotas.make_way(session, self.residence, self._evictable):
             return False
@@ -99,15 +103,19 @@ class ModelQueue:
 
     @property
     def pages_move(self) -> bool:
+        """True if a page of this model is being copied or is about to be."""
         return self.residence.anything_moves
 
     def claim(self, tenant: int) -> Claim | None:
+        """See Composer.claim."""
         return self.composer.claim(tenant)
 
     def leaves(self, tenant: int) -> bool:
+        """True if pages of the tenant are leaving the device."""
         return self.residence.leaves(tenant)
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
+        """See Holder.retire."""
         residence, kv = self.residence, self.kv
         given = 0
         for session in self._evictable():
@@ -121,14 +129,14 @@ class ModelQueue:
         return given > 0
 
     def _evictable(self, order: Iterable[Session] | None = None) -> Iterator[Session]:
-        """Whose pages make room, first to last; lazily, as most need none. `order`: the active, where it is known."""
+        """Yields the sessions that may be evicted, first victim first; lazily, because most callers need none. `order`:
+        the active sessions in serving order, if the caller knows it."""
         idle = [self.sessions[name] for name in self.kv.sessions if name not in self.active and name not in self.held]
         order = self.composer.in_order(0.0) if order is None else order
         yield from eviction_order(idle, self.held.values(), list(order))
 
     def check_fits(self, tenant: int, length: int) -> None:
-        """Raises PromptTooLong, OutOfMemory or QuotaExceeded for a session of so many tokens that never gets its next
-        one."""
+        """Raises PromptTooLong, OutOfMemory or QuotaExceeded if a session of `length` tokens could never run."""
         if length > self.max_context:
             raise PromptTooLong(
                 f"the session would have {length:,} tokens, {self.name} takes {self.max_context:,}: "
@@ -158,11 +166,12 @@ class ModelQueue:
             )
 
     def limit_of(self, tenant: int) -> int:
-        """Tokens that a session of the tenant can reach."""
+        """The length in tokens that a session of the tenant can reach."""
         most = self._quotas.most(tenant, self.kv)
         return self.limit if most is None else min(self.limit, most * self.kv.page_size)
 
     def join(self, session: Session, now: float = 0.0) -> None:
+        """Adds a session that has got a request."""
         session.waits, session.called, session.wakes_at, session.quiet_since = False, False, 0.0, None
         if session.paused:
             self.held[session.id] = session
@@ -182,7 +191,8 @@ class ModelQueue:
             self.composer.leave(session)
 
     def release(self, session: Session, now: float = 0.0) -> None:
-        """Held by nobody any more, unless it is paused."""
+        """Moves a held session back to the active ones, unless it is paused or its request is held for another
+        reason."""
         request = session.request
         if not session.paused and request is not None and request.runnable:
             self._line_up(self.held.pop(session.id), now)
@@ -194,7 +204,8 @@ class ModelQueue:
             session.klass = klass
 
     def leave(self, session: Session) -> None:
-        """Its request has ended: takes the pages that hold no KV from it, unless it is parked."""
+        """Removes a session whose request has ended. Pages without KV are freed, unless the session is parked at a
+        breakpoint."""
         (self.held if session.id in self.held else self.active).pop(session.id)
         self.composer.leave(session)
         if session.stage is None:
@@ -206,7 +217,8 @@ class ModelQueue:
         self.residence.rewind(session, computed)
 
     def drop_stage(self, session: Session) -> None:
-        """See Scheduler.drop_stage. One that was on its way out still is."""
+        """See Scheduler.drop_stage. If the session was leaving the device, it begins to leave again without the
+        stage."""
         self.residence.elsewhere.lose_stage(session)
         if session.stage is not None:
             self.rewind(session, session.computed)
@@ -214,27 +226,29 @@ class ModelQueue:
                 self._leave_device(session)
 
     def revise(self, session: Session, first: int) -> None:
-        """See Residence.revise; of a session without a request. One that was on its way out still is."""
+        """See Residence.revise; for a session without a request. If it was leaving the device, it begins to leave
+        again."""
         self.residence.revise(session, first)
         self._leave_device(session)
 
     # --- what clients say -------------------------------------------------------------------------------------------
 
     def wait(self, session: Session) -> None:
-        """Its client waits for something else, once the request has ended that runs on it."""
+        """Marks the session as waiting for something else. Its pages may leave once no request runs on it."""
         session.waits, session.called = True, False
         if session.request is None:
             self._leave_device(session)
 
     def _leave_device(self, session: Session) -> None:
-        """An idle session: if it is paused; if it waits, soon, where it is no loss to others."""
+        """Moves an idle session's pages off the device: at once if it is paused; soon if it waits, provided that the
+        host has room."""
         if session.paused:
             self.residence.leave(session)
         elif session.waits:
             self.residence.leave_soon(session)
 
     def wake(self, session: Session) -> None:
-        """Its client will ask for something in a moment."""
+        """Marks the session as about to get a request, and brings its pages back."""
         session.called, session.waits, session.wakes_at, session.quiet_since = True, False, 0.0, None
         if session.request is None and not session.paused:
             self.residence.stay(session)
@@ -242,7 +256,8 @@ class ModelQueue:
             self._fetch(session)
 
     def _fetch(self, session: Session) -> None:
-        """Its pages come back, at the cost of those who wait."""
+        """Brings an idle session's pages back, evicting waiting sessions for them. If that is not possible yet, the
+        session is kept in `awaited`."""
         if self.residence.is_moving(session) or session.stage is not None or self._is_fetched(session):
             return
         self.awaited[session.id] = session
@@ -250,15 +265,19 @@ class ModelQueue:
             self.residence.paging.moves.hurry_all()
 
     def _is_fetched(self, session: Session) -> bool:
-        """Or will be, or cannot be. False: it is to be asked again when something has been copied. It may be asked
-        beside a step, of whose rows nobody gives way: they have requests."""
+        """Begins to bring the session's pages back. Returns False if that has to be tried again after some copy has
+        ended, and True if the copy has begun, is not needed, or is impossible.
+
+        May be called while a step runs: it evicts only sessions without a request, and these have no row.
+        """
         waiting = (other for other in self._evictable() if other.waits and other.request is None)  # lazily
-        pages = self.kv.pages_for(len(session.tokens))  # others of its tenant may have computed more than it had
+        # the device may have more of its KV than the session held: others of its tenant may have computed it
+        pages = self.kv.pages_for(len(session.tokens))
         excess = self._quotas.excess(session, self.kv, pages)
         if excess > 0:
             if not self.residence.give_way(excess, session.tenant, waiting):
                 return True
-            if self._quotas.excess(session, self.kv, pages) > 0:  # until they have been copied
+            if self._quotas.excess(session, self.kv, pages) > 0:  # their pages are still being copied
                 return False
         return self.residence.prefetch(session, waiting)
 
@@ -273,13 +292,15 @@ class ModelQueue:
                 self._fetch(session)
 
     def pause(self, session: Session) -> Transfer | None:
-        """No row until `resume`; its pages leave. → what is to be waited for until they are found on the host."""
+        """Gives the session no row until `resume`, and moves its pages off the device. Returns the transfer after which
+        they can be found on the host, if there is one."""
         session.paused = True
         self.hold(session)
         return self.residence.leave(session, sealed=True)
 
     def resume(self, session: Session, now: float = 0.0) -> None:
-        """Its pages come back; not at others' cost, as long as nobody has said that it will be asked for something."""
+        """Ends a pause and brings the session's pages back. Without a request, the copy takes low priority until the
+        client sends a call or a signal."""
         session.paused = False
         if session.request is not None:
             self.release(session, now)
@@ -289,10 +310,14 @@ class ModelQueue:
             self._fetch(session)
 
     def tend(self, now: float) -> None:
-        """Now and then: whose client has said nothing for long leaves, also before pages are short; so does, when they
-        are scarce, who waits and has not found room on the host; whose client is expected comes back, and is not
-        expected any more when it has not asked for long. Who has not found its pages, or room for them, is asked
-        again."""
+        """Periodic work on idle sessions, in this order:
+
+        - Copies that could not begin are tried again.
+        - Sessions that have been quiet for long leave the device, and are no longer expected.
+        - If free pages are scarce, waiting sessions leave that have stayed because the host was full.
+        - Sessions whose wait is expected to be over come back.
+        - The oldest host pages are written to disk.
+        """
         self.residence.now = now
         self.over([])
         due, staying = [], []
@@ -326,7 +351,7 @@ class ModelQueue:
             self.residence.leave_soon(session)
 
     def _make_spare_room(self, waiting: list[Session]) -> None:
-        """Before somebody comes back and has to wait for it."""
+        """Evicts waiting sessions while pages are scarce, so that a session that comes back need not wait for room."""
         missing = SCARCE * self.kv.pool.capacity - self.kv.pool.free
         for session in eviction_order(waiting, (), []):
             if missing <= 0:
@@ -343,7 +368,7 @@ class ModelQueue:
         return ModelLoad(len(self.sessions), kv_tokens, self.kv.pool.capacity, self.kv.pool.used)
 
     def check_integrity(self) -> None:
-        """Asserts that sessions, requests, tables and pool agree."""
+        """Asserts that sessions, requests, block tables and pool agree."""
         self.residence.check_integrity()
         strangers = self.kv.sessions - self.sessions.keys()
         assert not strangers, f"{sorted(strangers)} hold pages of {self.name} and are not its sessions"
@@ -355,7 +380,7 @@ class ModelQueue:
         held = busy.keys() - active
         assert self.held.keys() == held, f"{sorted(held ^ self.held.keys())} of {self.name}: held or not?"
         self.composer.check_integrity(self.active)
-        tenants: dict[int, int] = {}  # by page
+        tenants: dict[int, int] = {}  # tenant of each page
         for session in self.sessions.values():
             self._check_session(session)
             for page in self.kv.pages_of(session.id):

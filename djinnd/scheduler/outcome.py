@@ -1,4 +1,4 @@
-"""What a step has brought its rows' sessions: KV, the next token, a place inside the model where they stop."""
+"""Applies what a step has given its rows' sessions: KV, the next token, or a stage where they stop inside the model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from djinnd.scheduler.model_queue import ModelQueue
 
 
 class Outcome:
-    """Of one step of a model."""
+    """The outcome of one step of a model."""
 
     def __init__(self, queue: ModelQueue) -> None:
         self._queue = queue
         self._advance = queue.residence.advance
-        self._limits: dict[int, int] = {}  # of a session's tokens, by tenant
+        self._limits: dict[int, int] = {}  # longest session in tokens, by tenant
 
     def of(self, row: Row, token: int | None) -> FinishReason | None:
-        """Its session has it; `token`: that the step has chosen, if the row samples and there were numbers to choose
-        from. → why its request ends with this, if it does. A row whose request has ended while the step ran, or that
-        went on from what is lost, brings nothing."""
+        """Applies one row. `token` is the token that the step sampled for it, if it samples and its logits were finite.
+        Returns the reason for which its request ends with this, if it does.
+
+        A row has no effect if its request has ended while the step ran, or if it continued a stage that is lost.
+        """
         session, request = row.session, row.request
         if session.request is not request or session.stage is not row.stage:
             return None
@@ -47,7 +49,7 @@ class Outcome:
         return self.append(session, request, token)
 
     def append(self, session: Session, request: Request, token: int) -> FinishReason | None:
-        """The session has this token more. → why its request ends with this, if it does."""
+        """Appends a token to the session. Returns the reason for which its request ends with this, if it does."""
         tokens = session.tokens
         tokens.append(token)
         session.given = session.touched
@@ -60,7 +62,7 @@ class Outcome:
         return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None
 
     def _stopped(self, session: Session, request: Request, stage: Stage) -> FinishReason | None:
-        """The row has come to where the stage stops; its request ends when all of it has."""
+        """Notes that the row has come to where its stage stops. The request ends when all positions have."""
         if session.remaining:
             return None
         request.stopped = Stop(stage.last, session.computed)

@@ -1,4 +1,5 @@
-"""What a step has room for, who gives way, and when an idle session leaves: small pure functions and values."""
+"""The rules of scheduling, as pure functions and values: the limits of a step, the order of eviction, and when an idle
+session leaves the device."""
 
 from __future__ import annotations
 
@@ -12,38 +13,44 @@ from djinnd.core.batch import Row
 from djinnd.core.session import Session
 from djinnd.scheduler.step_times import StepTimes
 
-QUIET_S = 10.0  # after which a session whose client says nothing leaves the device
-CROWDED_QUIET_S = 1.0  # the same while pages are scarce
-SCARCE = 0.1  # of the pool: fewer are free
-BRIEF = 128  # tokens: who has more to read before its next one comes after those who have not
-# Tokens of prefill that join those that decode in the same class in any case, of one prompt or of several. Beside seven
-# rows of 13B an H200 takes 0.2 ms more for 9 and 1.2 for 57: several small parts would make who reads wait for more
-# steps, and those who decode gain hardly anything at p99 (docs/log.md).
+QUIET_S = 10.0  # Seconds without a word from its client, after which an idle session leaves the device.
+CROWDED_QUIET_S = 1.0  # the same while free pages are scarce
+SCARCE = 0.1  # Free pages are scarce if they are a smaller share of the pool than this.
+BRIEF = 128  # Prompt tokens left: sessions with more are scheduled after the others of their class and tenant.
+# Prompt tokens, of one or several prompts, that a step takes in any case beside sessions of the same class that decode.
+# Beside seven rows of a 13B model, an H200 takes 0.2 ms more for 9 tokens and 1.2 ms more for 57. Smaller parts would
+# spread each prompt over more steps, and the p99 time between tokens would hardly improve (docs/log.md).
 LEAST_CHUNK = 64
-# The next call of a class may come at any time for so many seconds after one, and a step cannot be interrupted: until
-# then lower classes take the device for as long as so many steps of one row, at most.
+# For LATELY_S seconds after a session of a class had a request, the next request of that class may come at any time,
+# and a step cannot be interrupted. Until then, a step of lower classes takes at most as long as BUSY_STEPS steps of one
+# row.
 LATELY_S = 10.0
 BUSY_STEPS = 3.0
-# Where those that decode take longer by themselves than `Policy.slowdown` allows for, prompts of their class make the
-# step at most so many times as long, and lower classes so many: these have other steps.
+# These apply if the rows that decode take longer by themselves than `Policy.slowdown` allows. Prompts of the same class
+# may then make the step CROWDED_SLOWDOWN times as long, and lower classes CROWDED_BY_LOWER times: lower classes can run
+# in other steps.
 CROWDED_SLOWDOWN = 1.1
 CROWDED_BY_LOWER = 1.05
 
-# Who has to read and has had no row for longer than this slows down those that decode in its class: a step may take as
-# many times longer as it has waited such times. Else each of them would have its tokens in time, and wake-ups would
-# wait for one another without end. Not in the highest class, where somebody reads each token as it comes. A step that
-# is longer than INDULGENCE times reads hardly more a second, and who waits for pages waits the longer for it.
+# A session with prompt tokens left may have had no row for longer than PATIENCE_S. Then steps of its class may take t /
+# PATIENCE_S times as long as otherwise, where t is the longest such wait in seconds, but at most INDULGENCE times.
+# Without this, sessions that decode would all get their tokens in time while sessions that come back waited without
+# end. The highest class is exempt, because its tokens are read as they come. Steps longer than INDULGENCE times read
+# hardly more tokens a second, and sessions that wait for pages would wait longer.
 PATIENCE_S = 0.25
 INDULGENCE = 3.0
-NOBODY: Mapping[Class, float] = {}
+NO_WAITS: Mapping[Class, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`slowdown`: times the step of one row, as which a step may take by what joins sessions that decode; if these take
-    longer, see CROWDED_SLOWDOWN. `between_tokens`: seconds that it may take in any case; `ageing`: seconds, see
-    ageing.py. `paging`: of the bus each way, what pages may take that no call waits for, beside steps that decode for
-    somebody (`is_spared`)."""
+    """The configuration's `scheduling` section.
+
+    `slowdown`: the longest step allowed while other sessions decode, as a multiple of a one-row decode step.
+    CROWDED_SLOWDOWN applies if the decoding rows alone take longer. `between_tokens`: seconds that a step may take in
+    any case. `ageing`: seconds, see ageing.py. `paging`: the share of the bus, each way, that pages without a waiting
+    request may take beside steps with protected rows (`is_spared`).
+    """
 
     slowdown: float = 1.25
     between_tokens: float = 0.0
@@ -55,29 +62,35 @@ DEFAULT = Policy()
 
 
 def is_spared(row: Row) -> bool:
-    """It decodes, and its session's time between tokens counts."""
+    """True if the row decodes and the time between its session's tokens is protected."""
     return row.count == 1 and row.session.klass != CLASSES[-1] and not row.session.bulk
 
 
 def has_gone_quiet(seconds: float, free: float, *, called: bool = False) -> bool:
-    """Whether an idle session leaves, of which nobody has heard for so long; `free`: share of the pool; `called`: it
-    has just been brought back for what it is to do. Its pages stay where they are as long as nobody else needs them, so
-    coming back costs little."""
+    """True if an idle session should leave the device after `seconds` without a word from its client.
+
+    `free` is the free share of the pool. `called`: the session has just been brought back for its next request. Pages
+    that have left can be found on the device until they are given to another session, so that coming back costs little.
+    """
     return seconds >= (CROWDED_QUIET_S if free < SCARCE and not called else QUIET_S)
 
 
 def eviction_order(idle: Iterable[Session], held: Iterable[Session], order: list[Session]) -> Iterator[Session]:
-    """Whose pages make room, first to last: the idle, those first whose client waits for something else, those last
-    that have been called, of these the lowest class, whose client is expected last, least recently touched first; then
-    those whose client reads too slowly or who are paused, least recently touched first; then of the serving `order` the
-    last."""
+    """Yields sessions in the order in which they are evicted.
+
+    First come the idle ones: waiting sessions first and called sessions last, KV that a client imported last of all,
+    then the lowest class, then the session that is expected back last, then the least recently used. Then come the held
+    ones (paused, or with a slow client), the least recently used first. Then come the active ones, in reverse serving
+    `order`.
+    """
     yield from sorted(idle, key=_worth)
     yield from sorted(held, key=_touched)
     yield from reversed(order)
 
 
 def _worth(session: Session) -> tuple[bool, bool, bool, int, float, int]:
-    """KV that a client gave goes last: it cannot be computed."""
+    """Sort key of an idle session: the lowest is evicted first. KV that a client imported goes last, because it cannot
+    be recomputed."""
     rank = -CLASSES.index(session.klass)  # the lowest class is the last of them
     given = bool(session.foreign_tokens)
     return given, not session.waits, session.called, rank, -session.wakes_at, session.touched
@@ -88,7 +101,8 @@ def _touched(session: Session) -> int:
 
 
 class KvRead(NamedTuple):
-    """Tokens of KV that a session of a class reads for a token, on average: of those that decode now, and usually."""
+    """Tokens of KV that a session of a class reads for one token, on average: of the sessions that decode now, and a
+    running mean over past steps (`usual`)."""
 
     now: float = 0.0
     usual: float = 0.0
@@ -98,19 +112,21 @@ UNKNOWN: Mapping[Class, KvRead] = {}
 
 
 class Room:
-    """What a step can still take, in rows, tokens and seconds, while sessions are asked in their order.
+    """The room that is left in a step, in rows, tokens and seconds, while sessions are considered in serving order.
 
-    Those of a class that need one token decode together, and chunks of its prompts get what those leave; lower classes
-    get what it leaves. The first that is asked has a token in any case, if nobody protected decodes.
+    Sessions of a class that need one token decode together. Chunks of the class's prompts get the room that these
+    leave, and lower classes get what the class leaves. The first session that is considered gets a token in any case,
+    unless protected sessions decode.
 
-    Protected is the time between tokens: of a class that decodes, from lower classes and from chunks of its own;
-    where nobody decodes, of a prompt that is read, from lower classes. With them, a step that decodes may take
-    `slowdown` times as long as one of a single row does, and one that reads so many times as long as without them;
-    while nobody knows how long that is, they stay out of it until it has been measured. Those rows take what reading
-    their class's usual KV takes: where that of the sessions at hand is longer, who joins makes way. Who may call in a
-    moment is protected from finding the device busy with lower classes for long. Nobody is protected in the lowest
-    class, nor who has said that it works in bulk. Where reading the weights takes the time, as with a streamed model,
-    joining costs nothing, and all join.
+    The time between tokens of sessions that decode is protected from lower classes and from prompts of their own class:
+    with them, a step may take at most `slowdown` times as long as a one-row decode step. If no session decodes, prompts
+    are protected from lower classes: with these, a step may take at most `slowdown` times as long as without. If the
+    protected rows' time is not known yet, other rows stay out of the step until it has been measured.
+
+    The limit is computed for the KV length that is usual in the class. If the decoding sessions' KV is longer, fewer
+    others join. A class that may get a request at any moment is protected too: lower classes may not take the device
+    for long. The lowest class and sessions in bulk mode are not protected. If reading the weights dominates a step, as
+    with a streamed model, joining costs nothing and all join.
     """
 
     def __init__(
@@ -122,34 +138,35 @@ class Room:
         decoding: Mapping[Class, int],
         protected: Mapping[Class, int],
         lately: Collection[Class] = (),
-        waited: Mapping[Class, float] = NOBODY,
+        waited: Mapping[Class, float] = NO_WAITS,
         kv: Mapping[Class, KvRead] = UNKNOWN,
     ) -> None:
-        """`decoding`: sessions by class that need one token, which read so much `kv`; `protected`: of these, those that
-        are. `lately`: classes of which somebody may call in a moment. `waited`: seconds, for a row, of who has waited
-        longest to read on."""
+        """`decoding`: how many sessions of each class need one token. `protected`: how many of these are protected.
+        `lately`: classes that may get a request at any moment. `waited`: for each class, the longest time in seconds
+        that a session with prompt tokens left has had no row. `kv`: tokens of KV that the decoding sessions read."""
         self._times = times
         self._policy = policy
-        self._rows = max_rows  # that are left
-        self._tokens = max_tokens  # likewise
-        self._decoding = dict(decoding)  # that have had no row yet
+        self._rows = max_rows  # rows left
+        self._tokens = max_tokens  # tokens left
+        self._decoding = dict(decoding)  # sessions that decode and have no row yet, by class
         self._protected = protected
         self._lately = lately
         self._waited = waited
         self._kv = kv
-        self._taken = self._further = 0  # rows, and what they bring beyond one token each
-        self._chunks = 0  # of these rows, those of a prompt
-        self._decoders = 0  # of these rows, those that decode and that the classes below must not slow down
-        self._kv_decoders = 0.0  # tokens of KV that these usually read; those of the class being asked do not count
-        self._before = self._decoders_before = 0  # rows that decode, and decoders, when this class was asked first
-        self._kv_before = 0.0  # tokens of KV that those rows read
-        self._readers = self._read = 0  # likewise those that read a prompt, and their tokens beyond one each
-        self._spared = math.inf  # seconds of the step, for the sake of classes that have rows in it
-        self._limit = math.inf  # the same for the class that is being asked, also where none of those has
+        self._taken = self._further = 0  # rows taken, and their tokens beyond one each
+        self._chunks = 0  # rows taken that are chunks of prompts
+        self._decoders = 0  # rows taken that decode and that lower classes must not slow down
+        self._kv_decoders = 0.0  # tokens of KV that these usually read, without those of the current class
+        self._before = self._decoders_before = 0  # decode rows, and protected ones, when the current class was entered
+        self._kv_before = 0.0  # tokens of KV that those decode rows read
+        self._readers = self._read = 0  # protected rows taken that read a prompt, and their tokens beyond one each
+        self._spared = math.inf  # longest step in seconds, for the sake of classes that have rows in it
+        self._limit = math.inf  # longest step for the current class, also if no higher class has a row in it
         self._klass = CLASSES[0]
         self._enter(CLASSES[0])
 
     def _enter(self, klass: Class) -> None:
+        """Begins a class, and computes the longest step that its rows and its chunks may make."""
         self._leave()
         self._klass = klass
         decoders, kv_decoders = self._decoders, self._kv_decoders
@@ -166,53 +183,57 @@ class Room:
         self._measure()
 
     def _leave(self) -> None:
-        """The class that was asked is not any more: what its rows read is counted."""
+        """Ends the current class: the KV that its rows read is added to the totals."""
         kv, decoding = self._kv_read(self._klass), self._taken - self._chunks
         self._kv_before += (decoding - self._before) * kv.now
         self._kv_decoders += (self._decoders - self._decoders_before) * kv.usual
         self._before, self._decoders_before = decoding, self._decoders
 
     def _kv_read(self, klass: Class) -> KvRead:
-        """What is usual protects nobody who reads less now: those who come behind long sessions may be short."""
+        """KV read by sessions of the class. The usual length counts only up to the current one, so that short sessions
+        that follow long ones get no more protection than they need."""
         kv = self._kv.get(klass, KvRead())
         return KvRead(kv.now, min(kv.now, kv.usual))
 
     def _longest(self, decoders: int, kv: float, crowded: float) -> float:
-        """Seconds that a step may take for the sake of so many rows that decode, and usually read so many tokens of KV.
-        0: these are to be measured."""
+        """The longest step in seconds for the sake of `decoders` rows that decode and usually read `kv` tokens of KV
+        together. 0 if the time of such rows has yet to be measured."""
         if self._times.wants(decoders):
             self._times.ask(decoders)
             return 0.0
         return self._longest_of(self._times.predict(1, kv=kv / decoders), self._times.predict(decoders, kv=kv), crowded)
 
     def _indulgence(self, klass: Class) -> float:
-        """How many times longer than else a step of those that decode may take, for the sake of who has waited."""
+        """The factor by which steps of the class may take longer because a session with prompt tokens left has
+        waited."""
         if klass == CLASSES[0]:
             return 1.0
         return min(max(1.0, self._waited.get(klass, 0.0) / PATIENCE_S), INDULGENCE)
 
     def _reading(self) -> float:
-        """The same for the sake of the prompts that are read, where nobody decodes."""
+        """The longest step in seconds for the sake of the prompts that are being read, if no session decodes."""
         alone = self._times.predict(self._readers, self._read) if self._readers else 0.0
         return self._longest_of(alone, alone, 1.0)
 
     def _until_free(self, klass: Class) -> float:
-        """Seconds for which the device may be this class's, for the sake of higher ones that have no row."""
+        """The longest step of this class in seconds, for the sake of higher classes that have no row but may get a
+        request at any moment."""
         if not any(CLASSES.index(higher) < CLASSES.index(klass) for higher in self._lately):
             return math.inf
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
         return max(BUSY_STEPS * row, least, self._policy.between_tokens) if least else math.inf
 
     def _longest_of(self, usual: float, alone: float, crowded: float) -> float:
-        """Seconds of a step that without those who join takes `alone`; inf where nobody knows."""
+        """The longest step in seconds: `slowdown` times `usual`, but at least min(slowdown, `crowded`) times `alone`,
+        the time of the step without other rows. inf if `alone` is unknown (0)."""
         policy = self._policy
         if not alone:
             return math.inf
         return max(policy.slowdown * usual, min(policy.slowdown, crowded) * alone, policy.between_tokens)
 
     def _measure(self) -> None:
-        """What there is room for in this class: rows in the step, and tokens of a chunk beside all of the class that
-        decode."""
+        """Computes the room of the current class: how many rows the step may have, and how many tokens of a chunk it
+        may take beside all sessions of the class that decode."""
         each = self._kv_read(self._klass).now
         kv = self._kv_before - (self._before + self._chunks) * each
         within = self._times.rows_within(self._limit, self._further, kv, each)
@@ -224,7 +245,8 @@ class Room:
             self._chunk = max(self._chunk, min(self._owed, self._tokens_within(self._limit, rows)))
 
     def _tokens_within(self, seconds: float, rows: int) -> int:
-        """Of the chunk that is the last of these rows. What it reads of KV is in what chunks take."""
+        """How many tokens a chunk may have, as the last of `rows` rows, in a step of `seconds`. The time to read the
+        chunk's own KV is part of what chunks were measured to take."""
         decoding = rows - 1 - self._chunks
         kv = self._kv_before + (decoding - self._before) * self._kv_read(self._klass).now
         further = self._times.further_within(seconds, rows, kv) - self._further
@@ -235,14 +257,15 @@ class Room:
         return not (self._rows and self._tokens)
 
     def share(self, klass: Class, remaining: int) -> int:
-        """Tokens that this step has room for, of a session that needs `remaining`; 0 where it has none."""
+        """How many of a session's `remaining` tokens this step has room for; 0 if none."""
         if klass != self._klass:
             self._enter(klass)
         if self.is_full:
             return 0
         if remaining == 1:
             return int(self._taken < self._most_rows)
-        spared = 0 if self._taken else 1  # for the first that is asked
+        # The first session considered gets a token, even if sessions that decode would fill the step.
+        spared = 0 if self._taken else 1
         reserved = min(self._decoding[klass], self._rows - spared, self._tokens - spared)
         if reserved == self._rows:
             return 0
@@ -250,13 +273,13 @@ class Room:
         return max(min(remaining, self._tokens - reserved, max(self._chunk, least)), 0)
 
     def ones(self, klass: Class) -> int:
-        """Rows of one token that this step has room for."""
+        """How many rows of one token this step has room for."""
         if klass != self._klass:
             self._enter(klass)
         return max(min(self._most_rows - self._taken, self._rows, self._tokens), 0)
 
     def take_ones(self, klass: Class, count: int, shielding: int) -> None:
-        """Uses up so many of `ones`, of sessions that need one token; so many of them shield."""
+        """Takes `count` rows of one token, of which `shielding` belong to protected sessions."""
         if not count:
             return
         self._taken += count
@@ -267,7 +290,8 @@ class Room:
         self._decoding[klass] -= count
 
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
-        """Uses up `count` tokens, of those that `share` answered for `remaining`."""
+        """Takes a row of `count` tokens, after `share` was asked for a session with `remaining` tokens. `shields`: the
+        session is protected."""
         self._taken += 1
         self._chunks += remaining > 1
         self._further += count - 1

@@ -1,14 +1,14 @@
-"""Whose KV is on the device: sessions get pages, give them up for others, and come back.
+"""Moves sessions on and off the device: they get pages, are evicted, and come back.
 
                 ┌───────── secure: pages to compute into ─────────┐
     elsewhere ──┤                                                 ├──► on the device ──leave──► leaving ──► elsewhere
                 └─ found in a lower tier ──► arriving ──► arrived ┘          ▲                     │
                                                                              └─────── stay ────────┘
 
-A session that leaves keeps its pages until they have been copied; one that arrives has no row until all have come
-(arrivals.py). Nobody waits for a copy but the sessions that need it. What no tier has is computed anew from the
-session's tokens. One that is parked inside the model leaves with its stage (stage_pages.py), if the host takes all of
-its pages.
+A session that leaves keeps its pages until they have been copied. A session that arrives has no row until all of its
+pages have come (arrivals.py). A copy delays only the sessions that need it. KV that no tier has is recomputed from the
+session's tokens. A session that is parked at a breakpoint leaves with its stage (stage_pages.py), if the host takes all
+of its pages.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ from djinnd.scheduler.victims import first_that_free, wanted_at
 
 @dataclass(slots=True)
 class _Departure:
+    """A session that is leaving. `forced`: it was evicted, and leaves even if its pages cannot be saved."""
+
     session: Session
     transfer: Transfer
-    reach: int  # tokens whose KV is somewhere
+    reach: int  # tokens with KV on the device or in a lower tier
     forced: bool
-    staged: list[Key]  # of the pages behind those that are full of KV, where it leaves with its stage
+    staged: list[Key]  # keys of the pages behind those that are full of KV, if it leaves with its stage
 
 
 class Residence:
-    """Of one model's sessions."""
+    """The pages of one model's sessions."""
 
     def __init__(self, paging: Paging) -> None:
         self.kv = paging.kv
         self.paging = paging
         self.elsewhere = Elsewhere(paging)
-        self.now = 0.0  # a moment ago
-        self.claimed: int | None = None  # while a step is composed, pages that were refused and will be free
-        self.to_leave: dict[str, Session] = {}  # idle ones, see `leave_soon`
+        self.now = 0.0  # the time of the last `tend`
+        self.claimed: int | None = None  # pages that this step was refused and that will be free; None between steps
+        self.to_leave: dict[str, Session] = {}  # idle sessions, see `leave_soon`
         self._leaving: dict[str, _Departure] = {}
-        self._promised = 0  # pages that are free when those have left of whom `_make_room` wanted it,
-        self._promised_at = 0  # as long as pages have the same holders (KvManager.changes), and nobody of them stays
+        self._promised = 0  # Pages that will be free when the sessions have left that `_make_room` evicted.
+        # The promise holds while KvManager.changes has this value and none of these sessions stays.
+        self._promised_at = 0
         self._arrivals = Arrivals(paging, self.elsewhere)
-        self._arriving = self._arrivals.under_way  # looked up for every session in every step
+        self._arriving = self._arrivals.under_way  # an alias, because it is looked up for every session in every step
 
     def is_leaving(self, session: Session) -> bool:
         return session.id in self._leaving
@@ -62,24 +65,24 @@ class Residence:
         return session.id in self._arriving
 
     def is_moving(self, session: Session) -> bool:
-        """It can have no row now."""
+        """True if the session's pages are arriving or leaving, so that it cannot have a row."""
         return session.id in self._leaving or session.id in self._arriving
 
     @property
     def sessions_move(self) -> bool:
-        """Some session does."""
+        """True if some session is arriving or leaving."""
         return bool(self._leaving or self._arriving)
 
     @property
     def anything_moves(self) -> bool:
-        """Or will, without anybody's doing."""
+        """True if a page is being copied, or will be without another event here."""
         return self.paging.is_busy or self.paging.is_expected
 
     # --- pages for a session that is to run -------------------------------------------------------------------------
 
     def secure(self, session: Session, candidates: Iterable[Session]) -> bool:
-        """Pages for all tokens that the session has, so that no prompt stops half-way for want of them, and the KV
-        that is somewhere; at the cost of the first of `candidates`, where pages are short. False: it has to wait."""
+        """Gives the session pages for all of its tokens, so that no prompt stops half-way for want of pages, and brings
+        back its KV. If pages are short, evicts the first of `candidates`. Returns False if the session has to wait."""
         if self.paging.is_expected and is_an_earlier_engine_s(session):
             return False
         computed, lacking = session.computed, 0
@@ -104,13 +107,13 @@ class Residence:
         return False
 
     def leaves(self, tenant: int) -> bool:
-        """Pages of the tenant are on their way out."""
+        """True if pages of the tenant are leaving the device."""
         leaving = (departure.session.tenant for departure in self._leaving.values())
         return tenant in leaving or self.kv.leaving_pages(tenant) > 0
 
     def give_way(self, missing: int, tenant: int, candidates: Iterable[Session]) -> bool:
-        """Has sessions of the tenant leave whose pages are `missing` together: those that do already, then the first of
-        `candidates`. False: all together have fewer, and nobody has left."""
+        """Evicts sessions of the tenant until `missing` of its pages are free: sessions that are leaving count first,
+        then the first of `candidates`. Returns False, and evicts none, if all of them together have fewer."""
         missing -= self.kv.leaving_pages(tenant)
         if missing <= 0:
             return True
@@ -123,8 +126,8 @@ class Residence:
         return bool(victims)
 
     def prefetch(self, session: Session, candidates: Iterable[Session]) -> bool:
-        """Of an idle session that will run soon: brings back what is somewhere, at the cost of `candidates`. False: it
-        is to be asked again when something has been copied; what it needs is on its way elsewhere, or room is made."""
+        """Brings back the KV of an idle session that will run soon, evicting `candidates` for it. Returns False if that
+        has to be tried again after some copy has ended."""
         computed = session.computed
         self._adopt(session)
         self._is_back(session, computed)
@@ -137,11 +140,12 @@ class Residence:
         return False
 
     def make_room(self, pages: int, candidates: Iterable[Session]) -> None:
-        """Of so many, beside what is claimed, as far as candidates have it."""
+        """Evicts candidates for `pages` pages beyond those that are claimed, as far as they have them."""
         self._make_room(OutOfPages(pages, self.kv.pool.free), candidates)
 
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
-        """Has sessions leave. False: all that may leave hold too little, and nobody has left."""
+        """Evicts the first candidates that end the shortage. Returns False, and evicts none, if all of them hold too
+        little."""
         missing = shortage.needed + (self.claimed or 0) - shortage.free - self.kv.stranded
         if missing <= 0 or (missing <= self._promised and self._promised_at == self.kv.changes):
             return True
@@ -154,7 +158,7 @@ class Residence:
         return bool(victims)
 
     def _adopt(self, session: Session) -> None:
-        """Spares a session that is about to be given pages what the device has of its KV."""
+        """Before the session is given pages, shares with it the pages on the device that hold its next KV."""
         most, size = of_use(session), self.kv.page_size
         if most // size > session.computed // size and self.elsewhere.holds_kv_only(session):
             session.computed = self.kv.adopt(
@@ -164,18 +168,24 @@ class Residence:
                 self.elsewhere.lose_stage(session)
 
     def _is_back(self, session: Session, computed: int) -> None:
-        """It holds the pages that it has been given since it had the KV of so many tokens, and goes on to."""
+        """Lets the host spare its copies of the pages that the session got back since it had `computed` tokens of
+        KV."""
         if session.computed > computed:
             self.paging.is_back(self.elsewhere.keys(session)[computed // self.kv.page_size :])
 
     # --- giving way -------------------------------------------------------------------------------------------------
 
     def leave(self, session: Session, *, sealed: bool = False, forced: bool = False) -> Transfer | None:
-        """The session's pages leave the device: at once, or when they have been copied (`sealed`: and are found on the
-        host). → the transfer, if there is one to wait for. Unless it is `forced`, nothing leaves where there is no
-        lower tier, nor KV that cannot be computed and has not been saved. Who waits for its pages does not wait for
-        the host's to be made ready, too: computing them anew takes less time, where that can be done. Nor does who
-        waits for something else take the place of those who will be back before it."""
+        """Moves the session's pages off the device. Returns the transfer, if there is one to wait for.
+
+        The pages are free when they have been copied; with `sealed`, the transfer ends when they can also be found on
+        the host. With `forced`, the session leaves even if its pages cannot be saved. Otherwise it stays if there is no
+        lower tier, or if KV that cannot be recomputed has not been saved.
+
+        An eviction does not wait for host slots that are not ready if the KV can be recomputed, because that takes less
+        time. An evicted session also saves nothing if its copy would push out pages of sessions that are expected back
+        earlier (`_is_wanted_last`).
+        """
         if self.paging.host is None and not forced:
             return None
         departure = self._leaving.get(session.id)
@@ -187,14 +197,14 @@ class Residence:
             if session.left_stage is not None and not (session.foreign_tokens and self.kv.pages_held(session.id)):
                 self._turn_back(session)
                 return None
-            if not self.kv.pages_held(session.id):  # it has left
+            if not self.kv.pages_held(session.id):  # it has left already
                 return None
             reach = self._arrivals.reach(session)
             staged = staged_keys(session, self.kv) if self.paging.host is not None else []
             if staged:
                 self.forget(session)
             else:
-                self.rewind(session, session.computed)  # what holds no KV need not be copied
+                self.rewind(session, session.computed)  # pages without KV need not be copied
             departure = _Departure(session, Transfer(session.id, 0), reach, forced, staged)
         keys = self._keys_on_device(session, departure.staged)
         tokens = len(session.tokens) if departure.staged else session.computed
@@ -211,32 +221,36 @@ class Residence:
         return departure.transfer
 
     def _turn_back(self, session: Session) -> None:
-        """It has left with its stage, and all that it has on the device by now has come from where it still is."""
+        """Frees the device pages of a session that has left with its stage. They were brought from a lower tier, which
+        still has them."""
         self._arrivals.call_off(session)
         self.kv.drop(session.id)
         session.computed, session.woken = 0, True
 
     def _keys_on_device(self, session: Session, staged: list[Key]) -> list[Key]:
-        """Of the pages that it leaves with."""
+        """The keys of the pages that the session would leave with."""
         if staged:
             return keys_with(session, staged, self.kv)
         return self.elsewhere.keys(session) if session.computed else []
 
     def _is_wanted_last(self, session: Session, keys: list[Key]) -> bool:
-        """After all whose pages would be nowhere any more if the host took its own: then it is its own that are
-        computed anew (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
-        1966)."""
+        """True if the host could take this session's pages only by losing pages that have no other copy, and those are
+        all expected back earlier. Then it is this session's pages that are recomputed (Belady, "A study of replacement
+        algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
         back_at = wanted_at(session, self.now)
         lost = self.paging.losses(keys, session.tenant) if back_at else None
         return lost is not None and lost != [] and self.elsewhere.are_wanted_by(lost, back_at)
 
     def leave_soon(self, session: Session) -> None:
-        """An idle session is to leave, as nobody needs it here for now: by `depart`, if it has not to `stay` before."""
+        """Marks an idle session to leave by `depart`, unless `stay` is called before."""
         self.to_leave[session.id] = session
 
     def depart(self) -> bool:
-        """The first of them leaves, freely. Nobody who runs is concerned, so it may be done beside a step: between two,
-        the device would wait for it, up to three milliseconds with 140 pages. → whether there are more."""
+        """Lets the first marked session leave, if the host takes its pages freely. Returns True if more are marked.
+
+        It concerns no session with a row, so it is done while a step runs. Between two steps, the device would wait for
+        it: up to three milliseconds with 140 pages.
+        """
         if self.to_leave:
             session = self.to_leave.pop(next(iter(self.to_leave)))
             if session.request is None and not session.paused and self.leave_freely(session):
@@ -244,32 +258,32 @@ class Residence:
         return bool(self.to_leave)
 
     def leave_freely(self, session: Session) -> bool:
-        """Its pages leave as by `leave`, unless the host would have to lose what is nowhere else. False: they stay, as
-        they would without a host."""
+        """Lets the session leave, unless the host would lose pages that have no other copy. Returns False if it
+        stays."""
         if not self.leaves_freely(session):
             return False
         self.leave(session)
         return True
 
     def leaves_freely(self, session: Session) -> bool:
-        """Whether nothing would be lost that is nowhere else."""
+        """True if the host can take the session's pages without losing pages that have no other copy."""
         keys = self._keys_on_device(session, staged_keys(session, self.kv))
         return not keys or self.paging.takes_freely(keys, session.tenant)
 
     def loses_by_leaving(self, session: Session) -> bool:
-        """What it has brought through the blocks, or KV that the host does not take freely."""
+        """True if leaving would lose the session's stage or some of its KV."""
         return session.stage is not None or not self.leaves_freely(session)
 
     def expect(self, session: Session, back_at: float) -> None:
-        """That has come to be known only now, of one that may have left; 0: not any more."""
+        """Sets when a session is expected back that may have left already; 0: not any more."""
         self.elsewhere.left.expect(session.id, back_at)
 
     def hurry(self, session: Session) -> None:
-        """A call waits for what arrives, or will in a moment."""
+        """Raises the priority of the session's transfer, because a request waits for it or is about to come."""
         self._arrivals.hurry(session)
 
     def stay(self, session: Session) -> None:
-        """It is needed on the device after all."""
+        """Keeps the session on the device: it is needed there after all."""
         self.to_leave.pop(session.id, None)
         self._stop_leaving(session)
 
@@ -299,7 +313,7 @@ class Residence:
         session.stage, session.computed = None, 0
 
     def over(self, transfer: Transfer) -> None:
-        """It has ended. Whoever it was made for may have gone another way meanwhile."""
+        """Applies a transfer that has ended, unless the session no longer waits for it."""
         departure = self._leaving.get(transfer.session)
         if departure is not None and departure.transfer is transfer:
             self._departed(departure)
@@ -308,9 +322,12 @@ class Residence:
     # --- along with the session -------------------------------------------------------------------------------------
 
     def rewind(self, session: Session, computed: int) -> None:
-        """The session goes on after its first `computed` tokens: where others hold the page that it would write into,
-        at the start of that page. What was under way for it is not waited for any more, and what was on its way through
-        the blocks is lost. One that has left finds again what it had left, as far as its tokens go."""
+        """Makes the session go on after its first `computed` tokens, or earlier: at the start of a page if others hold
+        the page that it would write into.
+
+        Its transfers are dropped and its stage is lost. A session that has left can still find its pages, as far as its
+        tokens go.
+        """
         left = None if self.kv.pages_held(session.id) else self.elsewhere.left.get(session.id)
         self.forget(session)
         self._trim(session, computed)
@@ -322,15 +339,16 @@ class Residence:
         session.computed = self.kv.trim(session.id, computed)
 
     def advance(self, session: Session, computed: int) -> None:
-        """A step has brought its KV so far."""
+        """Notes that a step has computed the session's KV up to `computed` tokens."""
         filled = computed // self.kv.page_size > session.computed // self.kv.page_size
         session.computed = computed
         if filled:
             self.kv.publish(session.id, session.tenant, session.names, computed, session.salt)
 
     def revise(self, session: Session, first: int) -> None:
-        """From position `first` on, its KV will follow from something else, or there is none any more; that of the
-        positions before stays where it is. With a stage: nothing is changed that this has been through."""
+        """Takes back the session's KV from position `first` on, because it will follow from other tokens or edits. KV
+        of earlier positions stays. If the session has a stage, nothing may have changed in the blocks that its
+        positions have passed."""
         if session.left_stage is not None:
             self._stop_leaving(session)
             self._arrivals.call_off(session)
@@ -343,8 +361,8 @@ class Residence:
             self.elsewhere.revise(session, left, first)
 
     def close(self, session: Session) -> None:
-        """It is gone. Lower tiers may still be asked for what it has left there, by another that begins as it did, and
-        can spare that, but for what others have left, too."""
+        """Forgets a session that is closed. Lower tiers keep its pages for sessions that begin with the same tokens,
+        but can spare those that no other session has left there."""
         left = self.elsewhere.left.get(session.id)
         keys = [] if left is None else list(left.keys)
         if session.computed:
@@ -358,7 +376,7 @@ class Residence:
         self.paging.can_spare([key for key in keys if key not in self.elsewhere.left and key not in leaving])
 
     def forget(self, session: Session) -> None:
-        """No transfer changes anything about this session any more."""
+        """Drops the session's transfers and forgets the pages that it has left."""
         self._stop_leaving(session)
         self._arrivals.call_off(session)
         self.elsewhere.forget(session)
@@ -375,4 +393,4 @@ class Residence:
             gone = [departure.session for departure in self._leaving.values() if departure.forced]
             given = Counter(chain.from_iterable(self.kv.pages_of(session.id) for session in gone))
             freed = sum(given[page] == self.kv.holders(page) for page in given)
-            assert freed >= self._promised, f"{self._promised} pages are promised, those who leave free {freed}"
+            assert freed >= self._promised, f"{self._promised} pages are promised, the evicted sessions free {freed}"

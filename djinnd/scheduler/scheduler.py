@@ -1,12 +1,12 @@
-"""The scheduler: composes the batch of each step and applies what the step gave.
+"""The scheduler composes the batch of each step and applies the results of the step.
 
-It owns the sessions and the requests in progress; of each model a `ModelQueue`. A step is
+It owns the sessions and the requests in progress, and a `ModelQueue` for each model. A step is
 
     tick ──► next_batch ──► kv.take_stale, zero those pages, run the rows ──► complete
 
-There is no clock here: `tick` says when the events happen that follow. Any event may come in between. `complete`
-ignores a row whose request has ended since, and a batch that never completes has changed nothing that matters: the next
-one runs its tokens again.
+The scheduler reads no clock: `tick` sets the time of the events that follow. Any event may come between these calls.
+`complete` ignores a row whose request has ended meanwhile. A batch that is never completed has no effect on tokens or
+KV: the next batch runs its tokens again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from djinnd.scheduler.why import Explanation
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests by state, and what each model holds."""
+    """How many requests are in each state, and what each model holds."""
 
     queued: int
     running: int
@@ -47,7 +47,7 @@ class Load:
 
 class Scheduler:
     def __init__(self, max_batch_tokens: int, max_rows: int, policy: Policy = DEFAULT) -> None:
-        """Both numbers limit one batch."""
+        """`max_batch_tokens` and `max_rows` limit one batch."""
         assert max_batch_tokens > 0 and max_rows > 0
         self.max_batch_tokens = max_batch_tokens
         self.max_rows = max_rows
@@ -57,14 +57,14 @@ class Scheduler:
         self._quotas = DeviceQuotas()
         self._queues: dict[str, ModelQueue] = {}  # by model
         self._sessions: dict[str, Session] = {}
-        self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request
+        self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request id
         self._step = 0
-        self._completed = 0  # the last step that did
-        self._ran: tuple[Row, ...] = ()  # its rows
-        self.next_wake = math.inf  # when the next session is expected that waits
+        self._completed = 0  # number of the last step that completed
+        self._ran: tuple[Row, ...] = ()  # the rows of that step
+        self.next_wake = math.inf  # earliest time at which a waiting session is expected back
 
     def tick(self, now: float) -> None:
-        """What happens next happens at `now`, in seconds on a clock that only goes forward."""
+        """Sets the time of the events that follow, in seconds on a clock that never goes back."""
         assert now >= self._now
         self._now = now
 
@@ -73,8 +73,8 @@ class Scheduler:
     def add_model(
         self, name: str, kv: KvManager, max_context: int, num_blocks: int, paging: Paging | None = None
     ) -> None:
-        """`max_context` in tokens, at most the manager's. `paging`: of the manager's pages, where they have lower
-        tiers."""
+        """`max_context` is in tokens, and at most the KV manager's. `paging` moves the manager's pages to lower tiers,
+        if there are any."""
         assert name not in self._queues
         queue = ModelQueue(name, kv, max_context, num_blocks, paging, self._shares, self._quotas, self.policy)
         self._queues[name] = queue
@@ -82,32 +82,33 @@ class Scheduler:
 
     def remove_model(self, name: str) -> None:
         count = len(self._queues[name].sessions)
-        assert count == 0, f"model {name} goes while {count} sessions use it"
+        assert count == 0, f"model {name} is removed while {count} sessions use it"
         self._quotas.remove(self._queues.pop(name).kv)
 
     def reach(self, model: str) -> int:
-        """Tokens that the model's longest session can come to with the request it has."""
+        """The length in tokens that the model's longest session can reach with its current request."""
         return self._queues[model].reach
 
     def vacate(self, model: str, pages: int, settle: Callable[[], None] = lambda: None) -> None:
-        """Between steps: leaves the model's sessions no more than so many pages. Nothing but KV is lost. `settle`: as
-        ModelQueue.vacate."""
+        """Called between steps. Evicts sessions of the model until at most `pages` pages are held. Only KV is lost, and
+        it can be computed again. `settle`: see ModelQueue.vacate."""
         self._queues[model].vacate(pages, settle)
 
     def secure(self, session_id: str) -> bool:
-        """See ModelQueue.secure. Raises SessionNotFound, and what it raises."""
+        """See ModelQueue.secure. Raises SessionNotFound and the errors of ModelQueue.secure."""
         session = self.session(session_id)
         return self._queues[session.model].secure(session)
 
     def open(self, session: Session) -> None:
-        """With tokens: a session of an earlier engine, whose KV is computed anew when it next runs."""
+        """Adds a session. A session that already has tokens comes from an earlier engine process; its KV is computed
+        again when it next runs."""
         assert session.id not in self._sessions and session.request is None and session.computed == 0
         self._queues[session.model].sessions[session.id] = session
         self._sessions[session.id] = session
 
     def fork(self, parent_id: str, child_id: str, klass: Class) -> PageCopy | None:
-        """Opens a session that has the tokens and the KV of another one, which is idle. The copy is to be made before
-        the next step. Raises SessionNotFound."""
+        """Opens a session with the tokens and the KV of `parent_id`, which must be idle. Returns the copy of a page
+        that has to be made before the next step, if there is one. Raises SessionNotFound."""
         parent = self.session(parent_id)
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
         child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens))
@@ -121,7 +122,8 @@ class Scheduler:
         child.left_at = parent.left_at
         kv = self._queues[child.model].kv
         may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
-        ends_foreign = child.foreign_tokens == len(child.tokens) > 0  # nobody could compute the rest of its page anew
+        # its last page cannot be recomputed, so the last token runs again on a copy of that page
+        ends_foreign = child.foreign_tokens == len(child.tokens) > 0
         child.computed, copy = kv.fork(
             parent_id, child_id, child.tenant, parent.computed, may_copy=may_copy, runs_last_again=ends_foreign
         )
@@ -138,7 +140,8 @@ class Scheduler:
         return self._sessions.values()
 
     def close(self, session_id: str) -> Request | None:
-        """Answers with the request that this cancelled, if one was in progress. Raises SessionNotFound."""
+        """Removes the session. Returns its request if one was in progress and is now cancelled. Raises
+        SessionNotFound."""
         session = self.session(session_id)
         request = self._finish(session, "cancelled") if session.request else None
         queue = self._queues[session.model]
@@ -147,23 +150,24 @@ class Scheduler:
         return request
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Of an idle session that has `length` tokens or more. Raises SessionNotFound."""
+        """Cuts an idle session to `length` tokens; a shorter one stays as it is. Raises SessionNotFound."""
         session = self.session(session_id)
-        assert session.request is None, f"session {session_id} is cut while request {session.request.id} runs"
+        assert session.request is None, f"session {session_id} is truncated while request {session.request.id} runs"
         if length < len(session.tokens):
             session.truncate(length)
             self._queues[session.model].revise(session, length)
 
     def edit(self, session_id: str, edit: Edit) -> None:
-        """Of an idle session: one edit more. What it changes is computed anew when the session next runs. Raises
-        SessionNotFound."""
+        """Adds an edit to an idle session. The positions that it changes are recomputed when the session next runs.
+        Raises SessionNotFound."""
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
         session.edits = (*session.edits, edit)
         self._revise(session, edit.first, edit.points)
 
     def end_edits(self, session_id: str, numbers: Collection[int], at: int) -> None:
-        """Of an idle session: from position `at` on these change nothing. Raises SessionNotFound."""
+        """Ends the edits with these numbers in an idle session: from position `at` on, they change nothing. Raises
+        SessionNotFound."""
         session = self.session(session_id)
         assert session.request is None, f"session {session_id} is edited while request {session.request.id} runs"
         changed = [
@@ -174,15 +178,18 @@ class Scheduler:
             self._revise(session, at, {point for edit in changed for point in edit.points})
 
     def drop_stage(self, session_id: str) -> None:
-        """Between steps: what was on its way through the blocks is run anew when the session next runs, and stops where
-        it would have. One that has none, or is gone, stays as it is."""
+        """Called between steps. Drops the session's stage: its positions run again from the first block when the
+        session next runs, and stop at the same breakpoint. No effect if the session has no stage or is closed."""
         session = self._sessions.get(session_id)
         if session is not None:
             self._queues[session.model].drop_stage(session)
 
     def _revise(self, session: Session, first: int, points: Iterable[Point]) -> None:
-        """Edits have changed at these points, from position `first` on. What waits before them, and follows from no
-        position that they have changed, goes on from where it is."""
+        """Takes back the KV from position `first` on, because edits at `points` have changed it.
+
+        A stage is kept if all of these points are still ahead of its positions, and if no position before the stage has
+        changed.
+        """
         stage, computed = session.stage, session.computed
         if session.left_stage is not None:
             stage, computed, _ = session.left_stage
@@ -193,13 +200,13 @@ class Scheduler:
         self._queues[session.model].revise(session, first)
 
     def set_class(self, session_id: str, klass: Class) -> None:
-        """Of a session, and of the request that runs on it. One that is gone stays as it is."""
+        """Sets the class of a session and of its request. No effect if the session is closed."""
         session = self._sessions.get(session_id)
         if session is not None and session.klass != klass:
             self._queues[session.model].set_class(session, klass)
 
     def why(self, session_id: str) -> Explanation:
-        """Raises SessionNotFound."""
+        """Explains why the session runs or what it waits for. Raises SessionNotFound."""
         session = self.session(session_id)
         return self._queues[session.model].why(session, self._now)
 
@@ -209,17 +216,17 @@ class Scheduler:
             queue.composer.set_policy(policy)
 
     def set_tenant(self, tenant: int, weight: float, device_kv: int | None) -> None:
-        """`weight`: of the tenant's share of device time, in each class. `device_kv`: bytes of pages that it may hold
-        on the device; None: any number."""
+        """`weight` sets the tenant's share of device time within each class. `device_kv` is the number of bytes of
+        pages that it may hold on the device; None means any number."""
         self._shares.set_weight(tenant, weight)
         self._quotas.set(tenant, device_kv)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, session_id: str, request: Request, new_tokens: Sequence[int]) -> None:
-        """Extends the session, which must be idle, by those tokens of the request that it lacks, and lines it up.
+        """Appends `new_tokens` to the session, which must be idle, and queues the request.
 
-        Raises SessionNotFound, PromptTooLong, OutOfMemory or QuotaExceeded, and then has changed nothing.
+        Raises SessionNotFound, PromptTooLong, OutOfMemory or QuotaExceeded, and has then changed nothing.
         """
         session = self.session(session_id)
         length = len(session.tokens) + len(new_tokens)
@@ -231,14 +238,15 @@ class Scheduler:
         queue = self._queues[session.model]
         queue.check_fits(session.tenant, length + min(1, request.max_tokens))
         if request.resume_block is not None:
-            assert not new_tokens, f"request {request.id} goes on from a breakpoint, with a prompt"
+            assert not new_tokens, f"request {request.id} resumes at a breakpoint and has a prompt"
             assert all(stop.block > request.resume_block or stop.position >= length for stop in request.stops), (
-                f"request {request.id} stops where it has stopped"
+                f"request {request.id} would stop again where the last one stopped"
             )
         if session.stage is not None and session.stage.first != request.resume_block:
             queue.rewind(session, session.computed)
         session.tokens.extend(new_tokens)
-        again = min(length - 1, request.seen_from)  # the last token's logits choose the next one
+        # The last token is always run again: the next token is sampled from its logits.
+        again = min(length - 1, request.seen_from)
         if (stop := next_stop(request.stops, length)) is not None:
             again = min(again, stop.position)
         left = session.left_stage
@@ -253,14 +261,16 @@ class Scheduler:
         queue.join(session, self._now)
 
     def cancel(self, request_id: int) -> Request | None:
-        """Ends the request; its session keeps all tokens. None: the request has ended already."""
+        """Ends the request as cancelled; its session keeps all tokens. Returns None if the request has already
+        ended."""
         if request_id not in self._in_progress:
             return None
         session, _ = self._in_progress[request_id]
         return self._finish(session, "cancelled")
 
     def halt(self, request_id: int, keep: int) -> Request | None:
-        """Ends the request as stopped, after its first `keep` generated tokens. None: it has ended already."""
+        """Ends the request as stopped; its session keeps its first `keep` generated tokens. Returns None if the request
+        has already ended."""
         if request_id not in self._in_progress:
             return None
         session, request = self._in_progress[request_id]
@@ -269,7 +279,8 @@ class Scheduler:
         return self._finish(session, "stop")
 
     def rollback(self, request_id: int) -> Request | None:
-        """Ends a request whose step failed; its session has the tokens of before. None: it has ended already."""
+        """Ends a request whose step failed; its session is cut to its tokens of before the request. Returns None if the
+        request has already ended."""
         if request_id not in self._in_progress:
             return None
         session, request = self._in_progress[request_id]
@@ -277,7 +288,7 @@ class Scheduler:
         return self._finish(session, None)
 
     def hold(self, request_id: int, holder: str = "client") -> None:
-        """No row for this request until each holder has released it. One that has ended stays as it is."""
+        """Gives the request no row until each of its holders has released it. No effect if it has ended."""
         if request_id in self._in_progress:
             session, request = self._in_progress[request_id]
             request.holders.add(holder)
@@ -286,8 +297,8 @@ class Scheduler:
                 self._queues[session.model].hold(session)
 
     def release(self, request_id: int, holder: str = "client") -> None:
-        """Lines a held request up again, as the last, unless another one holds it. One that is not held stays as it
-        is."""
+        """Removes a holder. A request without holders joins the line again, behind the others. No effect if it is not
+        held."""
         if request_id in self._in_progress:
             session, request = self._in_progress[request_id]
             request.holders.discard(holder)
@@ -296,9 +307,12 @@ class Scheduler:
                 self._queues[session.model].release(session, self._now)
 
     def force(self, request_id: int, tokens: Sequence[int]) -> tuple[list[int], Request | None]:
-        """Between steps: appends tokens that the request's output must go on with, as if steps had given them; they run
-        in one chunk. → those that were appended: none while the session is not in line, and its request, if that ends
-        with them."""
+        """Called between steps. Appends tokens that the request's output must continue with, as if steps had sampled
+        them; the model runs them in one chunk.
+
+        Returns the appended tokens and, if the request ends with them, the request. Appends none while the session is
+        not active or its pages are moving.
+        """
         session, request = self._in_progress[request_id]
         queue = self._queues[session.model]
         if session.id not in queue.active or queue.residence.is_moving(session):
@@ -314,8 +328,8 @@ class Scheduler:
     # --- where pages are --------------------------------------------------------------------------------------------
 
     def wait(self, session_id: str, until: float = 0.0) -> None:
-        """The session's client waits for something else, as it believes until then (0: nobody knows); with a request,
-        from its end on. One that is gone stays as it is."""
+        """Notes that the session's client waits for something else, expected until time `until` (0: unknown). If a
+        request runs, the wait begins when it ends. No effect if the session is closed."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.wakes_at = until
@@ -324,50 +338,54 @@ class Scheduler:
                 self.next_wake = min(self.next_wake, until)
 
     def expect(self, session_id: str, until: float) -> None:
-        """The session's client waits, as nobody knew, until then: its pages are worth keeping for that. They do not
-        come back before it asks, as by then they may all be late. Of others nothing is changed."""
+        """Sets when a waiting session is expected back, if that was unknown, so that the host keeps its pages by it.
+
+        The pages still come back only when the session asks: the time has been learned late, and may have passed
+        already for many sessions at once. No effect on a session that does not wait or has a time.
+        """
         session = self._sessions.get(session_id)
         if session is not None and session.waits and not session.wakes_at:
             self._queues[session.model].residence.expect(session, until)
 
     def wake(self, session_id: str) -> None:
-        """The session's client will ask for something in a moment."""
+        """Notes that the session's client is about to send a request."""
         session = self._sessions.get(session_id)
         if session is not None:
             self._queues[session.model].wake(session)
 
     def pause(self, session_id: str) -> Transfer | None:
-        """No row for the session until `resume`, and no pages on the device. While a step runs, only of one without a
-        request. → what is to be waited for until they are found on the host. Raises SessionNotFound."""
+        """Gives the session no row until `resume`, and moves its pages off the device. While a step runs, call this
+        only for a session without a request. Returns the transfer after which its pages can be found on the host, if
+        there is one. Raises SessionNotFound."""
         session = self.session(session_id)
         return self._queues[session.model].pause(session)
 
     def resume(self, session_id: str) -> None:
-        """One that is gone, or not paused, stays as it is."""
+        """Ends a pause. No effect if the session is closed or not paused."""
         session = self._sessions.get(session_id)
         if session is not None and session.paused:
             self._queues[session.model].resume(session, self._now)
 
     def tend(self, now: float) -> None:
-        """A few times a second, also while a step runs; `now` in seconds."""
+        """Does the periodic work; called a few times a second, also while a step runs. `now` is in seconds."""
         for queue in self._queues.values():
             queue.tend(now)
         self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
 
     def depart(self) -> bool:
-        """Also while a step runs: of each model's idle sessions that are to leave the device, the first does, where it
-        is no loss to others. → whether there are more."""
+        """Lets one idle session of each model leave the device, if it was marked to leave and the host has room for its
+        pages. May be called while a step runs. Returns True if more sessions are marked."""
         more = [queue.residence.depart() for queue in self._queues.values()]
         return any(more)
 
     def over(self, model: str, transfers: Iterable[Transfer]) -> None:
-        """These have ended, and others have gone on. Also while a step runs: nobody is in it whose pages moved, or who
-        makes room for those that are fetched now."""
+        """Applies transfers that have ended, and begins those that waited for them. May be called while a step runs:
+        its rows belong to sessions whose pages do not move and are not evicted here."""
         self._queues[model].over(transfers)
 
     @property
     def nobody_waits(self) -> bool:
-        """For a row, but those that had one in the last step; nor for room to come back into."""
+        """True if every active session had a row in the last step, and no session waits for room to come back into."""
         ran = {row.session.id for row in self._ran}
         return all(queue.active.keys() <= ran and not queue.awaited for queue in self._queues.values())
 
@@ -391,8 +409,8 @@ class Scheduler:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """The rows of the next step, of one model: of those that have work, the one whose is most urgent. None: nothing
-        can run now."""
+        """Composes the next step from the sessions of one model: the most urgent model that has rows. Returns None if
+        nothing can run now."""
         composers = {name: queue.composer for name, queue in self._queues.items()}
         for klass in CLASSES:
             self._shares.catch_up(klass, set().union(*[some.tenants(klass) for some in composers.values()]))
@@ -405,16 +423,18 @@ class Scheduler:
         return None
 
     def complete(self, batch: Batch, next_tokens: Sequence[int | None], seconds: float = 0.0) -> list[Request]:
-        """Applies a step that ran, for so long on the device (0: see Composer.ran). `batch` is the last one composed;
-        `next_tokens` has one token for each of its rows that samples, in their order; None where none could be chosen.
-        Answers with the requests that this ended."""
+        """Applies the results of a step and returns the requests that it ended.
+
+        `batch` is the last one composed. `next_tokens` has one token for each of its rows that samples, in order, or
+        None if none could be sampled. `seconds` is the step's time on the device (0: see Composer.ran).
+        """
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
         assert batch.step > self._completed, f"step {batch.step} completes twice"
         self._completed, self._ran = batch.step, batch.rows
         queue = self._queues.get(batch.model)
-        if queue is None:  # unloaded while the step ran, so all that was in it has ended
+        if queue is None:  # the model was unloaded while the step ran, so all requests of the step have ended
             return []
         queue.composer.ran(batch.rows, seconds)
         tokens = iter(next_tokens)
@@ -438,7 +458,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Asserts that sessions, requests, queues, tables and pools agree."""
+        """Asserts that sessions, requests, queues, block tables and pools agree."""
         sessions = {id: session for queue in self._queues.values() for id, session in queue.sessions.items()}
         assert sessions == self._sessions, f"{sorted(sessions.keys() ^ self._sessions.keys())} are not in their queue"
         busy = {session.request.id: (session, session.request) for session in sessions.values() if session.request}

@@ -1,13 +1,13 @@
-"""Fair shares of device time: a virtual clock for each tenant of a class.
+"""Fair shares of device time: a virtual clock for each tenant and class.
 
-A tenant's clock runs by the device time that its rows took, divided by its weight; in its class, whose clock is behind
-goes first. That is weighted fair queueing (Demers, Keshav and Shenker 1989) on what steps took, as VTC does it with
-tokens (Sheng et al., Fairness in Serving Large Language Models, 2024). Who has nothing to run saves little up: where
-the others' clocks stood before their last step, a tenant's is never further behind than LAG lets it.
+A tenant's clock advances by the device time of its rows, divided by its weight. Within a class, the tenant whose clock
+is furthest behind is served first. This is weighted fair queueing (Demers, Keshav and Shenker 1989) on measured step
+times, as VTC does it with tokens (Sheng et al., Fairness in Serving Large Language Models, 2024).
 
-Their last step does not count because the tenant may have been left out of it in its turn, and a step may take long.
-LAG is of the one that is ahead: divided by the laggard's weight, it would be too short for who is to have ten times
-as much, and has to wait for a step of the other.
+A tenant without work saves up little time: when it returns, its clock is at most LAG behind. The comparison takes the
+other tenants' clocks before their last step, because the tenant may have been left out of that step in its turn, and a
+step may take long. LAG is divided by the weight of the tenant that is ahead. Divided by the laggard's weight, it would
+be too short for a tenant with ten times the weight that has to wait for a step of the other.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Collection
 
 from djinn_client.protocol import CLASSES, Class
 
-LAG = 1.0  # seconds of device time, which one has had beyond its share before another forgets it
+LAG = 1.0  # Seconds of device time that a tenant can be ahead of its share before the others' claim to catch up lapses.
 
 
 class Shares:
-    """Of all models of a device."""
+    """The clocks of all tenants, over all models of a device."""
 
     def __init__(self) -> None:
         self._clocks: dict[Class, defaultdict[int, float]] = {klass: defaultdict(float) for klass in CLASSES}
         self._before: dict[Class, defaultdict[int, float]] = {klass: defaultdict(float) for klass in CLASSES}
         self._weights: dict[int, float] = {}
-        self._unwaited: Counter[tuple[Class, int]] = Counter()  # tokens of steps that nobody has waited for
+        self._unwaited: Counter[tuple[Class, int]] = Counter()  # tokens of steps whose time was not measured
 
     def set_weight(self, tenant: int, weight: float) -> None:
         assert weight > 0
@@ -40,28 +40,30 @@ class Shares:
         return self._clocks[klass][tenant]
 
     def charge(self, klass: Class, tenant: int, seconds: float) -> None:
-        """For a step."""
+        """Charges the tenant for a step."""
         self._before[klass][tenant] = self._clocks[klass][tenant]
         self._clocks[klass][tenant] += seconds / self.weight(tenant)
 
     @property
     def owes(self) -> bool:
-        """Steps have run whose time is not known yet."""
+        """True if steps have run whose time was not measured."""
         return bool(self._unwaited)
 
     def defer(self, klass: Class, tenant: int, tokens: int) -> None:
-        """Of such a step."""
+        """Notes tokens of a step whose time was not measured."""
         self._unwaited[klass, tenant] += tokens
 
     def settle(self, seconds: float) -> None:
-        """All that was deferred, of whichever model, took so long: the device's queue is one."""
+        """Divides `seconds` among all deferred tokens, of whichever model, because the device runs one step at a
+        time."""
         a_token = seconds / self._unwaited.total()
         for (klass, tenant), tokens in self._unwaited.items():
             self.charge(klass, tenant, tokens * a_token)
         self._unwaited.clear()
 
     def catch_up(self, klass: Class, tenants: Collection[int]) -> None:
-        """These have something to run, on whichever model: none is further behind another than it may save up."""
+        """Moves forward the clocks of those of these tenants that are further behind than LAG allows. All of them have
+        work, on whichever model."""
         if len(tenants) < 2:
             return
         clocks, before = self._clocks[klass], self._before[klass]

@@ -1,11 +1,11 @@
-"""The pages that a step has for its rows, and at whose cost.
+"""The pages of one step: which sessions get pages for a row, and which are evicted for them.
 
-Whoever stands behind another in line gives its pages up for that one. So the first in line can have every page there
-is, and always goes on. One exception, where what leaves is lost: for another prompt, who is reading one gives up
-nothing before it has brought a token; that one waits for it.
+A session gets pages from sessions behind it in line. So the first session in line can have every page, and always runs.
+There is one exception, if KV would be lost: a session that is reading a prompt is not evicted for another prompt before
+it has produced a token, and the other session waits.
 
-Once pages are short, nobody who holds none starts: those further back must not live on what the first in line waits
-for.
+Once pages are short in a step, sessions without pages do not start. Otherwise sessions further back would take the
+pages that the first in line waits for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Test = Callable[[Session], bool]
 
 
 class StepPages:
-    """Of one step. Its sessions are asked in their `order`, but `turn` before all. `evictable`: see Composer."""
+    """The page state of one step. `order`: serving order. `turn`: a session that comes before all others. `evictable`:
+    see Composer."""
 
     def __init__(
         self,
@@ -38,22 +39,22 @@ class StepPages:
         turn: Session | None,
     ) -> None:
         self.kv = residence.kv
-        self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: nobody does
-        self._is_returning = False  # somebody waits for room to come back into
-        self.are_refused = False  # to others, for want of pages
-        self.are_taken = False  # or would be, from who waits for a row, too
+        self.moves: Test | None = residence.is_moving if residence.sessions_move else None  # None: no session moves
+        self._is_returning = False  # some session waits for room to come back into
+        self.are_refused = False  # a session was refused pages: others that hold none do not start
+        self.are_taken = False  # pages were, or would be, taken from an active session
         self._residence = residence
         self._quotas = quotas
         self._evictable = evictable
         self._line = line
         self._order = order
         self._turn = turn
-        self._victims: list[Session] | None = None  # most steps need none
+        self._victims: list[Session] | None = None  # computed when it is needed; most steps need none
         self._at_quota: set[int] = set()  # tenants
         residence.claimed = 0
 
     def close(self) -> None:
-        """Nobody is asked any more. Who was passed over waits for what moves."""
+        """Ends the step. If a session was passed over for pages, all moves are hurried."""
         self._residence.claimed = None
         if self.are_refused or self._is_returning or self._at_quota:
             self._residence.paging.moves.hurry_all()
@@ -63,7 +64,7 @@ class StepPages:
         return self.are_refused or self.are_taken or self._is_returning
 
     def suffice(self, session: Session, remaining: int) -> bool:
-        """Whether it has the pages for a row. False: it is passed over."""
+        """Returns True if the session has the pages for a row; else it is passed over."""
         holds_none = session.id not in self.kv.sessions
         if (self.are_refused and holds_none) or (self.moves is not None and self.moves(session)):
             session.passed_over = PAGES
@@ -88,8 +89,8 @@ class StepPages:
         return False
 
     def grow(self, session: Session) -> bool:
-        """One that decodes, and whose pages are full, has the next one, if that is at nobody's cost. False: it has to
-        be asked."""
+        """Gives a session that decodes its next page, if one is free and no quota is to be checked. Returns False if it
+        has to go through `suffice`."""
         kv = self.kv
         if session.id not in kv.sessions or session.left_stage is not None or self._quotas.has_limit(session.tenant):
             return False
@@ -101,8 +102,8 @@ class StepPages:
         return True
 
     def _make_room_for_another(self, session: Session) -> None:
-        """While room is made for one that comes back by a copy, it is made for the next one as well, so that what
-        leaves and what comes follow each other without a pause. What is free is the first one's."""
+        """While room is made for one session that comes back by a copy, makes room for the next one too, so that copies
+        out and in follow each other without a pause. Pages that are free belong to the first."""
         self.are_refused, session.passed_over = True, PAGES
         if self._residence.elsewhere.has_some(session) and not self._quotas.excess(
             session, self.kv, self._pages(session)
@@ -111,17 +112,17 @@ class StepPages:
             self._note_who_moves()
 
     def _note_who_moves(self) -> None:
-        """It may have come to that just now, for the one that was asked or for its victims."""
+        """Updates `moves`: the session that was just considered, or its victims, may have begun to move."""
         if self._residence.sessions_move:
             self.moves = self._residence.is_moving
 
     def bring_back(self, session: Session, remaining: int) -> None:
-        """There is no room for what it would have to compute anew, and none is needed for what comes back."""
+        """Begins to bring back a session for which the step has no room: copying needs no room in the step."""
         if remaining > 1 and not self.are_refused and self._residence.elsewhere.has_some(session):
             self.suffice(session, remaining)
 
     def are_given_up_by(self, session: Session) -> bool:
-        """Who could have decoded with what it held, and cannot any more."""
+        """True if a session that could have decoded with its pages has lost them meanwhile."""
         return session.remaining > 1 or self._residence.is_moving(session)
 
     def _pages(self, session: Session) -> int:
@@ -135,7 +136,8 @@ class StepPages:
         return self._residence.secure(session, self._behind(session))
 
     def _behind(self, session: Session) -> Iterator[Session]:
-        """Whose pages make room for it: nobody's who stands before it, or has a row out of turn."""
+        """Yields the sessions that can be evicted for this one: none that is before it in line or has a row out of
+        turn."""
         holders = self.kv.sessions
         if self._victims is None:
             self._victims = list(self._evictable(chain.from_iterable(self._order)))
@@ -147,9 +149,11 @@ class StepPages:
                 yield other
 
     def _is_spared(self, other: Session, session: Session) -> bool:
-        """Where what leaves is lost, as a stage is anywhere, two long prompts would be interrupted by each other for
-        ever, by turns of their tenants or by ageing: no other of its class or a lower one interrupts one that is being
-        read, and holds all that it needs for that, until it has brought a token."""
+        """True if `other` must not be evicted for `session`: it is reading a prompt, holds all pages for it, is of the
+        same class or a higher one, and would lose KV.
+
+        Otherwise two long prompts could interrupt each other without end, by turns of their tenants or by ageing.
+        """
         return (
             session.remaining > 1
             and other in self._line

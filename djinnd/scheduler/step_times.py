@@ -1,13 +1,13 @@
-"""How long steps take: as measured, without a model of the device.
+"""Predicts how long steps take, from measurements and without a model of the device.
 
-A step takes what its rows take if each brings one token, more by the further tokens of those that read a prompt, and
-more by the KV that the others read:
+    seconds = rows(number of rows) + further(tokens beyond one each) + kv_time * tokens of KV
 
-    seconds = rows(how many) + further(how many) + kv_time * tokens of KV
+`rows` is the time if each row brings one token. `further` is what the further tokens of prompts add. The last term is
+the KV that one-token rows read.
 
-Few rows take the time of reading the weights, many that of multiplying with them, a streamed model's that of the bus;
-a device that runs prompts otherwise than single tokens shows it in `further`. Both are curves that never fall, known at
-the sizes that have run lately.
+With few rows, a step takes the time of reading the weights; with many, the time of multiplying with them; with a
+streamed model, the time of the bus. A device that runs prompts with other kernels than single tokens shows it in
+`further`. Both are curves that never fall, known at the sizes that have run lately.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from collections import Counter, deque
 
 from djinnd.scheduler.kv_time import KvTime
 
-_KEPT = 5  # measurements of a size, of which the median counts: a hiccup does not
-_FORGOTTEN = 1024  # measurements after which a size is tried again: what was slow once need not be so
-_FIRST = 16  # that are tried where nothing is known
-_SURE = 3  # measurements of so many rows alone that it takes to know what they take
-_PATIENCE = 32  # times that these are asked for, at most
+_KEPT = 5  # Measurements of a size; their median is used, which ignores outliers.
+_FORGOTTEN = 1024  # Measurements after which a size that has not run is forgotten, because it may be faster now.
+_FIRST = 16  # size that is tried if nothing is known
+_SURE = 3  # Measurements of a number of rows alone after which its time counts as known.
+_PATIENCE = 32  # Steps, at most, that are kept to a number of rows to measure it.
 NO_LIMIT = 1 << 31
 
 
 class StepTimes:
-    """Of one model."""
+    """The step times of one model."""
 
     def __init__(self) -> None:
         self._rows = Curve()
         self._further = Curve()
         self._kv = KvTime()
-        self._asked: Counter[int] = Counter()  # for how long so many rows alone take, by bucket
+        self._asked: Counter[int] = Counter()  # steps kept to a number of rows to measure it, by bucket
 
     def note(self, rows: int, further: int, seconds: float, kv: int = 0) -> None:
-        """A step of so many rows, that brought so many tokens beyond one each. `kv`: tokens of KV that those of one
-        token read."""
+        """Notes a step of `rows` rows that brought `further` tokens beyond one each. `kv`: tokens of KV that its
+        one-token rows read."""
         if further:
             self._further.note(further, max(seconds - self._alone(rows, kv), 0.0))
             return
@@ -49,51 +49,53 @@ class StepTimes:
             self._further.forget()
 
     def predict(self, rows: int, further: int = 0, kv: float = 0.0) -> float:
-        """Seconds. Beyond what is known: what the largest took. 0: nobody knows, or nothing beside KV."""
+        """Seconds. Beyond the largest known size: the time of that size. 0 if unknown."""
         return self._alone(rows, kv) + self._beside(further)
 
     def _alone(self, rows: int, kv: float) -> float:
-        """Rows may take nothing beside their KV, as when a device has become faster since that was learnt."""
+        """Rows without further tokens. Their time without KV may be 0, as when a device has become faster since the KV
+        time was learned."""
         return self._rows.at(rows) + self._kv.token_s * kv if self._rows.largest else 0.0
 
     def _beside(self, further: int) -> float:
         return self._further.at(further) if further else 0.0
 
     def rows_within(self, seconds: float, further: int = 0, kv: float = 0.0, each: float = 0.0) -> int:
-        """How many rows a step may have that brings so many further tokens, and take no longer than that. They read
-        `kv` tokens of KV, and `each` of them so many more."""
+        """How many rows a step of at most `seconds` may have if it brings `further` further tokens. They read `kv`
+        tokens of KV, and each of them `each` more."""
         token_s = self._kv.token_s
         return self._rows.within(seconds - self._beside(further) - token_s * kv, token_s * each)
 
     def further_within(self, seconds: float, rows: int, kv: float = 0.0) -> int:
-        """How many tokens beyond one each so many rows may bring in a step that takes no longer than that."""
+        """How many tokens beyond one each `rows` rows may bring in a step of at most `seconds`."""
         return self._further.within(seconds - self._alone(rows, kv))
 
     def wants(self, rows: int) -> bool:
-        """Whether such a step should have so many rows and nothing else, so that it is known what they take: where
-        others always join them, it is never seen. Not for ever: see `ask`."""
+        """True if a step of this many rows and nothing else should run, to measure it: if others always join, its time
+        is never seen. False after enough tries: see `ask`."""
         bucket = _bucket(rows)
         return self._rows.measured(bucket) < _SURE and self._asked[bucket] < _PATIENCE
 
     def ask(self, rows: int) -> None:
-        """A step is kept to so many rows: where nothing comes of that often enough, it is not wanted any more."""
+        """Notes that a step is kept to this many rows. After `_PATIENCE` such steps, `wants` is False."""
         self._asked[_bucket(rows)] += 1
 
 
 class Curve:
-    """Seconds by how many, in buckets: two to a doubling. What reading KV took of them is not in it."""
+    """Seconds by size, in buckets of which two make a doubling. The time of reading KV is taken off."""
 
     def __init__(self) -> None:
         self._kv_token_s = 0.0
-        self._measured: dict[int, deque[tuple[float, int]]] = {}  # the last few, by bucket: seconds, and tokens of KV
-        self._medians: dict[int, float] = {}  # likewise, without KV
-        self._seen: dict[int, int] = {}  # the note that last was of such a size, by bucket
+        # the last few measurements, by bucket: seconds, and tokens of KV
+        self._measured: dict[int, deque[tuple[float, int]]] = {}
+        self._medians: dict[int, float] = {}  # medians of these, without KV
+        self._seen: dict[int, int] = {}  # number of the last measurement in each bucket
         self._notes = 0
-        self._points: list[tuple[int, float]] = []  # both rising
+        self._points: list[tuple[int, float]] = []  # size and seconds, both rising
 
     def note(self, count: int, seconds: float, kv: int = 0) -> list[int]:
-        """The first of a size tells nothing: kernels were being compiled, graphs captured. → buckets that have been
-        forgotten."""
+        """Notes a measurement; returns the buckets that were forgotten. The first measurement of a bucket is dropped:
+        its step may have compiled kernels or captured graphs."""
         self._notes += 1
         bucket = _bucket(count)
         if bucket in self._seen:
@@ -109,7 +111,7 @@ class Curve:
         return forgotten
 
     def set_kv_token(self, seconds: float) -> None:
-        """What a token of KV takes, of those that have been measured, too."""
+        """Sets the seconds that a token of KV takes, also for past measurements."""
         self._kv_token_s = seconds
         self._medians = {bucket: self._median(bucket) for bucket in self._measured}
         self._draw()
@@ -121,21 +123,21 @@ class Curve:
 
     @property
     def largest(self) -> int:
-        """That is known; 0: nothing is."""
+        """The largest known size; 0 if none is known."""
         return self._points[-1][0] if self._points else 0
 
     def measured(self, bucket: int) -> int:
         return len(self._measured.get(bucket, ()))
 
     def _median(self, bucket: int) -> float:
-        """The lower of two."""
+        """The median; of two middle values, the lower."""
         measured = self._measured[bucket]
         without_kv = sorted([max(seconds - self._kv_token_s * kv, 0.0) for seconds, kv in measured])
         return without_kv[(len(measured) - 1) // 2]
 
     def _draw(self) -> None:
-        """What more took, fewer take no more: so a size that was slow, for whatever reason, says nothing of larger ones
-        that were not."""
+        """Makes the curve monotonic: a size takes at most what a larger one took. So a size that was slow for some
+        reason says nothing of larger ones that were fast."""
         self._points.clear()
         fastest = math.inf
         for bucket in sorted(self._medians, reverse=True):
@@ -144,7 +146,7 @@ class Curve:
         self._points.reverse()
 
     def at(self, count: int) -> float:
-        """Below the smallest that is known, what that took; beyond the largest, likewise; 0 where nothing is known."""
+        """Seconds, by linear interpolation. Outside the known sizes: the time of the nearest. 0 if none is known."""
         below = (0, 0.0)
         for point in self._points:
             if count <= point[0]:
@@ -153,9 +155,9 @@ class Curve:
         return below[1]
 
     def within(self, seconds: float, each: float = 0.0) -> int:
-        """How many take no longer, as far as is known, if each takes so much more. Beyond the largest that is known
-        twice as many are tried, as if they took no longer but for that; below the smallest, as many as if they took
-        their part of its time."""
+        """The largest size that takes at most `seconds`, if each unit takes `each` seconds more. Beyond the largest
+        known size, twice that size is tried as if it took no longer apart from `each`. Below the smallest, size and
+        time are proportional."""
         if seconds < 0.0:
             return 0
         if seconds == math.inf:

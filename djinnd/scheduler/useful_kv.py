@@ -1,4 +1,4 @@
-"""How much of a session's KV is of use, and by what its pages are known."""
+"""How much of a session's KV is of use, and where the keys of its pages begin."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from djinnd.kvcache.prefixes import Key, root
 
 
 def origin(session: Session) -> Key:
-    """At which the keys of its pages begin."""
+    """The key at which the chain of its pages' keys begins."""
     return root(session.tenant, session.salt)
 
 
 def possible_ends(session: Session) -> tuple[int, ...]:
-    """Where the session's KV may have ended when its pages left: as this engine remembers; for an earlier one's, after
-    a prompt, or before the last token that was generated."""
+    """Where the session's KV may have ended when its pages left. For a session of this engine process, that is
+    `left_at`. For one of an earlier process, it is after a prompt, or before the last generated token."""
     first = len(session.tokens) if session.request is None else session.request.first
     return (session.left_at, first, first - 1)
 
 
 def is_an_earlier_engine_s(session: Session) -> bool:
-    """Its KV is, if it is anywhere."""
+    """True if an earlier engine process wrote this session's KV; its pages may still be on the host or on disk."""
     request = session.request
     return request is not None and request.first > 0 and session.computed == session.left_at == 0
 
 
 def of_use(session: Session) -> int:
-    """Tokens whose KV is of use. For a request, one token at least is run, to choose the next one, and all of which
-    more is wanted or that stops."""
+    """How many first tokens have KV that can be used. For a request, at least the last token is run again to sample the
+    next one, and so is every token of which more than KV is wanted, or that stops at a breakpoint."""
     request = session.request
     if request is None:
         return len(session.tokens)
@@ -37,7 +37,8 @@ def of_use(session: Session) -> int:
 
 
 def of_use_elsewhere(session: Session) -> int:
-    """The same in lower tiers: KV that a client gave is brought back to its end, though the last token is run again."""
+    """The same for pages in lower tiers. KV that a client imported is brought back whole, although the last token is
+    run again."""
     request = session.request
     if request is None or not session.foreign_tokens:
         return of_use(session)

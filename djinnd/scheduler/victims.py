@@ -1,4 +1,4 @@
-"""Whose pages make room."""
+"""Chooses which sessions are evicted, and estimates when they are back."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from djinnd.kvcache.manager import KvManager
 def first_that_free(
     kv: KvManager, missing: int, candidates: Iterable[Session], tenant: int | None = None
 ) -> tuple[list[Session], int]:
-    """Of the first candidates whose pages together free `missing`, those that it takes, and how many that frees;
-    nobody where all of them free fewer. A page is free when the last that holds it is a victim. `tenant`: only
-    pages that are his count."""
+    """The sessions to evict to free `missing` pages, taken from the first candidates, and how many pages they free.
+    Returns none if all candidates together free fewer.
+
+    A page is free when its last holder is evicted. `tenant`: only this tenant's pages count.
+    """
     victims: dict[Session, list[int]] = {}
     freed = 0
-    given: Counter[int] = Counter()  # references, by page
+    given: Counter[int] = Counter()  # references given up, by page
 
     def is_free(page: int) -> bool:
-        is_his = tenant is None or kv.pool.tenant(page) == tenant
-        return is_his and given[page] == kv.holders(page)
+        is_own = tenant is None or kv.pool.tenant(page) == tenant
+        return is_own and given[page] == kv.holders(page)
 
     for candidate in candidates:
         pages = victims[candidate] = kv.pages_of(candidate.id)
@@ -33,12 +35,12 @@ def first_that_free(
     return [], 0
 
 
-UNKNOWN_S = 60.0  # after which whoever says nothing is taken to be wanted, at the earliest
+UNKNOWN_S = 60.0  # A session without an expected time is taken to be back in so many seconds at the earliest.
 
 
 def wanted_at(session: Session, now: float) -> float:
-    """When a session that makes room is likely to be back; 0: soon, or its KV cannot be computed. Where nobody knows,
-    it may be soon in the highest class; and it is at once where a call runs on it."""
+    """When an evicted session is likely to be back. 0 means soon, or that its KV cannot be recomputed. Without an
+    expected time, the highest class may be back soon. A session with a request is wanted at once."""
     if session.request is not None or session.called or session.foreign_tokens:
         return 0.0
     if session.wakes_at:

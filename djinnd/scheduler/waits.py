@@ -1,8 +1,8 @@
-"""How long sessions wait for tools, learned from how long they have waited.
+"""Learns how long sessions wait for tools, from the waits that have been seen.
 
-Of each tenant's tool the mean of the waits that were seen and their mean deviation from it, both exponential: as TCP
-estimates round trips (Jacobson, "Congestion Avoidance and Control", SIGCOMM 1988), but that the first few waits count
-alike. Whoever began to wait before anything was known is expected, too, once it is. Pure: times come from the caller.
+For each tenant and tool it keeps the mean of the waits and their mean deviation, both exponential, as TCP estimates
+round trips (Jacobson, "Congestion Avoidance and Control", SIGCOMM 1988); the first few waits count alike. Sessions that
+began to wait before a tool was known get an expected time once it is. Pure: times come from the caller.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST_TOOLS = 4096  # that are remembered; the least recently used go
-MOST_WAITS = 1 << 16  # that have not ended; the first of them go: a session that closes ends none
-KNOWN_AFTER = 3  # waits
-LEAD = 1.5  # times what copying takes, so much before it is expected, a session comes back; and a little more:
+MOST_TOOLS = 4096  # tools remembered; the least recently used are forgotten
+MOST_WAITS = 1 << 16  # Open waits remembered; the oldest are forgotten. A session that closes does not end its wait.
+KNOWN_AFTER = 3  # waits after which a tool's time is known
+LEAD = 1.5  # A session comes back before it is expected, by LEAD times the time of the copy plus LEAD_S seconds.
 LEAD_S = 0.05
-WORTH = 4  # times what copying takes: a shorter wait is not worth leaving for
-_GAIN = 1 / 8  # of the last wait, once that many have been seen
+WORTH = 4  # times the time of the copy: a shorter wait is not worth leaving for
+_GAIN = 1 / 8  # weight of the last wait, once eight have been seen
 
 Key = tuple[int, str]  # tenant and tool
 
 
 def is_worth_leaving(expected: float | None, copying: float) -> bool:
-    """Seconds that a session whose pages are on the device waits (None: nobody knows), and that copying them takes."""
+    """True if a wait of `expected` seconds (None: unknown) is long enough to move pages whose copy takes `copying`
+    seconds."""
     return expected is None or expected >= WORTH * copying
 
 
 def back_at(now: float, expected: float | None, copying: float) -> float:
-    """When its pages are to come back, to be there in time; 0: when they are asked for."""
+    """When to bring the pages back so that they are there in time; 0: only when they are asked for."""
     return 0.0 if expected is None else now + max(expected - LEAD * copying - LEAD_S, 0.0)
 
 
 class Expected(NamedTuple):
-    """Who has begun to wait `since` then, for what may well take so many `seconds`."""
+    """A session that has waited `since` a time, and is now expected to wait `seconds` in all."""
 
     session: str
     since: float
@@ -65,15 +66,15 @@ class _Tool:
 
 
 class Waits:
-    """What belongs to no tool has the name ""."""
+    """All open waits and known tools. Waits without a tool have the tool ""."""
 
     def __init__(self) -> None:
         self._tools: dict[Key, _Tool] = {}  # the most recently used is the last
-        self._open: dict[str, _Wait] = {}  # by session; the last that began is the last
-        self._alike: dict[Key, dict[str, None]] = {}  # the sessions of these, by what they wait for
+        self._open: dict[str, _Wait] = {}  # by session, in order of their begin
+        self._alike: dict[Key, dict[str, None]] = {}  # the sessions with open waits, by tenant and tool
 
     def begin(self, session: str, tenant: int, tool: str, now: float) -> None:
-        """The session waits from now on, and for nothing else any more."""
+        """Begins a wait of the session, which ends an earlier one without counting it."""
         self._close(session)
         if len(self._open) == MOST_WAITS:
             self._close(next(iter(self._open)))
@@ -81,8 +82,10 @@ class Waits:
         self._alike.setdefault(wait.key, {})[session] = None
 
     def end(self, session: str, now: float) -> list[Expected]:
-        """The session goes on. → whoever else waits for the same, where nobody knew before how long that takes. Where
-        it does not wait, nothing happens."""
+        """Ends the session's wait and learns from it. No effect if it does not wait.
+
+        Returns the other sessions that wait for the same tool, if the tool's time has just become known.
+        """
         wait = self._close(session)
         if wait is None:
             return []
@@ -105,8 +108,8 @@ class Waits:
         return wait
 
     def expected(self, tenant: int, tool: str) -> float | None:
-        """Seconds after which the tenant's next wait for the tool may well be over: the mean, less the deviation. None
-        where too few waits have been seen, or they differ so much that this says nothing."""
+        """Seconds that the tenant's next wait for the tool is expected to take: the mean less the deviation. None if
+        too few waits have been seen, or if they differ too much."""
         known = self._tools.pop((tenant, tool), None)
         if known is None:
             return None

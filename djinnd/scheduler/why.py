@@ -1,4 +1,4 @@
-"""Why a session is running, or not: what the scheduler knows of it, in a sentence with its figures."""
+"""Explains in a sentence with figures why a session runs or what it waits for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.residence import Residence
 
-MOST_AHEAD = 1000  # sessions that are named
+MOST_AHEAD = 1000  # sessions listed
 
-ROOM, PAGES, QUOTA = "room", "pages", "quota"  # Session.passed_over
+ROOM, PAGES, QUOTA = "room", "pages", "quota"  # values of Session.passed_over
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`figures`: those of the sentence. `ahead`: ids of active sessions of the model that are served before it."""
+    """`figures`: the figures of the sentence. `ahead`: ids of the model's active sessions that are served before this
+    one."""
 
     state: str
     reason: str
@@ -30,8 +31,8 @@ class Explanation:
 def explain(
     session: Session, residence: Residence, order: Iterable[Session], last_step: int, now: float, limit: int
 ) -> Explanation:
-    """`order`: the model's active sessions; `last_step`: that had a row of any of them; `limit`: tokens that the
-    session can reach."""
+    """`order`: the model's active sessions in serving order. `last_step`: number of the model's last step. `limit`:
+    tokens that the session can reach."""
     request = session.request
     if session.paused:
         return Explanation("paused", "it is paused: resume it")

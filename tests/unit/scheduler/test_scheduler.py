@@ -282,7 +282,7 @@ def test_truncate_gives_back_the_pages_of_the_tokens_that_go() -> None:
     assert (len(session.tokens), session.computed, daemon.kv["m"].pages_held("a")) == (5, 5, 2)
     daemon.scheduler.check_integrity()
     daemon.submit("a", prompt=1)
-    with pytest.raises(AssertionError, match="is cut while request 2 runs"):
+    with pytest.raises(AssertionError, match="is truncated while request 2 runs"):
         daemon.scheduler.truncate("a", 1)
 
 
@@ -448,7 +448,7 @@ def test_models_that_have_work_take_turns() -> None:
 def test_a_model_goes_when_its_sessions_have_gone() -> None:
     daemon = Daemon("m", "n")
     daemon.open("a", "m")
-    with pytest.raises(AssertionError, match="model m goes while 1 sessions use it"):
+    with pytest.raises(AssertionError, match="model m is removed while 1 sessions use it"):
         daemon.scheduler.remove_model("m")
     daemon.submit("a", prompt=2)
     batch = daemon.scheduler.next_batch()
