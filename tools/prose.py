@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
+    "djinnd/core",
     "djinnd/device",
     "djinnd/messages",
+    "djinnd/scheduler",
     "tools/prose.py",
 )
 
