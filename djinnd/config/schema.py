@@ -235,6 +235,8 @@ class Http(Struct, frozen=True):
     connections: Count = 4096
     requests: Count = 2048  # that are being answered, in all
     requests_per_token: Count = 256
+    held_bytes: Size = 256 << 20  # of the bodies that are being answered, and 40 for each value in them
+    held_bytes_per_token: Size = 128 << 20
     header_seconds: Seconds = 10  # from a request's first byte to the end of its headers, and for a TLS handshake
     body_seconds: Seconds = 60  # from there to the end of its body
     write_seconds: Seconds = 60  # that a client may take nothing of what waits for it
@@ -246,6 +248,8 @@ class Http(Struct, frozen=True):
         for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds"):  # at 0 nothing could begin
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")
+        if not self.body_bytes <= self.held_bytes_per_token <= self.held_bytes:
+            raise ValueError("none of body_bytes, held_bytes_per_token, held_bytes may be less than the one before")
         if bool(self.certificate) != bool(self.key):
             raise ValueError("certificate and key go together: TLS needs both")
 

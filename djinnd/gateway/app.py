@@ -38,26 +38,18 @@ ROUTES: list[Route] = [
     *tokenizing.ROUTES,
 ]
 
-_ALLOWED_HEADERS = [
-    "authorization",
-    "content-type",
-    "x-api-key",
-    "anthropic-version",
-    "anthropic-beta",
-    "x-request-id",
-    "x-session-id",
-    "x-djinn-expected-wait",
-]
-_EXPOSED_HEADERS = ["x-request-id", "x-djinn-ignored", "retry-after"]
+_EXPOSED_HEADERS = ["x-request-id", "x-djinn-ignored", "retry-after", "retry-after-ms"]
 
 
 def application(admission: Admission) -> Starlette:
     handlers: Any = {404: _not_found, 405: _not_allowed}
-    return Starlette(
+    app = Starlette(
         routes=[StarletteRoute(route.path, Endpoint(route, admission), methods=[route.method]) for route in ROUTES],
         middleware=_cors(admission.http),
         exception_handlers=handlers,
     )
+    app.router.redirect_slashes = False  # a redirection would be to wherever the Host header says
+    return app
 
 
 def _cors(http: Http) -> list[Middleware]:
@@ -68,25 +60,26 @@ def _cors(http: Http) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=list(http.cors),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=_ALLOWED_HEADERS,
+            allow_headers=["*"],  # clients' libraries add their own
             expose_headers=_EXPOSED_HEADERS,
         )
     ]
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    problem = Problem(404, f"there is nothing at {request.url.path[:200]}: docs/http.md lists what there is")
-    return _refusal(request, problem)
+    told = f"there is nothing at {request.scope['path'][:200]}: docs/http.md lists what there is"
+    return _refusal(request, Problem(404, told))
 
 
 async def _not_allowed(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
-    problem = Problem(405, f"{request.url.path[:200]} does not take {request.method[:20]}, but {allowed}")
-    return _refusal(request, problem, {"allow": allowed})
+    told = f"{request.scope['path'][:200]} does not take {request.method[:20]}, but {allowed}"
+    return _refusal(request, Problem(405, told), {"allow": allowed})
 
 
 def _refusal(request: Request, problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    """In the shape of the API that the path belongs to."""
-    path = request.url.path
+    """In the shape of the API that the path belongs to. Starlette's `request.url` is not asked: it parses the Host
+    header, which may be anything."""
+    path = request.scope["path"]
     api = OLLAMA if path.startswith("/api/") else ANTHROPIC if path.startswith("/v1/messages") else OPENAI
     return Response(api.error(problem), problem.status, headers, "application/json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,8 +12,10 @@ from djinn_client.bounds import Whole
 from djinn_client.chat import FUNCTION, ChatInput
 from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generate, Sampling
+from djinnd.gateway.calls.arguments import arguments_text
 from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import encode
 
 # Claude Code begins its system prompt with this line, for Anthropic's accounts. It has a checksum of the request: with
 # it, no prompt would begin like the one before.
@@ -89,9 +90,9 @@ class ChatFields(msgspec.Struct, kw_only=True):
             raise HttpError(400, "messages: at least one message is required", param="messages")
         choice = self.tool_choice or ToolChoice()
         return ChatInput(
-            messages=_json(messages),
-            tools=_json([_tool(tool) for tool in self.tools]) if self.tools else b"",
-            arguments=_json(self._arguments()),
+            messages=encode(messages),
+            tools=encode([_tool(tool) for tool in self.tools]) if self.tools else b"",
+            arguments=encode(self._arguments()),
             continue_final=bool(self.messages) and self.messages[-1].role == "assistant",
             tool_choice=_choice(choice),
             parallel_tools=not choice.disable_parallel_tool_use,
@@ -104,7 +105,7 @@ class ChatFields(msgspec.Struct, kw_only=True):
             return None
         if wanted.type != "json_schema" or wanted.schema is None:
             raise HttpError(400, "output_config.format must be a json_schema, with a schema", param="output_config")
-        return OutputFormat("json_schema", json.dumps(wanted.schema), strict=False)
+        return OutputFormat("json_schema", encode(wanted.schema).decode(), strict=False)
 
     def ignored(self) -> list[str]:
         """Fields inside others that have no effect; the response names them."""
@@ -153,7 +154,9 @@ class CountBody(ChatFields, kw_only=True):
 
 
 def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
-    parts = [system] if isinstance(system, str) else [block.text for block in system or []]
+    """Raises HttpError."""
+    blocks = [Block("text", system)] if isinstance(system, str) else system or []
+    parts = [_part(f"system.{number}", block)["text"] for number, block in enumerate(blocks)]
     text = "\n".join(filter(None, (_BILLING.sub("", part, count=1) for part in parts)))
     return [{"role": "system", "content": text}] if text else []
 
@@ -190,16 +193,17 @@ def _of_user(where: str, blocks: list[Block]) -> list[dict[str, Any]]:
 
 
 def _of_assistant(where: str, blocks: list[Block]) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": "assistant", "content": ""}
-    calls = []
+    reasoning, texts, calls = [], [], []
     for number, block in enumerate(blocks):
         if block.type == "thinking":
-            told["reasoning_content"] = told.get("reasoning_content", "") + block.thinking
+            reasoning.append(block.thinking)
         elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+            function = {"name": block.name, "arguments": arguments_text(block.input or {})}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type != "redacted_thinking":  # which nobody but Anthropic reads
-            told["content"] += _part(f"{where}.content.{number}", block)["text"]
+            texts.append(_part(f"{where}.content.{number}", block)["text"])
+    told: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    told |= {"reasoning_content": "".join(reasoning)} if reasoning else {}
     return told | ({"tool_calls": calls} if calls else {})
 
 
@@ -241,7 +245,3 @@ def _choice(choice: ToolChoice) -> str:
         case "auto" | "none":
             return choice.type
     raise HttpError(400, f"tool_choice: {choice.type[:40]!r} is none of auto, any, tool, none", param="tool_choice")
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from msgspec.structs import replace
-
 from djinn_client.protocol import Generate, Generated, Tokenize, Tokenized
 from djinnd.gateway.anthropic import reply as anthropic_reply
 from djinnd.gateway.anthropic.body import CountBody, MessagesBody
-from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
 from djinnd.gateway.entry.request import HttpRequest
@@ -23,8 +20,8 @@ _FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
 
 async def create(request: HttpRequest) -> Reply:
     body = request.body(MessagesBody)
-    request.ignored.update(body.ignored())
-    wanted = replace(body.generation(request.headers), conversation=conversation_of(request.headers, body.model))
+    request.ignore(body.ignored())
+    wanted = body.generation(request.headers)
     if body.stream:
         return Stream(_events(request, body, wanted), anthropic_reply.failed, _FRAMING)
     reply = await generate_fitting(request, body.model, wanted)
@@ -34,7 +31,7 @@ async def create(request: HttpRequest) -> Reply:
 
 async def count_tokens(request: HttpRequest) -> Whole:
     body = request.body(CountBody)
-    request.ignored.update(body.ignored())
+    request.ignore(body.ignored())
     async with request.link() as link:
         tokenized = await link.call(Tokenize(id=0, model=body.model, chat=body.chat()), Tokenized)
     return json({"input_tokens": len(tokenized.token_ids)})

@@ -1,4 +1,4 @@
-"""The arguments of a tool call as an object, as Anthropic's and Ollama's APIs have them."""
+"""The arguments of a tool call as an object, as Anthropic's and Ollama's APIs have them, and as JSON."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}
+
+
+def arguments_text(arguments: Any) -> str:
+    """With the spaces that models write: a call that comes back in a transcript has the tokens of the answer."""
+    return json.dumps(arguments, ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from djinn_client.aio_steps import run
@@ -14,7 +14,6 @@ from djinn_client.exchange import close_all
 from djinn_client.protocol import (
     CloseSession,
     Done,
-    ForkSession,
     Generate,
     Generated,
     OpenSession,
@@ -58,22 +57,10 @@ class Link:
 
     @asynccontextmanager
     async def session(self, model: str) -> AsyncIterator[str]:
-        """A session for as long as the context lasts: its id."""
-        session = (await self.call(OpenSession(id=0, model=model), SessionOpened)).session.id
-        async with self._closed_after(session):
-            yield session
-
-    @asynccontextmanager
-    async def fork(self, session: str) -> AsyncIterator[str]:
-        forked = (await self.call(ForkSession(id=0, session=session), SessionOpened)).session.id
-        async with self._closed_after(forked):
-            yield forked
-
-    @asynccontextmanager
-    async def _closed_after(self, session: str) -> AsyncIterator[None]:
-        """Also when the task is cancelled, be it while the session is being closed."""
+        """Yields the id of a session that lasts as long as the context, also when the task is cancelled."""
+        session = await self._open(model)
         try:
-            yield
+            yield session
         finally:
             closing = asyncio.ensure_future(self._close(session))
             try:
@@ -82,7 +69,19 @@ class Link:
                 await closing
                 raise
 
+    async def _open(self, model: str) -> str:
+        """A task that is cancelled here does not learn the id of a session that the daemon has opened meanwhile.
+        Without its connection the daemon closes that session."""
+        try:
+            return (await self.call(OpenSession(id=0, model=model), SessionOpened)).session.id
+        except asyncio.CancelledError:
+            self.connection.close()
+            raise
+
     async def _close(self, session: str) -> None:
-        with suppress(DjinnError, TimeoutError):
+        """A session that cannot be closed loses its connection, and the daemon closes it later."""
+        try:
             async with asyncio.timeout(CLOSING_S):
                 await self.call(CloseSession(id=0, session=session), Done)
+        except (DjinnError, TimeoutError):
+            self.connection.close()

@@ -1,71 +1,88 @@
 """The gateway's connections to the daemon: a pool for each token.
 
-A connection carries one request at a time. So a client that reads slowly keeps only its own connection full, and the
-daemon holds only that run; and giving a request up is one message on its connection. Connections are kept for the next
-request of the same token, which a new one costs a handshake.
+A connection carries one request at a time. So a client that reads slowly keeps only its own connection full, the daemon
+holds back only that client's run, and giving a request up is one message on its connection. A connection is kept for
+the next request of the same token: a new one costs a handshake.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from djinn_client.aio_steps import run
 from djinn_client.connection import Connection, connect
-from djinn_client.errors import ConnectionLost, NotAuthenticated
+from djinn_client.errors import NotAuthenticated
 from djinnd.gateway.daemon.link import Link
-from djinnd.gateway.http.errors import HttpError, unauthorised
+from djinnd.gateway.http.errors import unauthorised
 
 IDLE_KEPT = 32  # connections of a pool
+IDLE_S = 60.0  # that a connection is kept unused
 IDLE_POOLS = 256  # pools without a request; the longest unused one closes first
 UNKNOWN_KEPT = 4096  # tokens that were refused
 UNKNOWN_S = 2.0  # for which a refused token is not asked for again
 
 
 class Pool:
-    """The connections of one token; "" is the gateway's own Unix user. `requests`: that are being answered now."""
+    """The connections of one token, or of the gateway's own Unix user, whose token is "".
+
+    requests: how many are being answered. held: bytes of their bodies."""
 
     def __init__(self, address: str, token: str) -> None:
         self.requests = 0
+        self.held = 0
         self.name = ""  # of the principal, as the daemon says
         self.is_admin = False
         self._address = address
         self._token = token
-        self._idle: list[Connection] = []
+        self._idle: list[tuple[Connection, float]] = []  # and since when; the longest unused first
+        self._sweep: asyncio.TimerHandle | None = None
 
     async def prove(self) -> None:
         """Raises the daemon's error where it does not know the token, or cannot be reached. An open connection is the
         proof: the daemon closes those of a token that it revokes."""
         if not self._has_idle():
-            self._idle.append(await self._connect())
+            self._keep(await self._connect())
 
     @asynccontextmanager
     async def link(self) -> AsyncIterator[Link]:
-        connection = self._idle.pop() if self._has_idle() else await self._connect()
+        connection = self._idle.pop()[0] if self._has_idle() else await self._connect()
         try:
             yield Link(connection)
         finally:
-            if connection.closed or len(self._idle) >= IDLE_KEPT:
-                connection.close()
-            else:
-                self._idle.append(connection)
-
-    @asynccontextmanager
-    async def links(self, count: int) -> AsyncIterator[list[Link]]:
-        async with AsyncExitStack() as stack:
-            yield [await stack.enter_async_context(self.link()) for _ in range(count)]
+            self._keep(connection)
 
     def close(self) -> None:
-        for connection in self._idle:
+        self._close_until(time.monotonic())
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def _keep(self, connection: Connection) -> None:
+        if connection.closed or len(self._idle) >= IDLE_KEPT:
             connection.close()
-        self._idle.clear()
+            return
+        self._idle.append((connection, time.monotonic()))
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        self._sweep = None
+        self._close_until(time.monotonic() - IDLE_S)
+        if self._idle:
+            rest = self._idle[0][1] + IDLE_S - time.monotonic()
+            self._sweep = asyncio.get_running_loop().call_later(rest, self._close_unused)
+
+    def _close_until(self, since: float) -> None:
+        while self._idle and self._idle[0][1] <= since:
+            self._idle.pop(0)[0].close()
 
     def _has_idle(self) -> bool:
-        """Whether the last one is alive; those on which the daemon has hung up go."""
-        while self._idle and self._idle[-1].is_hung_up():
-            self._idle.pop().close()
+        """True if the last one is alive. Those on which the daemon has hung up are closed."""
+        while self._idle and self._idle[-1][0].is_hung_up():
+            self._idle.pop()[0].close()
         return bool(self._idle)
 
     async def _connect(self) -> Connection:
@@ -76,33 +93,35 @@ class Pool:
 
 
 class Daemon:
-    """All pools. `address`: of the daemon's socket."""
+    """All pools. `address`: of the daemon's socket. `own`: the pool of the gateway's own Unix user."""
 
     def __init__(self, address: str) -> None:
+        self.own = Pool(address, "")
         self._address = address
-        self._pools: OrderedDict[str, Pool] = OrderedDict()  # the longest unused first
+        self._pools: OrderedDict[str, Pool] = OrderedDict()  # by token, the longest unused first
         self._unknown: OrderedDict[str, float] = OrderedDict()  # token → until when it is refused unasked
 
     async def pool(self, token: str) -> Pool:
-        """Raises HttpError for a token that the daemon does not know, or where it cannot be reached."""
+        """Raises HttpError for a token that was refused lately; NotAuthenticated, ConnectionLost."""
+        if not token:
+            await self.own.prove()
+            return self.own
         if (until := self._unknown.get(token)) is not None and time.monotonic() < until:
             raise unauthorised("this token is not known, or holds no longer")
         pool = self._pools.get(token) or Pool(self._address, token)
         try:
             await pool.prove()
-        except ConnectionLost as error:
-            told = f"the daemon cannot be reached: {error.message}"
-            raise HttpError(503, told, code="no_daemon", retry_s=1) from error
         except NotAuthenticated:
             self._refuse(token)
             raise
-        self._pools[token] = pool
+        if (other := self._pools.setdefault(token, pool)) is not pool:  # another request was faster
+            pool.close()
         self._pools.move_to_end(token)
         self._forget_unused()
-        return pool
+        return other
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in (self.own, *self._pools.values()):
             pool.close()
 
     def _refuse(self, token: str) -> None:
@@ -112,6 +131,7 @@ class Daemon:
             self._unknown.popitem(last=False)
 
     def _forget_unused(self) -> None:
+        """The pool that was just asked for is the last one, and stays."""
         if len(self._pools) <= IDLE_POOLS:
             return
         unused = next((token for token, pool in self._pools.items() if not pool.requests), None)

@@ -1,9 +1,9 @@
-"""Who may come in: a token or the right to do without, and a place among the requests that are being answered."""
+"""Whether a request may come in: its token or the right to do without one, a place, and room for its body."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from djinnd.config import Http
 from djinnd.gateway.daemon.pools import Daemon, Pool
@@ -13,34 +13,36 @@ from djinnd.gateway.entry.peer_user import is_own
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.http.errors import HttpError, unauthorised
 
+PUBLIC_REQUESTS = 64  # at once; they need no token, so they take no place of those that do
 _SOON = 1.0  # seconds, after which a refused client may try again
 
 
 class Admission:
+    """Counts the requests that are being answered, and the bytes of their bodies: of each token, and in all."""
+
     def __init__(self, http: Http, daemon: Daemon, metrics: Metrics) -> None:
-        self.http = http
+        self.http = http  # a reload sets it anew
         self.metrics = metrics
         self._daemon = daemon
-        self._requests = 0  # that are being answered
+        self._requests = 0
+        self._public = 0
+        self._held = 0  # bytes
 
     @asynccontextmanager
     async def admitted(self, request: HttpRequest, public: bool) -> AsyncIterator[None]:
         """Gives the request its pool, and a place until the context ends. Raises HttpError."""
-        token = "" if public else self._token(request)
-        if self._requests >= self.http.requests:
-            raise HttpError(429, f"this gateway answers {self._requests:,} requests, its limit", retry_s=_SOON)
-        self._requests += 1
-        self.metrics.running.set(self._requests)
-        try:
-            pool = await self._daemon.pool(token)
-            with _Place(pool, self.http.requests_per_token):
-                request.pool = pool
-                request.principal = pool.name
-                request.metrics = self.metrics
+        request.metrics = self.metrics
+        if public:
+            with self._public_place():
+                request.pool = self._daemon.own
                 yield
-        finally:
-            self._requests -= 1
-            self.metrics.running.set(self._requests)
+            return
+        token = self._token(request)
+        with self._place(request):
+            request.pool = await self._daemon.pool(token)
+            request.principal = request.pool.name
+            with self._place_of_token(request.pool, request):
+                yield
 
     def _token(self, request: HttpRequest) -> str:
         """ "" for a request that needs none. Raises HttpError."""
@@ -58,18 +60,47 @@ class Admission:
             raise unauthorised("only the gateway's own Unix user needs no token: Authorization: Bearer djn_…")
         return ""
 
+    @contextmanager
+    def _public_place(self) -> Iterator[None]:
+        if self._public >= PUBLIC_REQUESTS:
+            raise HttpError(429, f"this gateway answers {self._public} requests without a token", retry_s=_SOON)
+        self._public += 1
+        try:
+            yield
+        finally:
+            self._public -= 1
 
-class _Place:
-    """Among the requests of one token. Raises HttpError where all are taken."""
+    @contextmanager
+    def _place(self, request: HttpRequest) -> Iterator[None]:
+        if self._requests >= self.http.requests:
+            raise HttpError(429, f"this gateway answers {self._requests:,} requests, its limit", retry_s=_SOON)
+        self._requests += 1
+        self.metrics.running.set(self._requests)
+        request.hold = lambda count: self._hold(request, count)
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._held -= request.held
+            self.metrics.running.set(self._requests)
 
-    def __init__(self, pool: Pool, places: int) -> None:
-        self._pool = pool
-        self._places = places
+    @contextmanager
+    def _place_of_token(self, pool: Pool, request: HttpRequest) -> Iterator[None]:
+        if pool.requests >= self.http.requests_per_token:
+            raise HttpError(429, f"this token has {pool.requests:,} requests under way, its limit", retry_s=_SOON)
+        pool.requests += 1
+        try:
+            yield
+        finally:
+            pool.requests -= 1
+            pool.held -= request.held
 
-    def __enter__(self) -> None:
-        if self._pool.requests >= self._places:
-            raise HttpError(429, f"this token has {self._places:,} requests under way, its limit", retry_s=_SOON)
-        self._pool.requests += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.requests -= 1
+    def _hold(self, request: HttpRequest, count: int) -> None:
+        """Raises HttpError where there is no room for so many bytes more."""
+        limits = self.http
+        if request.pool.held + count > limits.held_bytes_per_token or self._held + count > limits.held_bytes:
+            told = "the bodies of the requests that are being answered have no room for this one"
+            raise HttpError(429, told, retry_s=_SOON)
+        request.held += count
+        request.pool.held += count
+        self._held += count

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +26,8 @@ from djinnd.gateway.http.sending import Sending
 
 log = logging.getLogger("djinnd.gateway")
 
-MAX_IGNORED = 1000  # characters of the header that names ignored fields
+MAX_TOLD = 1000  # characters of the header that names ignored fields
+_UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 class Endpoint:
@@ -51,7 +53,7 @@ class Endpoint:
             self._log(request, status)
 
     async def _answer(self, request: HttpRequest, receive: Any, sending: Sending) -> None:
-        await request.read(receive, self._admission.http.body_bytes)
+        await request.read(receive, self._admission.http.body_bytes if request.method == "POST" else 0)
         async with _until_the_client_goes(receive):
             reply = await self._route.handle(request)
             request.failed = reply.failed if isinstance(reply, Stream) else None
@@ -61,7 +63,7 @@ class Endpoint:
         """→ the status that the log tells. What has begun as a stream ends with an event that says why."""
         problem = problem_of(error)
         if problem.status == 500:
-            log.error("http_failed id=%s path=%s", request.id, request.path, exc_info=error)
+            log.error("http_failed id=%s path=%s", request.id, self._route.path, exc_info=error)
         if not sending.status:
             body, headers = self._route.api.error(problem), tuple(_headers_of(problem))
             await sending.whole(Whole(body, problem.status, headers=headers), is_last=not request.is_read)
@@ -108,8 +110,8 @@ async def _until_the_client_goes(receive: Any) -> AsyncIterator[None]:
 def _headers(request: HttpRequest) -> list[Header]:
     headers = [(b"x-request-id", request.id.encode())]
     if request.ignored:
-        told = ", ".join(sorted(request.ignored))[:MAX_IGNORED]
-        headers.append((b"x-djinn-ignored", told.encode("ascii", "replace").replace(b"\n", b"?").replace(b"\r", b"?")))
+        told = _UNPRINTABLE.sub("?", ", ".join(sorted(request.ignored)))[:MAX_TOLD]
+        headers.append((b"x-djinn-ignored", told.encode()))
     return headers
 
 

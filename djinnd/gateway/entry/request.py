@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,21 +16,25 @@ from starlette.datastructures import Headers, QueryParams
 from djinnd.gateway.daemon.link import Link
 from djinnd.gateway.daemon.pools import Pool
 from djinnd.gateway.entry.metrics import Metrics
+from djinnd.gateway.entry.values import count_values
 from djinnd.gateway.http.errors import ClientGone, HttpError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_TOLD = 500  # characters of an account of what is wrong with a body
+MAX_IGNORED = 64  # names of fields that are noted as ignored
+VALUE_BYTES = 40  # of memory that a value of a body takes when it is decoded, beside its text
 ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it is not there
 
 
 class HttpRequest:
-    """`pool` has the connections of the request's principal; it and `metrics` are set before a handler runs."""
+    """One request. What is declared here is set before a handler runs."""
 
-    pool: Pool
+    pool: Pool  # connections of the request's principal
     metrics: Metrics
+    hold: Callable[[int], None]  # charges bytes of memory to the principal until the request ends; raises HttpError
 
     def __init__(self, scope: Any) -> None:
         self.scope = scope
@@ -42,6 +47,7 @@ class HttpRequest:
         self.id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         self.content = b""
         self.is_read = False  # the whole body has come
+        self.held = 0  # bytes that are charged to the principal
         self.principal = "-"  # as the log calls it
         self.failed: Callable[[Problem], bytes] | None = None  # of the stream that answers it
         self.ignored: set[str] = set()  # fields that had no effect; the response names them
@@ -69,19 +75,24 @@ class HttpRequest:
 
     def body(self, kind: type[T]) -> T:
         """The body as a struct. Fields that the struct has not are noted as ignored. Raises HttpError."""
+        self.hold(VALUE_BYTES * count_values(self.content))
         try:
             sent = _keys.decode(self.content)
             known = {field.encode_name for field in msgspec.structs.fields(kind)}
-            self.ignored.update(key[:64] for key in sent if key not in known)
+            self.ignore(key for key in sent if key not in known)
             return msgspec.json.decode(self.content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             told = str(error)[:MAX_TOLD]
             raise HttpError(400, f"the body is not as this call wants it: {told}", param=_at(told)) from error
 
+    def ignore(self, names: Iterable[str]) -> None:
+        """Notes fields that have no effect, up to MAX_IGNORED."""
+        self.ignored.update(name[:64] for name in islice(names, MAX_IGNORED - len(self.ignored)))
+
     async def read(self, receive: Any, limit: int) -> None:
         """Takes the body in. Raises HttpError for one of more than `limit` bytes, as soon as that is known."""
-        announced = self.headers.get("content-length", "0")
-        if not announced.isdigit() or int(announced) > limit:
+        announced = int(self.headers.get("content-length", "0"))  # the parser has refused what is no number
+        if announced > limit or (not limit and "transfer-encoding" in self.headers):
             raise _too_large(limit)
         parts, size = [], 0
         while True:
@@ -91,7 +102,9 @@ class HttpRequest:
             part = message.get("body", b"")
             if (size := size + len(part)) > limit:
                 raise _too_large(limit)
-            parts.append(part)
+            if part:
+                self.hold(len(part))
+                parts.append(part)
             if not message.get("more_body", False):
                 break
         self.content = b"".join(parts)
@@ -105,7 +118,8 @@ def given(raw: msgspec.Raw) -> bytes:
 
 
 def _too_large(limit: int) -> HttpError:
-    return HttpError(413, f"the body is over this gateway's limit of {limit:,} bytes", code="request_too_large")
+    told = f"the body is over this gateway's limit of {limit:,} bytes" if limit else "this call takes no body"
+    return HttpError(413, told, code="request_too_large")
 
 
 def _at(told: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Which HTTP status and code an error of the daemon's becomes, and OpenAI's shape for it.
+"""Which HTTP status and code an error becomes.
 
-Each API has its own shape of an error (see `api.Api`); all of them are made from a Problem.
+Each API has its own shape of an error (`entry.route.Api`), and makes it from a Problem.
 """
 
 from __future__ import annotations
@@ -64,15 +64,19 @@ _STATUSES: list[tuple[type[errors.DjinnError], int, str | None]] = [
     (errors.Busy, 429, None),
     (errors.Retry, 503, None),
     (errors.OutOfMemory, 503, None),
-    (errors.ConnectionLost, 503, None),
 ]
 _RETRY_S = 1.0  # where the daemon says nothing of when to try again
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Of an error that nobody has foreseen, nothing is told: the gateway's log has it."""
+    """Of an unforeseen error only the gateway's log has the details; of a lost daemon, its address."""
     if isinstance(error, HttpError):
         return error.problem
+    if isinstance(error, RecursionError):  # only bodies are read recursively
+        return Problem(400, "the body is nested too deeply", "invalid_request")
+    if isinstance(error, errors.ConnectionLost):
+        told = "the gateway's connection to the daemon was lost, or there is no daemon: try again"
+        return Problem(503, told, "no_daemon", retry_s=_RETRY_S)
     if not isinstance(error, errors.DjinnError):
         return Problem(500, "the gateway failed: its log has the details", "internal_error")
     status, code = next(((s, c) for kind, s, c in _STATUSES if isinstance(error, kind)), (500, None))

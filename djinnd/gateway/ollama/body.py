@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,7 +11,9 @@ from djinn_client.bounds import Whole
 from djinn_client.chat import ChatInput
 from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Embed, Generate, Sampling
+from djinnd.gateway.calls.arguments import arguments_text
 from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.http.replies import encode
 
 TAG = ":latest"  # which clients put behind each name
 _EFFORTS = ("low", "medium", "high")
@@ -95,10 +97,10 @@ class CommonFields(msgspec.Struct, kw_only=True):
         except msgspec.ValidationError as error:
             raise HttpError(400, f"options: {error}", param="options") from error
 
-    def ignored(self) -> list[str]:
-        """Options that have no effect; the response names them."""
+    def ignored(self) -> Iterator[str]:
+        """Options that have no effect."""
         known = {field.name for field in msgspec.structs.fields(Options)}
-        return [f"options.{name[:64]}" for name in self.options or {} if name not in known]
+        return (f"options.{name}" for name in self.options or {} if name not in known)
 
     def generation(self, **prompt: Any) -> Generate:
         """Raises HttpError."""
@@ -119,7 +121,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
         arguments: dict[str, Any] = {"enable_thinking": self.think is not False}
         if self.think in _EFFORTS:
             arguments["reasoning_effort"] = self.think
-        return json.dumps(arguments).encode()
+        return encode(arguments)
 
 
 class ChatBody(CommonFields, kw_only=True):
@@ -131,8 +133,8 @@ class ChatBody(CommonFields, kw_only=True):
         ids = _CallIds()
         messages = [_told(at, message, ids) for at, message in enumerate(self.messages)]
         return ChatInput(
-            messages=_json(messages),
-            tools=_json(self.tools) if self.tools else b"",
+            messages=encode(messages),
+            tools=encode(self.tools) if self.tools else b"",
             arguments=self.template_arguments(),
             continue_final=self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls,
         )
@@ -154,7 +156,7 @@ class GenerateBody(CommonFields, kw_only=True):
     def chat(self) -> ChatInput:
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return ChatInput(messages=_json(messages), arguments=self.template_arguments())
+        return ChatInput(messages=encode(messages), arguments=self.template_arguments())
 
 
 class EmbedBody(msgspec.Struct, kw_only=True):
@@ -214,7 +216,7 @@ def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
 
 
 def _arguments(arguments: dict[str, Any] | str) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return arguments if isinstance(arguments, str) else arguments_text(arguments)
 
 
 def _output_format(wanted: str | dict[str, Any] | None) -> OutputFormat | None:
@@ -222,7 +224,7 @@ def _output_format(wanted: str | dict[str, Any] | None) -> OutputFormat | None:
     if not wanted:
         return None
     if isinstance(wanted, dict):
-        return OutputFormat("json_schema", json.dumps(wanted), strict=False)
+        return OutputFormat("json_schema", encode(wanted).decode(), strict=False)
     if wanted != "json":
         raise HttpError(400, f'format must be "json" or a JSON schema, and not {wanted[:40]!r}', param="format")
     return OutputFormat("json_object")
@@ -235,7 +237,3 @@ def _expect_no_images(where: str, images: list[Any] | None) -> None:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()

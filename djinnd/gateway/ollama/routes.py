@@ -50,9 +50,7 @@ async def chat(request: HttpRequest) -> Reply:
     body = request.body(ChatBody)
     if not body.messages:
         return await _load(request, body, ollama_reply.Lines("chat", body.model))
-    place = conversation_of(request.headers, body.model_name)
-    wanted = body.generation(chat=body.chat(), conversation=place)
-    return await _answer(request, body, ollama_reply.Lines("chat", body.model), wanted)
+    return await _answer(request, body, ollama_reply.Lines("chat", body.model), body.generation(chat=body.chat()))
 
 
 async def complete(request: HttpRequest) -> Reply:
@@ -64,14 +62,14 @@ async def complete(request: HttpRequest) -> Reply:
         return await _load(request, body, lines)
     if body.raw or not (await _tokenizer(request, body.model_name)).has_chat:
         if body.system:
-            request.ignored.add("system")
+            request.ignore(["system"])
         return await _answer(request, body, lines, body.generation(text=body.prompt))
     return await _answer(request, body, lines, body.generation(chat=body.chat()))
 
 
 async def embed(request: HttpRequest) -> Whole:
     body = request.body(EmbedBody)
-    request.ignored.update(body.ignored())
+    request.ignore(body.ignored())
     async with request.link() as link:
         reply = await link.call(body.wanted(), Embedded)
     request.prompt_tokens += sum(reply.tokens)
@@ -107,7 +105,7 @@ async def alive(request: HttpRequest) -> Whole:
 
 
 async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines, wanted: Generate) -> Reply:
-    request.ignored.update(body.ignored())
+    request.ignore(body.ignored())
     if wanted.chat is not None:
         wanted = replace(wanted, conversation=conversation_of(request.headers, body.model_name))
     if body.is_streamed:

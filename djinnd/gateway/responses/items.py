@@ -96,7 +96,7 @@ def _add(messages: Messages, item: Item) -> None:
         call = Call(_str(item["call_id"]), Function(_str(item["name"]), _str(item["arguments"])))
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
-        messages[-1].tool_calls = [*messages[-1].tool_calls, call]
+        messages[-1].tool_calls.append(call)
     elif kind == "function_call_output":
         messages.append(Message(role="tool", tool_call_id=_str(item["call_id"]), content=_text(item["output"])))
     else:

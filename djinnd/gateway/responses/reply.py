@@ -37,10 +37,10 @@ class Answer:
             if item["type"] == "reasoning":
                 message.reasoning_content += item["content"][0]["text"]
             elif item["type"] == "message":
-                message.content = item["content"][0]["text"]
+                message.content = (message.content or "") + item["content"][0]["text"]
             else:
                 call = Call(item["call_id"], Function(item["name"], item["arguments"]))
-                message.tool_calls = [*message.tool_calls, call]
+                message.tool_calls.append(call)
         return message
 
     def begin(self) -> bytes:

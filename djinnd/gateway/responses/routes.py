@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -42,7 +43,7 @@ class Turn(NamedTuple):
 async def create(request: HttpRequest) -> Reply:
     body = request.body(Body)
     body.expect_supported()
-    request.ignored.update(body.ignored())
+    request.ignore(body.ignored())
     turn = await _turn(request, body)
     answer = Answer(turn.name, request.created, body)
     events = _events(request, turn, answer)
@@ -83,17 +84,22 @@ async def input_items(request: HttpRequest) -> Whole:
     """A page of them: `limit`, `order` and `after` as OpenAI has them."""
     async with request.link() as link:
         items = (await find(link, request.parameters["response"])).input
-    limit, after = request.query.get("limit", "20"), request.query.get("after")
-    if not limit.isdigit() or not 1 <= int(limit) <= 100:
-        raise HttpError(400, "limit must be from 1 to 100", param="limit")
+    limit, after = _limit(request.query.get("limit", "20")), request.query.get("after")
     if request.query.get("order", "desc") != "asc":
         items = items[::-1]
     ids = [str(item.get("id")) for item in items]
     start = ids.index(after) + 1 if after in ids else 0
-    page = items[start : start + int(limit)]
+    page = items[start : start + limit]
     first, last = (page[0].get("id"), page[-1].get("id")) if page else (None, None)
     has_more = start + len(page) < len(items)
     return json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more})
+
+
+def _limit(given: str) -> int:
+    """Raises HttpError."""
+    if re.fullmatch(r"[0-9]{1,3}", given) and 1 <= int(given) <= 100:
+        return int(given)
+    raise HttpError(400, "limit must be from 1 to 100", param="limit")
 
 
 async def _turn(request: HttpRequest, body: Body) -> Turn:

@@ -154,7 +154,18 @@ def test_how_tokens_are_chosen():
 def test_a_schema_for_the_output():
     schema = {"type": "object"}
     wanted = body(output_config={"format": {"type": "json_schema", "schema": schema}}).generation(Headers())
-    assert wanted.format == OutputFormat("json_schema", json.dumps(schema), strict=False)
+    assert wanted.format == OutputFormat("json_schema", '{"type":"object"}', strict=False)
+
+
+def test_the_service_tier_is_the_conversation_s_class():
+    conversation = body(service_tier="flex").generation(Headers({"x-session-id": "k"})).conversation
+    assert (conversation.priority, conversation.key) == ("batch", "k")
+
+
+def test_a_system_prompt_is_text():
+    with pytest.raises(HttpError) as refused:
+        body(system=[{"type": "text", "text": "a"}, {"type": "image"}]).chat()
+    assert refused.value.problem.param == "system.1"
 
 
 def test_tokens_are_counted_without_max_tokens():

@@ -20,7 +20,7 @@ from djinnd.gateway.http.errors import problem_of
         (errors.TextFailed("x"), 422, "text_failed"),
         (errors.Busy("x", retry_s=2.5), 429, "busy"),
         (errors.EngineLost("x"), 503, "engine_lost"),
-        (errors.ConnectionLost("x"), 503, "connection_lost"),
+        (errors.ConnectionLost("x"), 503, "no_daemon"),
         (errors.DjinnError("x"), 500, "error"),
         (ValueError("a secret"), 500, "internal_error"),
     ],

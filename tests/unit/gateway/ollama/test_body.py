@@ -88,4 +88,4 @@ def test_a_prompt_with_a_suffix_is_refused():
 
 
 def test_options_without_effect_are_named():
-    assert body(options={"num_ctx": 4096, "seed": 1}).ignored() == ["options.num_ctx"]
+    assert list(body(options={"num_ctx": 4096, "seed": 1}).ignored()) == ["options.num_ctx"]
