@@ -1,1 +1,2 @@
-"""The process that owns one device: step loop, models, and the scheduler beside the memory it decides about."""
+"""The engine process. It owns one device and runs the step loop, the models, the scheduler, and the paging of sessions'
+KV."""

@@ -1,4 +1,5 @@
-"""`python -m djinnd.engine`: the server, which holds the other end of the socket pair, has it forked or starts it."""
+"""`python -m djinnd.engine`: the engine process. The server has the nursery fork it, or starts it, and holds the other
+end of the socket pair."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from djinn_client.errors import DjinnError
 from djinnd.engine.lifeline import tie_to
 from djinnd.telemetry import configure_logging
 
-# (tokens, rows) of one step: a chunk that keeps the device busy without keeping others waiting for long.
+# (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait long.
 _LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 
 
 @click.command()
 @click.option("--fd", type=int, required=True, help="Connected stream socket to the server.")
-@click.option("--parent", type=int, default=0, help="Its pid: the engine ends when it does.")
+@click.option("--parent", type=int, default=0, help="The server's pid: the engine exits when the server does.")
 @click.option("--device", default="auto")
 @click.option("--memory", type=int, default=0, help="Budget in bytes; 0: the device's default.")
-@click.option("--kernel-seconds", type=float, default=120.0, help="That compiling one kernel may take.")
-@click.option("--grammar-seconds", type=float, default=10.0, help="That one answer of a grammar process may take.")
-@click.option("--grammar-memory", type=int, default=1 << 30, help="Bytes of a grammar process.")
+@click.option("--kernel-seconds", type=float, default=120.0, help="Time limit for compiling one kernel.")
+@click.option("--grammar-seconds", type=float, default=10.0, help="Time limit for one answer of a grammar process.")
+@click.option("--grammar-memory", type=int, default=1 << 30, help="Memory limit of a grammar process, in bytes.")
 @click.option("--log-level", default="info")
 @click.option("--log-format", default="text")
 def main(
@@ -38,9 +39,10 @@ def main(
 ) -> None:
     if parent:
         tie_to(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which then says Shutdown
+    # a terminal's Ctrl-C goes to the server too, which then sends Shutdown
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(log_level, log_format)
-    from djinnd.device import open_device  # torch takes seconds to import: after the signals are in order
+    from djinnd.device import open_device  # importing torch takes seconds, and the signal must be ignored before
     from djinnd.engine.channel import Channel
     from djinnd.engine.engine import Engine
     from djinnd.engine.kernel_compiler import kernel_compiler_for

@@ -1,13 +1,17 @@
-"""Captured activations on their way to a client: a sealed memfd that is filled when the request has ended.
+"""Delivers captured activations to clients: a sealed memfd, filled after the request has ended.
+
+The request captures the points that it asked for, or the point of the breakpoint where it stopped.
+
+    start    window made on a thread, and pinned if it is large, while the request runs
+    end      ─► copied, piece by piece ─► Finished, with the descriptor ─► unpinned on the thread
 
 They are those that it has asked for, or those of the point where it stopped.
 
     start    window made, and pinned where it is large, in a thread, while the request runs
-    end      ─► copied, piece by piece ─► Finished, with the descriptor ─► unpinned, in the thread
 
-What need not be done between two steps is done beside the next one, if there is one: having the window made, copying
-the first piece, telling that all is there, giving the rows back. Captured rows stay the request's until they have been
-copied. A request that is cancelled or fails is answered at once, by the engine, and what it has captured is dropped.
+Work that can overlap with a step is done during one, if there is one: starting to make the window, copying the first
+piece, sending the reply, freeing the rows. The request keeps its captured rows until they have been copied. A request
+that is cancelled or fails gets its reply at once, and its captures are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ Copies = list[tuple[Tensor, Tensor]]  # target and source
 
 
 class _Filled(NamedTuple):
-    """What was captured of each point, as bytes: uint8 on the device, since the mark."""
+    """The captured bytes of each point: uint8 on the device, complete at the mark."""
 
     rows: Iterator[Tensor]
     after: Mark
@@ -53,20 +57,21 @@ class _Delivery:
     first: int  # position
     room: int  # positions
     memory: _Memory
-    offsets: list[int] = field(default_factory=list)  # bytes in the window, of each point; since it is being made
+    # of each point in the window, in bytes; set when the window is begun
+    offsets: list[int] = field(default_factory=list)
     made: Future[None] | None = None
-    reply: Finished | None = None  # since the request has ended
-    filled: _Filled | None = None  # likewise
-    pieces: deque[Copies] | None = None  # that are left, since some has been copied
+    reply: Finished | None = None  # set when the request has ended
+    filled: _Filled | None = None  # set when the request has ended
+    pieces: deque[Copies] | None = None  # pieces to be copied; None: none has been copied yet
 
     def done(self) -> bool:
-        """Whether the request has ended, for which the course waits."""
+        """True if the request has ended; the course waits for that."""
         return self.reply is not None
 
     @property
     def positions(self) -> int:
-        """The last token that was generated has not been run, but to where the request stopped, or found none to
-        follow."""
+        """The number of positions captured. The last generated token has not been run, except where the request stopped
+        or its logits were not finite."""
         reply = self.reply
         assert reply is not None
         if reply.stopped is not None:
@@ -80,7 +85,7 @@ class _Delivery:
         return self.made is not None and self.made.done() and self.made.exception() is None
 
     def in_pieces(self) -> Iterator[Copies]:
-        """Of the window, those in which there is something to copy."""
+        """The copies of each piece of the window that has any."""
         assert self.filled is not None
         captured = list(self.filled.rows)
         for first, count in self.memory.window.pieces():
@@ -108,7 +113,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """Belongs to the engine's thread. `fail` ends a request whose window cannot be had, and tells it so."""
+    """Used by the engine's thread. `fail` ends a request whose window cannot be made, with the error."""
 
     def __init__(
         self, device: Device, channel: Channel, courses: Courses, fail: Callable[[Session, Request, DjinnError], None]
@@ -119,18 +124,19 @@ class Deliveries:
         self._fail = fail
         self._deliveries: dict[int, _Delivery] = {}  # by request
         self._to_make: list[_Delivery] = []
-        self._to_copy: list[_Delivery] = []  # the requests of these have ended
-        self._to_tell: list[_Delivery] = []  # all copies of these have been queued
+        self._to_copy: list[_Delivery] = []  # ended requests, with pieces to copy
+        self._to_tell: list[_Delivery] = []  # ended requests, with all copies queued
 
     def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
-        """The request begins. Raises OutOfMemory where the device has no room for what it captures."""
+        """Reserves rows for the request's captures and starts its delivery. Raises OutOfMemory if the device has no
+        room."""
         first = request.seen_from
         last = request.prompt_end + max(request.max_tokens - 1, 0)
         self._open(session, request, runner, request.capture, first, min(last, runner.plan.max_context) - first)
 
     def open_hit(self, session: Session, request: Request, runner: ModelRunner, block: int) -> None:
-        """All of the session's positions that have not been through all blocks will stop before this one: they are what
-        the request ends with. Raises OutOfMemory likewise."""
+        """Like `open`, for a request that stops before `block`: captures every position that has not run through all
+        blocks. Raises OutOfMemory."""
         first, end = session.computed, len(session.tokens)
         self._open(session, request, runner, (Point("resid", block),), first, end - first)
 
@@ -150,7 +156,7 @@ class Deliveries:
         self._courses.start(request.id, self._deliver(delivery))
 
     def beside_step(self) -> bool:
-        """While the device runs a step. → whether more may come to its end."""
+        """Advances deliveries while the device runs a step. → True if one may finish during the step."""
         for delivery in list(self._to_make):
             self._make(delivery)
         for delivery in [each for each in self._to_copy if each.has_memory]:
@@ -161,7 +167,7 @@ class Deliveries:
         return bool(self._to_tell)
 
     def ended(self, request: Request, reply: Finished) -> None:
-        """With something captured. The reply is sent when that has been copied."""
+        """Copies a finished request's captures, and sends the reply when they are copied."""
         delivery = self._deliveries[request.id]
         delivery.reply = reply
         rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
@@ -169,15 +175,16 @@ class Deliveries:
         self._to_copy.append(delivery)
 
     def drop(self, request: Request) -> None:
-        """It was cancelled, or has failed. One that captures nothing, or that was answered, stays as it is."""
+        """Frees the captures of a request that was cancelled or failed. Does nothing for a request without captures, or
+        with a reply."""
         delivery = self._deliveries.pop(request.id, None)
         if delivery is not None:
             self._courses.drop(request.id)
-            self._close(delivery)  # the course may not have begun
+            self._close(delivery)  # needed if the course has not begun
 
     def abandon(self, runner: ModelRunner) -> None:
-        """The model goes, and with it what was captured: who waits for that is told the rest, and of a hit that it is
-        none."""
+        """Before a model is unloaded: sends all outstanding replies without their captures. A request that stopped at a
+        breakpoint is told that it was cancelled."""
         for delivery in [each for each in self._deliveries.values() if each.runner is runner]:
             reply = delivery.reply
             assert reply is not None, f"{runner.name} goes while request {delivery.request.id} runs"
@@ -189,7 +196,7 @@ class Deliveries:
     def _deliver(self, delivery: _Delivery) -> Course:
         request = delivery.request
         try:
-            yield None  # a short one comes to its end beside the next step, and nothing of it is done between two
+            yield None  # a short delivery is handled by `beside_step` from here on
             made = self._make(delivery)
             yield made
             try:
@@ -199,7 +206,7 @@ class Deliveries:
                 self._fail(delivery.session, request, error)
                 return
             yield delivery
-            yield None  # the next step goes first, which the first piece is copied beside
+            yield None  # let the next step be launched: the first piece is copied beside it
             if delivery.pieces is None:
                 self._copy_piece(delivery)
             while delivery.pieces:
@@ -211,7 +218,7 @@ class Deliveries:
             self._close(delivery)
 
     def _copy_piece(self, delivery: _Delivery) -> None:
-        """The next one, if there is one."""
+        """Queues the copies of the next piece, if there is one."""
         if delivery.pieces is None:
             self._to_copy.remove(delivery)
             delivery.pieces = deque(delivery.in_pieces())
@@ -230,7 +237,7 @@ class Deliveries:
         return delivery.made
 
     def _tell(self, delivery: _Delivery) -> None:
-        """When all copies have happened, for which it waits. Once."""
+        """Waits for the copies and sends the reply, once."""
         if delivery in self._to_tell:
             self._to_tell.remove(delivery)
             delivery.memory.window.settle()
@@ -246,7 +253,7 @@ class Deliveries:
 
 
 class _Memory:
-    """Of a window, made and unmade in the courses' thread."""
+    """The memory of a window, made and freed on the thread of Courses."""
 
     def __init__(self, device: Device, courses: Courses) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The engine: receives messages, lets the scheduler compose a batch, runs it, sends what came of it."""
+"""The engine: receives messages, lets the scheduler compose a batch, runs it on the model, and sends the results."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from djinnd.scheduler.scheduler import Scheduler
 log = logging.getLogger("djinnd.engine")
 
 LOST = (
-    "the session's KV came from a client, and its pages are gone: read its tokens, and hand the KV over again, or go "
-    "on with the tokens in a new session"
+    "the session's KV was imported from a client and its pages are gone, so it cannot be computed again: import the KV "
+    "into a new session, or open a new session with the session's tokens"
 )
 ALIVE_EVERY = 0.5  # seconds
-GRAMMAR_LIMITS = (10.0, 1 << 30)  # seconds and bytes, as configured by default
+GRAMMAR_LIMITS = (10.0, 1 << 30)  # default configuration: seconds, and bytes of memory
 
 
 class Engine:
-    """Owns the scheduler, the models and the channel. One thread; only loading has another."""
+    """Owns the scheduler, the models and the channel. Everything runs on one thread, except loading and a few helpers
+    that have threads."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Engine:
         compiler: KernelCompiler | None = None,
         grammar_limits: tuple[float, int] = GRAMMAR_LIMITS,
     ) -> None:
-        """`compiler`: of kernels, where the device has some. `grammar_limits`: see Guidance."""
+        """`compiler`: compiles kernels, None for a device without kernels of ours. `grammar_limits`: see Guidance."""
         self._channel = channel
         self._device = device
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
@@ -93,15 +94,15 @@ class Engine:
             compiler,
         )
         if compiler is not None:
-            from djinnd.model.kernels.launches import launches  # needs Triton, which comes with CUDA builds of torch
+            from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
 
             launches.install(compiler.compile, self._tell_alive)
-        self._unwaited_s = 0.0  # of steps that nobody has waited for
-        self._unwaited: Counter[str] = Counter()  # their tokens, by model
-        self._untold = False  # whether their seconds tell nothing of what tokens take: see `_waited_for`
+        self._unwaited_s = 0.0  # seconds of steps whose results the host has not waited for
+        self._unwaited: Counter[str] = Counter()  # tokens of these steps, by model
+        self._untold = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
-        self._started: list[messages.Started] = []  # by this step, and not told yet
-        self._was_beside = False  # the last step had something done beside it; some wait for no token
+        self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
+        self._was_beside = False  # the last step had work done beside it
         self._alive_at = 0.0
         self._stopping = False
         handlers: dict[type, Callable[[Any], None]] = {
@@ -140,9 +141,9 @@ class Engine:
         self._mailbox = Mailbox(channel, self._scheduler, self._requests, handlers)
 
     def serve(self) -> None:
-        """Until the server says so, or is gone."""
+        """Runs until the server sends Shutdown or closes the channel."""
         device = self._device
-        busy = quiet = False  # quiet: nobody has said a word for a while
+        busy = quiet = False  # quiet: no message for a while
         collector = Collector(time.monotonic())
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
@@ -150,7 +151,8 @@ class Engine:
                 received = self._mailbox.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 self._tracer.turn()
                 quiet = not received and (quiet or not busy)
-                has_beside, self._was_beside = self._was_beside, False  # the next step, as the last one
+                # the next step is expected to run like the last one
+                has_beside, self._was_beside = self._was_beside, False
                 self._mailbox.hear(before_step=has_beside)
                 self._models.turn()
                 self._tracer.did("messages", calls=self._mailbox.take_calls())
@@ -163,7 +165,7 @@ class Engine:
                 busy = self._courses.turn() or busy
                 if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()
-                busy = busy or self._tiers.is_busy  # composing a step may have asked for pages
+                busy = busy or self._tiers.is_busy  # composing a step may have asked for page copies
                 if not stepped:
                     busy = self._tracer.answer() or busy
                 collector.turn(quiet and not busy, time.monotonic())
@@ -182,7 +184,7 @@ class Engine:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Runs one batch, if there is one."""
+        """Composes and runs one batch. → False if there is nothing to run."""
         self._guidance.turn()
         batch = self._scheduler.next_batch()
         if batch is None:
@@ -227,7 +229,7 @@ class Engine:
         return True
 
     def _beside_step(self, batch: Batch) -> bool:
-        """While the device has the step to do. → whether it is worth while to be called again."""
+        """Does other work while the device runs the step. → True if it should be called again."""
         self._was_beside = True
         self._tell_started()
         moving = self._tiers.beside_step(batch)
@@ -237,9 +239,11 @@ class Engine:
         return self._requests.deliveries.beside_step() or moving or hearing or reading
 
     def _waited_for(self, batch: Batch) -> float:
-        """The seconds of this step, and of those before it that nobody has waited for. What prefill takes is not learnt
-        from them where some rows went through a part of the blocks, nor where the device has had nothing to do in
-        between: when it was done with those before, nobody has seen."""
+        """The seconds of this step, and of the steps before it whose results the host did not wait for.
+
+        Also updates the measured prefill speed, with two exceptions. Rows that ran a part of the blocks do not measure
+        prefill. If the device was idle in between, the end of the earlier steps was not observed.
+        """
         seconds, self._unwaited_s = self._unwaited_s, 0.0
         tells, self._untold = not self._untold, False
         tokens = self._unwaited.pop(batch.model)
@@ -249,13 +253,14 @@ class Engine:
         return seconds
 
     def _tell_started(self) -> None:
-        """While the device has the step, as a rule: their first tokens find the server with that done."""
+        """Sends Stepping. As a rule the device still runs the step, so the server has handled the message before the
+        first tokens come."""
         if self._started:
             self._channel.send(messages.Stepping(self._started))
             self._started = []
 
     def _tell(self, requests: Sequence[Request], sampled: Sampled) -> None:
-        """What the step gave each request; those that are unsound or late get no token."""
+        """Sends the step's tokens. An unsound or late row has none."""
         given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
         tokenless = {*sampled.unsound, *sampled.late}
         tokens = [
@@ -269,8 +274,8 @@ class Engine:
             self._channel.send(messages.Stepped(tokens))
 
     def _sound(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
-        """The tokens of these rows, None where there are no numbers to choose from: where a client has changed its
-        session's activations, that is what its call ends with, and else it fails."""
+        """The tokens of these rows for the scheduler. A late row has LATE. A row whose logits are not finite has None:
+        its call ends there if the session has edits, and fails otherwise."""
         tokens: list[int | None] = [*sampled.tokens]
         for index in sampled.late:
             tokens[index] = LATE
@@ -286,16 +291,17 @@ class Engine:
         return tokens
 
     def _fail_lost(self, batch: Batch) -> bool:
-        """Ends requests that would have to compute KV anew which a client gave, and tokens cannot say what it was."""
+        """Fails requests that would have to recompute imported KV: the session's tokens do not determine it. → True if
+        there were any."""
         lost = [row.request for row in batch.rows if row.start < row.session.foreign_tokens]
         for request in lost:
             self._requests.fail(request, SessionLost(LOST))
         return bool(lost)
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
-        """The step gave nothing: each request in it is told so. A device that is broken for good ends the process."""
+        """Fails every request of the step. A permanent error of the device is raised again, and the engine exits."""
         log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
-        self._device.synchronize()  # raises again where the error sticks, and so ends the engine
+        self._device.synchronize()  # raises again if the error is permanent
         self._runners[batch.model].recover()
         told = DjinnError(f"the step failed: {error!r}")
         if isinstance(error, torch.OutOfMemoryError):
@@ -323,7 +329,8 @@ class Engine:
         runner.held.drop(message.session)
 
     def _truncate(self, message: messages.Truncate) -> None:
-        """What a run ended with may reach the server when that has closed the session already, and lead to this."""
+        """The session may be closed already: the server truncates when a run ends, and that end can cross with
+        a Close."""
         with suppress(SessionNotFound):
             self._scheduler.truncate(message.session, message.length)
 
@@ -352,8 +359,8 @@ class Engine:
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
 
     def _inquire(self, message: messages.Inquire) -> None:
-        """Audits are made between steps. Who merely looks is answered beside one, or when there is none: that goes
-        through all pages of all sessions."""
+        """Answers a report at the next convenient time: it visits all pages of all sessions, so it overlaps with a step
+        if there is one. An audit is made now, between two steps."""
         self._inquiries.append(message)
         if message.check:
             self._answer_inquiries()

@@ -1,13 +1,13 @@
-"""Loads models beside the step loop, and says what loading one would come to.
+"""Loads models while other models step, and plans loads.
 
     engine thread:  submit ─────────────────────────────────────────────► adopt: KV pool, check, graphs → Loaded
     job's thread:      read ─ NeedArena ─ wait ─ fill ─ pin ─ upload ─┘
                                      ▲
     engine thread:          arena_ready / arena_refused (from the server)
 
-Each job has a thread, and they have the device in turns (`turns.py`): one load comes after the other, and only one that
-waits for slow files lets others go first (`job_files.py`). A load that is under way when the engine ends is broken off
-at the next buffer. When a model serves, the memory of its host tier is brought in the same way, in turn with loads:
+Each job has a thread, and the threads take turns on the device (`turns.py`). Loads run one after another; only a load
+that waits for slow files lets others go first (`job_files.py`). When the engine ends, a load stops at the next buffer.
+After a load, the memory of the model's host tier is mapped and pinned by a job of the same kind:
 
     engine thread:  submit(WantPages) ───────────────────────────────► take_pages
     job's thread:      NeedArena ─ wait ─ map ─ pin ───────────────┘
@@ -60,7 +60,7 @@ log = logging.getLogger("djinnd.engine")
 
 @dataclass(frozen=True, slots=True)
 class WantFile:
-    """The disk tier's files."""
+    """The files of a model's disk tier."""
 
     folder: str
     name: str
@@ -70,18 +70,18 @@ class WantFile:
 
 @dataclass(frozen=True, slots=True)
 class WantPages:
-    """The lower tiers of a model that has been loaded. `file` None: on the host only."""
+    """A job that maps the tiers below the device for a loaded model. `file` None: host only."""
 
-    request: int  # of its Load
+    request: int  # of the model's Load
     model: str
-    slots: int  # where an earlier engine has left pages of the same fingerprint, there may be more or fewer
+    slots: int  # wanted; the arena may have more or fewer if an earlier engine left pages of the same fingerprint
     page_bytes: int
     fingerprint: str
     file: WantFile | None = None
 
 
 Job = WithFiles | DescribeDevice | WantPages
-Answers = queue.SimpleQueue[ArenaReady | ArenaRefused | None]  # None: there will be none
+Answers = queue.SimpleQueue[ArenaReady | ArenaRefused | None]  # None: the queue is closing
 
 _LET_END = 30.0  # seconds
 
@@ -96,18 +96,18 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class PagesResult:
-    """Whoever takes it releases the pages, also where the model has gone meanwhile: another load of that name has
-    another request."""
+    """The receiver must release the pages, even if the model has been unloaded meanwhile. A later load of the same name
+    has another `request`."""
 
     request: int
     model: str
     pages: HostPages | None
-    why: str = ""  # there are none
+    why: str = ""  # reason why `pages` is None
     file: PageFile | None = None
     why_no_file: str = ""
 
     def release(self) -> None:
-        """For whoever has no use for it."""
+        """Closes the file and releases the pages, if the model does not need them."""
         if self.file is not None:
             self.file.close()
         if self.pages is not None:
@@ -115,11 +115,11 @@ class PagesResult:
 
 
 class _Closing(Exception):
-    """The engine ends: nobody wants this model any more."""
+    """The engine ends, so the job stops."""
 
 
 class LoadQueue:
-    """Owns the jobs' threads. `results` and `_pages` are for the engine's, which is woken when there is one."""
+    """Owns the jobs' threads. The engine's thread takes `results` and `_pages`; each new one wakes it."""
 
     def __init__(self, channel: Channel, device: Device, max_batch_tokens: int) -> None:
         self._channel = channel
@@ -128,8 +128,8 @@ class LoadQueue:
         self._closing = False
         self._line = Line()
         self._threads: list[threading.Thread] = []
-        self._unfinished = 0  # loads whose results the engine has not taken
-        self._arenas: dict[int, Answers] = {}  # by request that waits for one
+        self._unfinished = 0  # loads without a result that the engine has taken
+        self._arenas: dict[int, Answers] = {}  # by request that waits for an arena
         self.results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._pages: queue.SimpleQueue[PagesResult] = queue.SimpleQueue()
 
@@ -141,18 +141,18 @@ class LoadQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a load is under way: memory is taken that no runner has yet."""
+        """True while a load has taken device memory that no runner owns yet."""
         return self._unfinished > 0
 
     def take(self) -> LoadResult | None:
-        """The next result, if there is one."""
+        """The next finished load, or None."""
         if self.results.empty():
             return None
         self._unfinished -= 1
         return self.results.get()
 
     def take_pages(self) -> PagesResult | None:
-        """The next one of a host tier, if there is one."""
+        """The next finished job of a host tier, or None."""
         return None if self._pages.empty() else self._pages.get()
 
     def arena(self, answer: ArenaReady | ArenaRefused) -> None:
@@ -163,7 +163,7 @@ class LoadQueue:
             os.close(answer.fd)
 
     def _work(self, job: Job, turn: Turn) -> None:
-        """Keeps no result: its memory must go with the model."""
+        """The thread of one job. It keeps no reference to the result, because the memory must go with the model."""
         files = None if isinstance(job, WantPages | DescribeDevice) else JobFiles(job, turn, self._check_open)
         try:
             turn.take()
@@ -175,7 +175,7 @@ class LoadQueue:
         finally:
             turn.give_way()
             if files is not None:
-                files.close()  # by now nobody waits for it
+                files.close()  # no one waits for this any more
 
     def _check_open(self) -> None:
         if self._closing:
@@ -240,7 +240,7 @@ class LoadQueue:
             self._channel.send(Loading(load.model, stage, done, total))
 
         progress("opening", 0, 0)
-        self._device.rates()  # measured while the device has room for it
+        self._device.rates()  # while the device has room for the measurement
         loader = self._loader(load, files)
         shape = model_shape(loader)
         budget = self._device.budget
@@ -257,7 +257,7 @@ class LoadQueue:
         return LoadResult(load, weights, shape, None)
 
     def _bring_pages(self, wanted: WantPages) -> HostPages:
-        """Raises OutOfMemory; DjinnError where the model has been unloaded meanwhile."""
+        """Raises OutOfMemory, or DjinnError if the model has been unloaded meanwhile."""
         nbytes = object_bytes(wanted.slots, wanted.page_bytes)
         began = time.monotonic()
         answer = self._ask_arena(NeedArena(wanted.request, wanted.model, nbytes, wanted.fingerprint, holds="pages"))
@@ -274,7 +274,7 @@ class LoadQueue:
     def _ask_arena(self, need: NeedArena) -> ArenaReady:
         answers = self._arenas[need.request] = queue.SimpleQueue()
         try:
-            self._check_open()  # `close` either finds the queue or has been seen
+            self._check_open()  # `close` finds the queue, or this sees that it has begun
             self._channel.send(need)
             answer = answers.get()
         finally:
@@ -286,8 +286,7 @@ class LoadQueue:
         return answer
 
     def close(self) -> None:
-        """Returns when the threads have ended, but for those that a file system holds; loads that were under way are
-        broken off."""
+        """Stops all jobs and waits for their threads, for up to `_LET_END` seconds: a file system may hold one."""
         self._closing = True
         self._line.close()
         for answers in list(self._arenas.values()):
@@ -298,7 +297,7 @@ class LoadQueue:
 
 
 def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
-    """The second: why there is none. Reserving its table takes as long as the disk likes."""
+    """→ the file or None, and the reason why there is none. Reserving its space takes as long as the disk takes."""
     file = wanted.file
     if file is None:
         return None, ""
@@ -313,8 +312,7 @@ def _file(wanted: WantPages) -> tuple[PageFile | None, str]:
 
 
 def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:
-    """The model's stretch of shared memory as uint8 [nbytes]; None: all there is. The mapping lives as long as the
-    tensor."""
+    """The model's part of shared memory as uint8 [nbytes]; None: all of it. The tensor owns the mapping."""
     memory = posix_ipc.SharedMemory(answer.name)
     try:
         nbytes = memory.size - answer.offset if nbytes is None else nbytes
@@ -326,7 +324,7 @@ def map_arena(answer: ArenaReady, nbytes: int | None = None) -> Tensor:
 
 
 def map_image(fd: int, nbytes: int) -> Tensor:
-    """A client's image as uint8 [nbytes], for reading only. Closes `fd`; the mapping lives as long as the tensor."""
+    """A client's image as uint8 [nbytes], mapped read-only. Closes `fd`; the tensor owns the mapping."""
     try:
         return torch.frombuffer(map_read_only(fd, nbytes), dtype=torch.uint8)
     finally:
@@ -343,7 +341,7 @@ def model_shape(loader: Loader) -> ModelShape:
         kv_heads=skeleton.kv_shape.kv_heads,
         head_dim=skeleton.kv_shape.head_dim,
         width=config.hidden_size,
-        widest=max(max(shape[-2:]) for shape in projections),  # rows and columns: GPT-2's lie transposed
+        widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
         max_positions=config.max_position_embeddings,

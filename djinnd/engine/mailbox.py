@@ -1,12 +1,12 @@
-"""What the server says to the engine: each message, in its order, to its handler.
+"""Hands each message of the server to its handler, in the order in which the messages came.
 
-    channel ──► unheard ─┬─ between two steps: all of them, but for what may as well be heard beside the next one
-                         └─ beside a step: up to the first that has to wait until it is over
+    channel ──► unheard ─┬─ between two steps: all messages, except a last part that can overlap with the next step
+                         └─ during a step: up to the first message that must wait for the step's end
 
-Between two steps the device would wait for each of them, up to a millisecond or two where caches have forgotten the
-code. Beside one is heard what changes nothing that the step needs, neither its rows nor what they have on the device.
-It may lead to somebody's leaving the device, or coming back: nobody who makes room then has a row, and copies into
-pages that are free begin in a later turn, behind the step.
+The device idles while messages are handled between two steps. A message takes up to one or two milliseconds when the
+caches have lost the code. During a step, only messages are handled that change nothing the step uses: neither its rows
+nor their state on the device. Such a message may make a session leave the device or come back. That is safe, because a
+session that gives up pages has no row in the step, and copies into free pages begin in a later turn, after the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from djinnd.scheduler.scheduler import Scheduler
 
 
 class Mailbox:
-    """Belongs to the engine's thread."""
+    """Used by the engine's thread."""
 
     def __init__(
         self,
@@ -40,23 +40,24 @@ class Mailbox:
         self._requests = requests
         self._handlers = handlers
         self._unheard: deque[messages.ToEngine] = deque()
-        self._calls = 0  # heard since they were last taken
+        self._calls = 0  # Runs handled since the last `take_calls`
 
     def receive(self, patience: float) -> bool:
-        """Waits so many seconds for a message, if there is none yet. → whether there is one. Raises ServerGone."""
+        """Waits up to `patience` seconds for a message, unless there is one. → True if there is one. Raises
+        ServerGone."""
         self._unheard.extend(self._channel.receive(0.0 if self._unheard else patience))
         return bool(self._unheard)
 
     def hear(self, *, before_step: bool = False) -> None:
-        """Between two steps: what has been received, but for the last of it that nobody who runs waits for, and that
-        the next step may as well be beside."""
+        """Handles messages between two steps. With `before_step`, messages at the end of the queue that no running
+        request waits for stay there, because they can overlap with the next step."""
         self._scheduler.tick(time.monotonic())
         waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._unheard))) if before_step else 0
         while len(self._unheard) > waits:
             self._hand_over(self._unheard.popleft())
 
     def hear_beside(self) -> bool:
-        """While a step runs: what has come, and does not have to wait. → whether more may be heard. Raises
+        """Handles messages while a step runs, up to the first that must wait. → True if more may be handled. Raises
         ServerGone."""
         if not self._unheard and self.receive(0.0):
             self._scheduler.tick(time.monotonic())
@@ -65,7 +66,7 @@ class Mailbox:
         return not self._unheard
 
     def take_calls(self) -> int:
-        """How many have begun since this was last asked."""
+        """The number of Runs handled since the last call."""
         calls, self._calls = self._calls, 0
         return calls
 
@@ -74,7 +75,8 @@ class Mailbox:
         self._handlers[type(message)](message)
 
     def _can_wait(self, message: messages.ToEngine) -> bool:
-        """Pages are to leave or to come back that no call waits for, a millisecond's books of them."""
+        """True for Pause and Resume of an idle session: no call waits for these pages, and the bookkeeping takes a
+        millisecond."""
         return isinstance(message, messages.Pause | messages.Resume) and self._is_idle(message.session)
 
     def _may_be_heard_beside(self, message: messages.ToEngine) -> bool:
@@ -88,7 +90,7 @@ class Mailbox:
         return isinstance(message, messages.Signal | messages.Resume | messages.Open)
 
     def _is_idle(self, session: str) -> bool:
-        """One that is not there is none that the step has a row of."""
+        """True if the session has no request. A session that does not exist has no row in the step either."""
         try:
             return self._scheduler.session(session).request is None
         except SessionNotFound:

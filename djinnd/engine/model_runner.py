@@ -1,4 +1,4 @@
-"""Carries out a batch on one model: rows in, tokens out."""
+"""Runs a batch on one model: rows in, sampled tokens out."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ log = logging.getLogger("djinnd.engine")
 
 FindMasks = Callable[[Rows], RowMasks | None]
 
-_PAGES_AT_ONCE = 32  # that are moved from one pool to another: what is held twice
+_PAGES_AT_ONCE = 32  # pages of one piece when a pool is resized: so many exist twice
 
 
 class ModelRunner:
-    """Owns what one served model has on the device: weights, KV pool, graphs, sampler; and its page tables."""
+    """Owns the device memory of one served model: weights, KV pool, CUDA graphs, sampler. Owns its block tables too."""
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class ModelRunner:
         self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
-        self.windows: dict[int, LogitsWindow] = {}  # by request: forward passes that are under way
+        self.windows: dict[int, LogitsWindow] = {}  # by request: the logits of forward passes that run
         self.scores = PromptScores()
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
         self.held = HeldRows(device, self.name, points.width, model.dtype)
-        self._touched: Touched | None = None  # by edits, the last batch that may have been
+        self._touched: Touched | None = None  # the last batch that edits or captures may have touched
         self._is_eager = False
         self.graphs = self._new_graphs()
-        self._ran: Shape | None = None  # by the last step, and not settled yet
-        self._inputs: StepInputs | None = None  # of the last pass; the device may not have taken them yet
+        self._ran: Shape | None = None  # shape of the last step, until `settle`
+        self._inputs: StepInputs | None = None  # inputs of the last pass; the device may still read them
 
     def _new_graphs(self) -> StepGraphs | None:
         if self._is_eager or not isinstance(self.device, CudaDevice):
@@ -91,43 +91,43 @@ class ModelRunner:
         )
 
     def run_without_graphs(self) -> None:
-        """Some of what a step computes cannot be captured."""
+        """Drops the graphs for good: a step of this model needs code that cannot be captured."""
         self.graphs = None
         self._is_eager = True
 
     def compile(self) -> Iterator[None]:
-        """Loads the kernels of steps, before a request waits for one; see StepGraphs.compile."""
+        """Loads the kernels that steps use, before a request waits for one; see StepGraphs.compile."""
         if (graphs := self.graphs) is not None:
             parts = (True for _ in graphs.compile())
             while self._attempt(graphs, partial(next, parts, False)):
                 yield
 
     def prepare(self) -> bool:
-        """Does some of what later steps would have to do, in a tenth of a second; False: there is nothing left."""
+        """Captures one graph that later steps may use, in about a tenth of a second. → False if there is none left."""
         return self.graphs is not None and self._attempt(self.graphs, self.graphs.capture_next)
 
     def _attempt(self, graphs: StepGraphs, capture: Callable[[], object]) -> bool:
-        """Captures, or makes ready for that; a family whose forward cannot be captured runs eagerly from then on. →
-        whether it did something."""
+        """Calls `capture`. A family whose forward pass cannot be captured runs eagerly from then on. → True if it did
+        something."""
         try:
             return bool(capture())
         except torch.OutOfMemoryError as error:
             log.warning("graphs_full model=%s error=%s", self.name, error)
             graphs.stop_capturing()
         except RuntimeError as error:
-            self.device.synchronize()  # raises again where the error sticks
+            self.device.synchronize()  # raises again if the error is permanent
             log.warning("graphs_off model=%s error=%s", self.name, error)
             self.graphs = None
         self.recover()
         return False
 
     def page_bytes(self) -> Tensor:
-        """The pool as it is now, uint8 [pages, bytes of a page]: a view."""
+        """A view of the current pool as uint8 [pages, page_bytes]."""
         return self.model.pool.flatten(1).view(torch.uint8)
 
     @property
     def half_bytes(self) -> int:
-        """Of a page: what the blocks before Residency.half have there, which is its beginning."""
+        """Bytes of a page, from its beginning, that hold the KV of the blocks before Residency.half."""
         return self.model.pool[0, : self.weights.residency.half].nbytes
 
     @property
@@ -136,15 +136,15 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Of the device's budget."""
+        """Bytes of the device's budget that the model takes."""
         touched = self.edits.nbytes + self.captures.nbytes + self.held.nbytes
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
 
     def move(self, places: Plan, num_pages: int) -> None:
-        """Between steps: brings blocks to their places and the pages that are held into a pool of `num_pages`, with the
-        scratch page. What shrinks makes room first for what grows."""
+        """Between two steps: moves blocks to their places, and pages in use into a pool of `num_pages`, which counts
+        the scratch page. Parts that shrink go first, to make room."""
         residency = self.weights.residency
-        self.graphs = None  # they hold addresses, and memory
+        self.graphs = None  # graphs hold addresses, and memory
         self.device.synchronize()
         residency.make_room(places)
         if num_pages != self.plan.num_pages:
@@ -179,12 +179,12 @@ class ModelRunner:
         self.plan = replace(self.plan, num_pages=num_pages)
 
     def recover(self) -> None:
-        """After a step that was broken off."""
+        """Resets the model after a step that failed."""
         self.scores.clear()
         self.model.residency.restart()
 
     def copy_page(self, source: int, target: int) -> None:
-        """Between steps: the whole page, in turn with what the device has still to do."""
+        """Between two steps: copies a whole page, in order with the work that the device still has."""
         with self.device.computing():
             self.model.copy_page(source, target)
 
@@ -192,49 +192,55 @@ class ModelRunner:
     def run(
         self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False, masks: FindMasks | None = None
     ) -> Sampled:
-        """One step. Chooses a token for every row that samples, in the order of the rows; the logits of forward passes
-        go to their windows. `meanwhile`: is called when the device has its work, and again while it says so. `masks`:
-        asked for those of the rows that sample; None: no request has any."""
+        """Runs one step: samples a token for every row that samples, in the order of the rows, and writes the logits of
+        forward passes to their windows.
+
+        `meanwhile`: called while the device works, and again as long as it returns True. `masks`: finds the grammar
+        masks of rows that sample; None: no request has a grammar.
+        """
         self._ran = None
         with self.device.computing(late=True):
             stale = self.kv.take_stale()
             if stale:
-                self.device.catch_up()  # or what comes to somebody who has gone would come behind the zeros
+                self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
                 self.model.zero_pages(stale)
             touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
             rows, logits = self._passes(batch.rows, touched)
-            self.device.catch_up()  # rows may go no further than to a block before
+            self.device.catch_up()  # all rows may have ended before the block where a full pass catches up
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
             masked = None if masks is None else masks(sampling)
             sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
-            self._inputs = None  # they have been taken long since
+            self._inputs = None  # the device has read them
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
-        """In the steps that follow, the session has these. Raises OutOfMemory where their values have no room, and then
-        it has none."""
+        """Sets the session's edits from the next step on. Raises OutOfMemory if their values have no room, and then the
+        session has none."""
         if self.edits.of(session) != edits:
-            self._touched = None  # what it holds may have to move, or to go
+            self._touched = None  # the values that it refers to may move or go
             self.edits.set(session, edits)
 
     def _captures_in(self, batch: Batch) -> bool:
-        """Those whose steps are over may still be here, as their rows are copied out beside this one."""
+        """True if a request of the batch captures. Requests that have ended can still be in `captures`, while their
+        rows are copied out."""
         return bool(self.captures) and any(row.request.id in self.captures for row in batch.rows)
 
     def _touch(self, batch: Batch) -> Touched:
         touched, self._touched = self._touched, None
         if touched is None or not touched.lasts(batch):
             touched = Touched(self.device, batch, self.edits, self.captures)
-        if not self.captures:  # what is captured moves with others' captures
+        if not self.captures:  # captured rows move when others' captures come or go
             self._touched = touched
         return touched
 
     def _passes(self, rows: Rows, touched: Touched | None) -> tuple[Rows, Tensor | None]:
-        """Runs the batch. Rows of which more is wanted than graphs can give run eagerly: in a pass of their own, for
-        the others' sake, or with all others, where each pass over the blocks costs the bus. → the rows in the order in
-        which they were run, and the logits of those that sample, if any does."""
+        """Runs the batch. → the rows in the order of the passes, and the logits of rows that sample, or None.
+
+        Rows that need more than a graph gives run eagerly. They get a pass of their own, so that the other rows keep
+        the graph. If weights stream, all rows run eagerly together, because each pass over the blocks costs the bus.
+        """
         whole = None if touched is None else touched.part(range(len(rows)))
         if self.graphs is None:
             return rows, self._mixed(rows, whole)
@@ -252,7 +258,8 @@ class ModelRunner:
         return order, torch.cat(logits) if logits else None
 
     def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Runs these rows, which are not touched behind the blocks. → logits of those that sample, if any does."""
+        """Replays a graph for these rows, none of which is edited or captured behind the blocks. → the logits of rows
+        that sample, or None."""
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]
@@ -271,13 +278,13 @@ class ModelRunner:
         return graphs.run(shape, len(sampling), probe, blocks)
 
     def settle(self) -> None:
-        """After a step, when what it gave has been told: what makes the next one of its shape faster."""
+        """After a step, when its results have been sent: captures a graph for the step's shape, if that pays."""
         graphs, shape, self._ran = self.graphs, self._ran, None
         if graphs is not None and shape is not None and graphs.wants(shape):
             self._attempt(graphs, lambda: graphs.capture(shape))
 
     def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Runs these rows eagerly. → logits of those that sample, if any does."""
+        """Runs these rows eagerly. → the logits of rows that sample, or None."""
         counts = [row.count for row in rows]
         inputs = StepInputs(self.device, sum(counts), len(rows), max(self.kv.pages_held(r.session.id) for r in rows))
         self._compose(inputs, rows)
@@ -299,19 +306,19 @@ class ModelRunner:
         logits = picks.logits(0, len(sampling)) if sampling else None
         self._tell_logits(picks, len(sampling), rows)
         for _ in picks.pieces(len(sampling) + len(told), len(seen)):
-            pass  # the probe has seen it
+            pass  # the probe reads them
         return logits
 
     def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
-        """Of prologue and blocks of a pass, for which `inputs` have been filled."""
+        """The probe of a pass's prologue and blocks. `inputs` have been filled for the pass."""
         probe = None if part is None else part.probe()
-        if not self.held and not self.captures:  # a row that is to wait is captured, one that has waited is held
+        if not self.held and not self.captures:  # a row that will wait is captured, one that has waited is held
             return probe
         return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
 
     def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
-        """Writes each forward pass's logits, which are from pick `first` on, to its window, and notes what they say of
-        the prompts that are to be scored."""
+        """Writes the logits from pick `first` on to the windows of forward passes, and scores the prompts that
+        want it."""
         for row in rows:
             positions = told_positions(row)
             if not positions:
@@ -327,24 +334,25 @@ class ModelRunner:
             first += len(positions)
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
-        """Where nobody has read what the last pass gave, as of a long prompt's chunks, the host is no more than this
-        one ahead of the device: the last one's inputs have been taken, which may be the same ones."""
+        """Fills `inputs`. If the host has not read the last pass's results (chunks of a long prompt), it first waits
+        until the device has taken the last inputs, which may be the same buffers. So the host is at most one pass
+        ahead."""
         if self._inputs is not None:
             self._inputs.wait()
         self._inputs = inputs
         compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
 
     def open_window(self, request: Request) -> None:
-        """Raises OSError or OutOfMemory where the host has no memory for the logits."""
+        """Raises OSError or OutOfMemory if the host has no memory for the logits."""
         self.windows[request.id] = LogitsWindow(request.prompt_end - request.first, self.model.vocab)
 
     def forget(self, request: Request) -> LogitsWindow | None:
-        """The request has ended. Its window, if it had one, is the caller's now."""
+        """Drops the state of a request that has ended. → its window, if it had one; the caller owns it."""
         self.sampler.forget(request)
         return self.windows.pop(request.id, None)
 
     def release(self) -> None:
-        """Gives the device memory back; the runner is not used after this."""
+        """Gives the device memory back. The runner must not be used afterwards."""
         for window in self.windows.values():
             window.close()
         self.graphs = None

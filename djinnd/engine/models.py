@@ -1,9 +1,9 @@
-"""The engine's models: how they come and go, what they give back when others need it, and the budget that they share.
+"""The engine's models: load, serve, unload; and the budget that they share.
 
 Load ─► read beside the steps (loading.py) ─► prepared: workspace, KV pool ─► kernels compiled beside the steps ─┐
         ┌────────────────────────────────────────────────────────────────────────────────────────────────────────┘
         └─► adopted: check (a part between two steps), graphs, tiers ─► Loaded ··· Unload ─► Unloaded
-            what fails gives all back ─► Failed
+            a failure gives all memory back ─► Failed
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger("djinnd.engine")
 
 
 class Models:
-    """Belongs to the engine's thread. `runners`, by model, is changed here and nowhere else; `limits`: tokens and rows
-    of a step; `compiler`: None where kernels are not compiled, or when they are launched."""
+    """Used by the engine's thread, and the only writer of `runners`, by model. `limits`: most tokens and rows of a
+    step. `compiler`: None if kernels are compiled at launch or not at all."""
 
     def __init__(
         self,
@@ -63,17 +63,18 @@ class Models:
         self._channel = channel
         self._limits = limits
         self._compiler = compiler
-        self._preparing: dict[Preparation, Compiling] = {}  # models whose kernels are being compiled
-        self._adopting: deque[tuple[Preparation, Iterator[None]]] = deque()  # under check, the first now
+        self._preparing: dict[Preparation, Compiling] = {}  # models that wait for kernels
+        # models under check; only the first is worked on
+        self._adopting: deque[tuple[Preparation, Iterator[None]]] = deque()
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
     def load(self, message: messages.Load) -> None:
-        self.spare_idle()  # the model may need all there is
+        self.spare_idle()  # the model may need all memory
         self._loads.submit(message)
 
     def turn(self) -> None:
-        """Goes on with what has been loaded, and lets go of held rows that nobody waits for any more."""
+        """Advances all loads, and drops held rows that no session needs."""
         while (result := self._loads.take()) is not None:
             load, refusal = result.load, _attempt(partial(self._prepare, result))
             del result
@@ -90,11 +91,12 @@ class Models:
                 runner.held.sweep()
 
     def _refuse(self, load: messages.Load, refusal: DjinnError | None) -> None:
-        """Ends the load's request, if there is a refusal. Nobody holds the refused model any more, but for cycles."""
+        """Ends the load's request, if there is a refusal. The caller keeps no reference to the refused model, only
+        cycles do."""
         if refusal is not None:
             log.warning("model_refused model=%s error=%s", load.model, refusal.message)
-            self._device.synchronize()  # raises where the device is broken for good, and so ends the engine
-            gc.collect()  # frames of the failure lie in cycles, and hold the refused model's memory until then
+            self._device.synchronize()  # raises if the device's error is permanent, which ends the engine
+            gc.collect()  # frames of the failure are in cycles, which hold the refused model's memory
             self._channel.refuse(load.request, refusal)
 
     def _prepare(self, result: LoadResult) -> None:
@@ -115,7 +117,7 @@ class Models:
         self._channel.send(messages.Loading(model, "compiling", done, total))
 
     def _compiled(self) -> Preparation | None:
-        """One whose kernels are there, as far as they can be."""
+        """A model whose compilation has ended, successfully or not."""
         return next((p for p, compiling in self._preparing.items() if compiling.is_over), None)
 
     def _go_on(self, preparation: Preparation, compiling: Compiling) -> None:
@@ -127,7 +129,8 @@ class Models:
         return bool(self._adopting)
 
     def _adopt_some(self) -> None:
-        """Does one more part of the first model's check. Requests of other models wait for one part, never for all."""
+        """Does one part of the first model's check. Requests of other models wait for one part, never for the whole
+        check."""
         preparation, parts = self._adopting.popleft()
         load, refusal = preparation.load, _attempt(partial(self._do_part, preparation, parts))
         del preparation, parts
@@ -151,12 +154,12 @@ class Models:
         self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
 
     def close(self) -> None:
-        """The engine ends: what is being compiled is broken off."""
+        """Stops all compilations."""
         for compiling in self._preparing.values():
             compiling.stop()
 
     def _release_host(self, runner: ModelRunner) -> None:
-        """Gives back the model's copy on the host, where that is wished and nothing needs it."""
+        """Releases the model's copy on the host, if the load asks for that and no block needs it."""
         if runner.load.placing.keep_host:
             return
         if runner.places.streamed:
@@ -168,13 +171,14 @@ class Models:
     # --- while they are there ---------------------------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        """In an idle moment: does for one model what its later steps would have to do. Whoever speaks meanwhile waits
-        for it: not between the calls of somebody who makes one after another. → whether there was anything."""
+        """Prepares one model for later steps. A request that comes meanwhile waits, so this runs only in a quiet
+        moment, not between the calls of a client that makes one after another. → True if there was something to
+        prepare."""
         return any(runner.prepare() for runner in self._runners.values())
 
     def spare_idle(self) -> None:
-        """What idle sessions have on the device beside pages goes: edits come back with the next run, and what has
-        stopped inside of the model is run anew."""
+        """Frees the device memory of idle sessions, except pages. Edits are uploaded again at the next run, and a
+        session that has stopped inside the model recomputes."""
         for session in self._scheduler.sessions():
             if session.request is None:
                 self._runners[session.model].use_edits(session.id, ())
@@ -215,7 +219,7 @@ class Models:
             self._tiers.remove(message.model)
             self._scheduler.remove_model(message.model)
             self._runners.pop(message.model).release()
-            gc.collect()  # modules lie in cycles, and hold the model's shared memory and page files until then
+            gc.collect()  # modules are in cycles, which hold the model's shared memory and page files
             self._channel.send(messages.Unloaded(message.request))
 
         if message.keep_pages:
@@ -225,7 +229,7 @@ class Models:
 
 
 def _attempt(step: Callable[[], None]) -> DjinnError | None:
-    """→ why that failed."""
+    """Calls `step`. → the error, if it fails."""
     try:
         step()
     except DjinnError as error:
@@ -235,7 +239,7 @@ def _attempt(step: Callable[[], None]) -> DjinnError | None:
 
 @contextmanager
 def _told(model: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a DjinnError that names the model."""
+    """Turns every exception into a DjinnError that names the model."""
     try:
         yield
     except DjinnError:

@@ -3,8 +3,8 @@
     Run ─► submitted ─► Started, with its first row ─► … its tokens … ─► Finished, LogitsReady or Failed
             └─ refused: Failed                          └─ fails: rolled back, Failed
 
-What a request has beside its tokens is made room for when it is submitted, and goes with it: the window of its logits,
-what it captures, what is seen where it stops.
+Resources of a request other than tokens are reserved when it is submitted, and freed when it ends: the window of its
+logits, and rows for captures at its points or at its breakpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from djinnd.scheduler.scheduler import Scheduler
 
 
 class Requests:
-    """Belongs to the engine's thread."""
+    """Used by the engine's thread."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class Requests:
         spare_idle: Callable[[], object],
         grammar_limits: tuple[float, int],
     ) -> None:
-        """`runners`: by model, as they are at any time. `spare_idle`: makes room on the device. `grammar_limits`: see
+        """`runners`: by model, a live view. `spare_idle`: frees device memory of idle sessions. `grammar_limits`: see
         Guidance."""
         self.under_way: dict[int, Session] = {}  # by request
         self.passages = Passages(device, scheduler, runners, channel, courses, self._compute_kv)
         self.deliveries = Deliveries(device, channel, courses, self._fail_delivery)
         self.guidance = Guidance(scheduler, channel, grammar_limits, self.fail, self.finish)
         self._stop_captures = StopCaptures(self.deliveries, runners)
-        self._waiting: set[int] = set()  # those that have had no row yet
+        self._waiting: set[int] = set()  # requests that have had no row yet
         self._scheduler = scheduler
         self._runners = runners
         self._tiers = tiers
@@ -72,7 +72,7 @@ class Requests:
                 os.close(message.grammar.fd)
 
     def is_plain(self, message: messages.Run) -> bool:
-        """Tokens come and tokens go: nothing has to be made room for, on the device or elsewhere."""
+        """True if the Run only adds and generates tokens, and needs no memory for logits, captures or new edits."""
         if message.logits or message.capture or message.stops or message.resume_block is not None:
             return False
         if message.prompt_logprobs is not None:
@@ -132,7 +132,7 @@ class Requests:
         self._waiting.add(request.id)
 
     def _guide(self, session: Session, request: Request, message: messages.Run) -> None:
-        """Raises what Guidance.begin does; the session is as it was then."""
+        """Raises the errors of Guidance.begin; the session is then as it was before the Run."""
         try:
             self.guidance.begin(session, request, message, self._runners[session.model].model.vocab)
         except DjinnError:
@@ -141,7 +141,7 @@ class Requests:
             raise
 
     def _make_room(self, session: Session, request: Request) -> None:
-        """For what the request's steps need and give beside tokens. Raises OutOfMemory."""
+        """Reserves memory for the request's edits, captures and logits. Raises OutOfMemory."""
         runner = self._runners[session.model]
         runner.use_edits(session.id, session.edits)
         if request.capture:
@@ -153,14 +153,14 @@ class Requests:
                 raise OutOfMemory(f"the host has no memory for the logits: {error}") from error
 
     def _compute_kv(self, number: int, session: Session) -> None:
-        """Submits a request that computes what KV the session lacks, and gives no token."""
+        """Submits a request that computes the session's missing KV and generates no token."""
         length = len(session.tokens)
         self._runners[session.model].use_edits(session.id, session.edits)
         self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
         self.under_way[number] = session
 
     def note_started(self, batch: Batch) -> list[messages.Started]:
-        """Of those that have their first row."""
+        """Started messages for the requests with their first row in this batch."""
         if not self._waiting:
             return []
         now = time.monotonic()
@@ -172,7 +172,8 @@ class Requests:
         return started
 
     def fail_unseen(self, batch: Batch) -> bool:
-        """Ends requests that are to stop where what is there cannot be captured."""
+        """Fails requests that stop in this batch if the device has no room for the activations there. → True if
+        there were any."""
         refused = self._stop_captures.capture(batch)
         if refused:
             self._spare_idle()
@@ -184,7 +185,7 @@ class Requests:
     # --- they end -----------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request | None) -> None:
-        """The final reply of a request that the scheduler has ended; None: it had been answered before."""
+        """Sends the final reply of a request that the scheduler has ended. None: it has had its reply."""
         if request is None:
             return
         session = self._forget(request)
@@ -209,8 +210,8 @@ class Requests:
             window.close()
 
     def _stopped(self, session: Session, request: Request) -> int | None:
-        """Before which block the request has ended. Where its rows are not held there, they are computed anew when the
-        session goes on."""
+        """The block before which the request has stopped, or None. If its rows are not held there, the stage is
+        dropped, and the session recomputes them when it goes on."""
         if request.stopped is None:
             return None
         if request.stopped.block and not self._runners[session.model].held.holds(session):
@@ -218,16 +219,16 @@ class Requests:
         return request.stopped.block
 
     def _fail_delivery(self, session: Session, request: Request, error: DjinnError) -> None:
-        """What it captures has nowhere to go."""
+        """Fails a request whose captures cannot be delivered."""
         if request.id in self.under_way:
             self.fail(request, error)
             return
-        if session in self._scheduler.sessions():  # idle until this is answered
+        if session in self._scheduler.sessions():  # the session is idle until the request has its reply
             self._scheduler.truncate(session.id, request.first)
         self._channel.refuse(request.id, error)
 
     def fail(self, request: Request, error: DjinnError) -> None:
-        """Answers with the error; the session is as it was before the request."""
+        """Replies with the error; the session is as it was before the request."""
         self._scheduler.rollback(request.id)
         session = self._forget(request)
         self.deliveries.drop(request)

@@ -1,4 +1,4 @@
-"""The rows of a batch as a step's inputs, and what the step gave in their order: pure functions."""
+"""Pure functions between the rows of a batch and the arrays of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _NONE = range(0)
 
 
 def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
-    """Fills the host side of `inputs`, which may have room for more. `table` [rows, pages]: of the rows' sessions."""
+    """Fills the host side of `inputs`, which may be larger. `table` [rows, pages]: the block tables of the rows'
+    sessions."""
     if all(row.count == 1 for row in rows):
         _compose_tokens(inputs, rows, table, page_size)
     else:
@@ -26,8 +27,8 @@ def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_s
 
 
 def _compose_tokens(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
-    """What the other one does, where each row brings one token, in half as many calls of numpy: the device waits for
-    them in every step that decodes."""
+    """`_compose_chunks` for rows of one token each, with half as many numpy calls: the device waits for them in every
+    decode step."""
     host, count = inputs.host, len(rows)
     order, positions = np.arange(count + 1), np.array([row.start for row in rows])
     pages, offsets = np.divmod(positions, page_size)
@@ -58,7 +59,8 @@ def _compose_chunks(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32]
 
 
 def told_positions(row: Row) -> range:
-    """Of the row's positions, those at which logits are told, or what they say of the prompt's next token."""
+    """The positions of the row where the request wants the logits, or the log probability of the prompt's next
+    token."""
     request = row.request
     if request.logits:
         return range(max(row.start, request.seen_from), row.end)
@@ -68,7 +70,8 @@ def told_positions(row: Row) -> range:
 
 
 def in_order(sampled: Sampled, sampling: Rows, wanted: Rows) -> Sampled:
-    """`sampling`: the rows that its entries are of. → in the order of `wanted`, of those that sample."""
+    """Reorders `sampled`, which has one entry for each row of `sampling`. → in the order of those rows of `wanted` that
+    sample."""
     entries = {row.request.id: entry for entry, row in enumerate(sampling)}
     order = [entries[row.request.id] for row in wanted if row.samples]
     unsound = set(sampled.unsound)

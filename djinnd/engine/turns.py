@@ -1,7 +1,7 @@
-"""Who may use the device for a load: one at a time, in the order in which they got in line.
+"""Turns on the device for loads: one load at a time, in the order in which the loads got in line.
 
-A load that waits for its files gives way and gets in line again when they are there, so that slow files, and files
-that somebody keeps from coming, hold up no load but their own.
+A load that waits for its files gives up its turn and gets in line again when they are there. So slow files, and files
+that a client holds back, delay only their own load.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ import threading
 
 
 class Line:
+    """The loads in line. The first of `turns` may use the device."""
+
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.turns: list[Turn] = []
         self.is_closed = False
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Ends all waiting: every `take` returns."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
 
 
 class Turn:
-    """One load's place. Its methods do nothing where there is nothing to do."""
+    """One load's place in the line. `take` and `give_way` may be called in any state."""
 
     def __init__(self, line: Line) -> None:
-        """It stands in line from now on."""
+        """Gets in line at once."""
         self._line = line
         with line.changed:
             line.turns.append(self)
 
     def take(self) -> None:
-        """Returns when it is this load's turn, or the line is closed."""
+        """Blocks until it is this load's turn, or the line is closed."""
         line = self._line
         with line.changed:
             if self not in line.turns:

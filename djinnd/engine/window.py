@@ -1,4 +1,4 @@
-"""Host memory that passes between the device and a client: pinned in pieces, and copied a piece at a time."""
+"""Host memory shared with a client, pinned and copied to or from the device in pieces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HOST_PAGE = 4096
 
 
 class Window:
-    """Host memory while it is pinned and copied from or to. Leaving the context waits for the copies in flight, and has
-    the memory unpinned in the thread of courses."""
+    """Pins host memory and copies to or from it. Leaving the context waits for the copies in flight; the memory is then
+    unpinned on the thread of Courses."""
 
     def __init__(
         self, device: Device, memory: Tensor, page_bytes: int, courses: Courses, *, read_only: bool = False
     ) -> None:
-        """memory: uint8 [pages * page_bytes], from the beginning of a host page."""
+        """memory: uint8 [pages * page_bytes], aligned to a host page."""
         self._device = device
         self._memory = memory
         self._page_bytes = page_bytes
@@ -34,21 +34,23 @@ class Window:
         self._flying: deque[Event] = deque()
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """First page and count. A piece starts on a page of the host, too: so each is pinned by itself."""
+        """First page and number of pages of each piece. A piece starts on a page of the host, because each is pinned by
+        itself."""
         pages = len(self._memory) // self._page_bytes
         align = HOST_PAGE // math.gcd(self._page_bytes, HOST_PAGE)
         count = max(PIECE_BYTES // self._page_bytes // align, 1) * align
         return ((first, min(count, pages - first)) for first in range(0, pages, count))
 
     def pin(self) -> None:
-        """Raises OutOfMemory."""
+        """Pins all pieces. Raises OutOfMemory."""
         size = self._page_bytes
         pieces = [self._memory[first * size : (first + count) * size] for first, count in self.pieces()]
         self._device.pin(pieces, read_only=self._read_only)
         self._pinned = pieces
 
     def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
-        """One piece, target and source of each copy; what they read has been there since `after`, or is now."""
+        """Queues the copies of one piece, as pairs of target and source. Their sources are complete at the mark
+        `after`, or at the current end of the compute stream. Blocks while more than two pieces are in flight."""
         after, event = self._device.mark() if after is None else after, None
         for target, source in copies:
             event = self._device.copy(target, source, after, "window", self._lane)
@@ -60,16 +62,16 @@ class Window:
 
     @property
     def is_filled(self) -> bool:
-        """Whether all copies that were queued have happened."""
+        """True if all queued copies are done."""
         return all(event.has_passed() for event in self._flying)
 
     def settle(self) -> None:
-        """Waits for the copies in flight."""
+        """Blocks until the copies in flight are done."""
         while self._flying:
             self._flying.popleft().wait()
 
     def release(self) -> None:
-        """Unpins the memory. Takes long."""
+        """Unpins the memory. Slow."""
         self._device.unpin(self._pinned)
         self._pinned = []
 
@@ -78,20 +80,20 @@ class Window:
 
     def __exit__(self, *error: object) -> None:
         self.settle()
-        self._courses.later(self.release)  # behind `pin`, where that is still under way
+        self._courses.later(self.release)  # runs after `pin`, if that is still under way on the same thread
 
 
 class StagedWindow(Window):
-    """One that is too small to be pinned: copies from the device go by way of memory that is pinned already, and reach
-    the window when they have been settled. To pin a few pages, and to unpin them, takes the driver longer than that,
-    and whatever a step asks of it meanwhile waits."""
+    """A window too small to be pinned: copies from the device go to staging memory, which is pinned already, and reach
+    the window in `settle`. Pinning and unpinning a few pages takes the driver longer than that, and a step's calls to
+    the driver wait meanwhile."""
 
     def __init__(self, device: Device, memory: Tensor, page_bytes: int, courses: Courses) -> None:
         super().__init__(device, memory, page_bytes, courses)
-        self._staged: list[tuple[Tensor, Tensor]] = []  # target, and where its bytes come first
+        self._staged: list[tuple[Tensor, Tensor]] = []  # target, and its bytes in staging memory
 
     def pin(self) -> None:
-        """Has the pages come, so that the engine's thread need not wait for them."""
+        """Touches the pages, so that the engine's thread does not take the page faults."""
         self._memory.zero_()
 
     def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
