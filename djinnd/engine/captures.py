@@ -1,7 +1,8 @@
-"""Activations that requests capture: on the device, from the steps that compute them until they are copied out.
+"""Activations that requests capture: kept on the device from the step that computes them until they are copied out.
 
-Of a request, each point has `room` rows, side by side and in the order of its positions; steps fill those of all
-requests together.
+Each point of a request has `room` contiguous rows, in the order of positions. Steps write rows of all requests
+together.
+
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from djinnd.engine.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable,
 
 
 class _Layout(NamedTuple):
-    """Of points, whoever captures them."""
+    """Properties of a tuple of points that do not depend on the request."""
 
     of_kind: dict[bool, list[Point]]
     reach: Reach
 
 
-@lru_cache(256)  # the same points are captured again and again, between two steps of everybody
+@lru_cache(256)  # computed between two steps, and the same points are captured again and again
 def _layout_of(points: tuple[Point, ...]) -> _Layout:
     return _Layout(kinds_of(points), reach_of(points))
 
@@ -40,12 +41,12 @@ class _Captured(msgspec.Struct, frozen=True):
     points: tuple[Point, ...]
     first: int  # position
     room: int
-    rows: dict[bool, int]  # the first, of points that are logits and of others
-    shifts: dict[Point, int]  # from there
+    rows: dict[bool, int]  # the first row, of points that are logits and of the others
+    shifts: dict[Point, int]  # of each point, from that row
     reach: Reach
 
     def spans(self) -> tuple[Records, Records]:
-        """And sites, for a SpanTable."""
+        """Spans and sites, for a SpanTable."""
         of_kind = _layout_of(self.points).of_kind
         sites = [sites_of(some, [self.shifts[point] for point in some]) for some in of_kind.values()]
         ends = np.cumsum([len(some) for some in of_kind.values()])
@@ -64,11 +65,11 @@ def _views(captured: _Captured, tensors: Mapping[bool, Tensor], count: int) -> I
 
 
 class Captures:
-    """Of one model. A request is here from its start until `close`."""
+    """The captures of one model. A request is in here from `open` until `close`."""
 
     def __init__(self, device: Device, model: str, width: int, vocab: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._table = SpanTable()  # of those whose rows have been mixed with others that something is done to
+        self._table = SpanTable()  # only requests that share a step with other captures or edits
         self._rows = {
             False: DeviceRows(device, f"captures of {model}", width, dtype, ROWS_AT_HAND),
             True: DeviceRows(device, f"captures of {model}'s logits", vocab, dtype),
@@ -83,15 +84,16 @@ class Captures:
 
     @property
     def nbytes(self) -> int:
-        """Of the device's budget."""
+        """Bytes of the device's budget."""
         return sum(rows.nbytes for rows in self._rows.values())
 
     def into(self, *, of_logits: bool) -> Tensor:
-        """[rows, width or vocab]: the rows that hits name."""
+        """[rows, width or vocab]: `row` of a hit is a row of this tensor."""
         return self._rows[of_logits].tensor
 
     def open(self, request: int, points: tuple[Point, ...], first: int, room: int) -> None:
-        """Of positions [first, first + room). Raises OutOfMemory with the figures, and then has changed nothing."""
+        """Reserves rows for positions [first, first + room). Raises OutOfMemory with the figures; nothing has changed
+        then."""
         assert request not in self._captured and points and room > 0
         of_kind, reach = _layout_of(points)
         rows: dict[bool, int] = {}
@@ -106,8 +108,8 @@ class Captures:
         self._captured[request] = _Captured(points, first, room, rows, shifts, reach)
 
     def sole_probe(self, request: int, start: int, end: int, first_token: int) -> SoleCapture | None:
-        """Of a request whose points are none behind the blocks, and whose row brings the positions [start, end) to a
-        pass, from that token on. None: it captures none of them."""
+        """A probe for the only capturing request of a pass. Its row brings positions [start, end) to the pass, from
+        `first_token` on, and none of its points is behind the blocks. → None if it captures none of these positions."""
         captured = self._captured[request]
         first = max(start, captured.first)
         count = min(end, captured.first + captured.room) - first
@@ -118,7 +120,7 @@ class Captures:
         return SoleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
     def reaches(self, requests: Sequence[int]) -> dict[int, Reach]:
-        """Of those of them that are here."""
+        """Of the requests that capture."""
         captured = self._captured
         return {request: captured[request].reach for request in requests if request in captured}
 
@@ -130,19 +132,20 @@ class Captures:
         return self._table.join(requests, starts, counts)
 
     def offsets(self, request: int) -> list[int]:
-        """Where each point begins in a window: one after another, `room` rows each; and the end of the last."""
+        """Byte offset of each point in a window, and the window's size: `room` rows for each point, one point after
+        another."""
         captured = self._captured[request]
         sizes = (captured.room * self._rows[point.where == "logits"].row_bytes for point in captured.points)
         return list(accumulate(sizes, initial=0))
 
     def rows_of(self, request: int, count: int) -> Iterator[Tensor]:
-        """Of each point, the bytes of its first `count` rows, uint8: views of where they are now, whoever captures
-        afterwards."""
+        """For each point, its first `count` rows as bytes: uint8 views into the current tensor, which later captures do
+        not change."""
         captured = self._captured[request]
         return _views(captured, {kind: self._rows[kind].tensor for kind in captured.rows}, count)
 
     def close(self, request: int) -> None:
-        """Its rows are others'. One that is not here had none."""
+        """Frees the request's rows. Does nothing for a request that is not in here."""
         captured = self._captured.pop(request, None)
         if captured is None:
             return
@@ -151,7 +154,7 @@ class Captures:
             self._rows[kind].give_back(captured.rows[kind], len(some) * captured.room)
 
     def release(self) -> None:
-        """The device's memory; nothing is captured any more."""
+        """Frees the device memory; all captures are lost."""
         for rows in self._rows.values():
             rows.release()
         self._captured.clear()

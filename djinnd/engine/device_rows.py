@@ -1,10 +1,11 @@
-"""Rows of one width on the device, of which whoever needs some takes a stretch and gives it back.
+"""A tensor of rows on the device, allocated to its users in contiguous stretches.
 
               0        3            9       12
     tensor    │ ▓▓▓▓▓▓ │            │ ▓▓▓▓▓ │     [capacity, width]; between 3 and 9 free
 
-There are those at first that the owner has at hand. Where no stretch is free that is long enough, all rows move into a
-larger tensor: for a moment the budget has both. When everything has been given back, that memory is.
+The tensor begins with the rows that the owner keeps at hand. If no free stretch is long enough, all rows move into a
+larger tensor, and for a moment the budget counts both. When every stretch has been given back, the larger tensor is
+freed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 
-GROWTH_BYTES = 64 << 20  # doubles, but by no more than this
+GROWTH_BYTES = 64 << 20  # the tensor doubles, but grows by no more than this
 
 
 class DeviceRows:
-    """Belongs to the engine's thread. `label`: in the device's budget, of all that grows; what is at hand is the
-    owner's, who has reserved it. Between two steps a row at hand costs a tenth of what memory does."""
+    """Used by the engine's thread. `label`: in the device's budget, for a tensor that has grown. The owner has reserved
+    the memory of the rows at hand. Taking a row at hand between two steps costs a tenth of an allocation."""
 
     def __init__(self, device: Device, label: str, width: int, dtype: torch.dtype, at_hand: int = 0) -> None:
         self._device = device
@@ -34,7 +35,8 @@ class DeviceRows:
 
     def _begin(self) -> None:
         self.tensor = self._at_hand
-        self._free = [(0, self.capacity)] if self.capacity else []  # first and count, ascending, apart
+        # (first row, number of rows), ascending, never adjacent
+        self._free = [(0, self.capacity)] if self.capacity else []
 
     @property
     def capacity(self) -> int:
@@ -46,7 +48,7 @@ class DeviceRows:
 
     @property
     def nbytes(self) -> int:
-        """Of the device's budget, under the label."""
+        """Bytes that the budget has under the label."""
         return self.capacity * self.row_bytes if self._has_grown else 0
 
     @property
@@ -54,8 +56,8 @@ class DeviceRows:
         return self.tensor is not self._at_hand
 
     def take(self, count: int) -> int:
-        """→ the first of so many rows, whatever is in them. Raises OutOfMemory with the figures, and then has changed
-        nothing."""
+        """→ the first of `count` contiguous rows, with undefined contents. Raises OutOfMemory with the figures; nothing
+        has changed then."""
         assert count > 0
         found = next((place for place in self._free if place[1] >= count), None)
         if found is None:
@@ -68,8 +70,8 @@ class DeviceRows:
         return first
 
     def give_back(self, first: int, count: int) -> None:
-        """What the device has still to do with them is done before anybody else's work with them: all of it is queued
-        on the compute stream, or ordered with it."""
+        """Frees rows that the device may still use: all use is queued on the compute stream or ordered with it, so it
+        precedes the next user's."""
         after = next((place for place in self._free if place[0] == first + count), None)
         before = next((place for place in self._free if sum(place) == first), None)
         for place in (before, after):
@@ -112,7 +114,7 @@ class DeviceRows:
             self._device.release(self._label)
 
     def release(self) -> None:
-        """All of it, whoever has some; and what was at hand."""
+        """Frees everything, also rows in use and the rows at hand."""
         self._shrink()
         self._at_hand = self._at_hand[:0].clone()
         self._begin()

@@ -1,7 +1,7 @@
-"""The edits of one model's sessions, as steps apply them: which positions, what is done there, with which values.
+"""The edits of one model's sessions, in the form that steps apply: positions, operations, and values.
 
-Values are on the device as float32, in which edits are computed; sessions that are edited alike, forks for one, have
-theirs in common.
+Values are float32 on the device; edits are computed in float32. Sessions with equal edits, such as forks, share them.
+
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from djinnd.model.editing import CODES
 from djinnd.model.loader import DTYPES
 
 _FIELDS = [("op", np.int32), ("scale", np.float32), ("low", np.float32), ("high", np.float32)]
-_DIRECTED = ("project_out", "clamp")  # whose values' length does not matter
+_DIRECTED = ("project_out", "clamp")  # operations that use only the direction of their values
 
 
 class EditTable:
-    """A session is here from the first run with edits until they, or it, are gone. Its edits do not change while it
-    runs."""
+    """A session is in here from its first run with edits until its edits are dropped or it is closed. Its edits do not
+    change while it runs."""
 
     def __init__(self, device: Device, model: str, width: int, vocab: int) -> None:
         self._device = device
@@ -35,21 +35,22 @@ class EditTable:
             False: DeviceRows(device, f"edits of {model}", width, torch.float32),
             True: DeviceRows(device, f"edits of {model}'s logits", vocab, torch.float32),
         }
-        self._held: dict[tuple[int, bool], list[int]] = {}  # by what an edit does, and whether to logits: row, users
+        # by edit and by whether its points are logits: [first row, number of users]
+        self._held: dict[tuple[int, bool], list[int]] = {}
         self._edits: dict[str, tuple[Edit, ...]] = {}  # by session
 
     def __len__(self) -> int:
-        """Sessions."""
+        """The number of sessions."""
         return len(self._table)
 
     @property
     def nbytes(self) -> int:
-        """Of the device's budget."""
+        """Bytes of the device's budget."""
         return sum(values.nbytes for values in self._values.values())
 
     @property
     def version(self) -> int:
-        """Counts up with every change: also of the banks, which grow and go with what is in the table."""
+        """Counts every change, also of the banks: they grow and shrink with the table."""
         return self._table.version
 
     def lasts(self, sessions: Sequence[str], starts: Ints) -> int:
@@ -57,7 +58,7 @@ class EditTable:
         return self._table.lasts(sessions, starts)
 
     def bank(self, *, of_logits: bool) -> Tensor:
-        """float32 [rows, width or vocab]: the rows that hits name."""
+        """float32 [rows, width or vocab]: `row` of a hit is a row of this tensor."""
         return self._values[of_logits].tensor
 
     @property
@@ -68,7 +69,7 @@ class EditTable:
         return self._edits.get(session, ())
 
     def set(self, session: str, edits: tuple[Edit, ...]) -> None:
-        """These are all that the session has. Raises OutOfMemory with the figures, and then it has none here."""
+        """Replaces the session's edits. Raises OutOfMemory with the figures; the session has no edits in here then."""
         before = self._edits.pop(session, ())
         held: list[Edit] = []
         try:
@@ -114,7 +115,7 @@ class EditTable:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def _hold(self, edit: Edit) -> None:
-        """Raises OutOfMemory, and then has changed nothing."""
+        """Raises OutOfMemory; nothing has changed then."""
         new: list[tuple[bool, int]] = []
         try:
             for of_logits in kinds_of(edit.points):
@@ -131,13 +132,13 @@ class EditTable:
             self._held[edit.mark, of_logits][1] += 1
 
     def _upload(self, edit: Edit, bank: Tensor, row: int) -> None:
-        """An edit without values has a row of zeros, as every hit names one."""
+        """An edit without values gets a row of zeros, because every hit needs a row."""
         with self._device.computing(), torch.inference_mode():
             rows = bank[row : row + max(edit.rows, 1)]
             if edit.rows:
                 values = torch.frombuffer(bytearray(edit.values), dtype=DTYPES[edit.dtype])
                 rows.copy_(values.view(rows.shape))
-                if edit.op in _DIRECTED:  # so that no square is too large, nor too small, for float32
+                if edit.op in _DIRECTED:  # keeps the squares in the range of float32
                     rows /= rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             else:
                 rows.zero_()
@@ -151,7 +152,7 @@ class EditTable:
                 self._values[of_logits].give_back(held[0], max(edit.rows, 1))
 
     def release(self) -> None:
-        """The device's memory, and with it all edits."""
+        """Frees the device memory; all edits are lost."""
         for values in self._values.values():
             values.release()
 

@@ -1,8 +1,9 @@
-"""Hidden states of rows that wait before a block: what they go on from, on the device.
+"""Hidden states of rows that wait before a block, kept on the device for the step that continues them.
 
-Held are all positions of a session's stage (core/stops.py), as they came to the boundary, before any edit there: edits
-apply when the rows go on, as they do where everything is computed anew. A row that goes on and waits before a later
-block then is written over what it was held as. Nothing hangs on what is held: without it, a stage is lost.
+All positions of a session's stage (core/stops.py) are held as they reached the boundary, before edits there. Edits
+apply when the rows go on, as they do when everything is recomputed. A row that goes on and then waits before a later
+block overwrites its held state. Held rows may be dropped at any time: the stage is then lost, and is recomputed.
+
 """
 
 from __future__ import annotations
@@ -29,38 +30,39 @@ class _Held:
     stage: Stage
     start: int  # positions [start, end)
     end: int
-    row: int  # of the first
+    row: int  # of the first position
 
 
 class HeldRows:
-    """Of one model. A session is here from the first step in which a row of its stage waits, as long as it keeps
-    that stage."""
+    """The held rows of one model. A session is in here from the first step in which a row of its stage waits, as long
+    as it keeps that stage."""
 
     def __init__(self, device: Device, model: str, width: int, dtype: torch.dtype) -> None:
         self._rows = DeviceRows(device, f"held rows of {model}", width, dtype, ROWS_AT_HAND)
         self._held: dict[str, _Held] = {}  # by session
 
     def __len__(self) -> int:
-        """Sessions."""
+        """The number of sessions."""
         return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Of the device's budget."""
+        """Bytes of the device's budget."""
         return self._rows.nbytes
 
     @property
     def tensor(self) -> Tensor:
-        """[rows, width]: another one when somebody has been given room."""
+        """[rows, width]. Replaced by a larger tensor when `give_room` grows it."""
         return self._rows.tensor
 
     def holds(self, session: Session) -> bool:
-        """What it is to go on from, once it has its stage."""
+        """True if the session's stage has its rows here."""
         held = self._held.get(session.id)
         return held is not None and session.keeps(held.stage)
 
     def give_room(self, row: Row) -> bool:
-        """For a row that will wait, with all others of its stage. False: there is none, now or when the stage began."""
+        """Reserves rows for the whole stage of a row that will wait. → False if there is no room, or was none when the
+        stage began."""
         session, stage = row.session, row.stage
         assert stage is not None
         if row.start == session.computed and not self.holds(session):
@@ -71,24 +73,24 @@ class HeldRows:
         return self.holds(session)
 
     def row_of(self, row: Row) -> int:
-        """The first of those that the row's positions have."""
+        """The held row of the row's first position; the others follow."""
         held = self._held[row.session.id]
         assert held.stage is row.stage and held.start <= row.start and row.end <= held.end, (held, row.start)
         return held.row + row.start - held.start
 
     def drop(self, session: str) -> None:
-        """One that is not here has nothing."""
+        """Does nothing for a session that is not in here."""
         held = self._held.pop(session, None)
         if held is not None:
             self._rows.give_back(held.row, held.end - held.start)
 
     def sweep(self) -> None:
-        """Whose stage is gone goes."""
+        """Drops the rows of sessions that have lost their stage."""
         for held in [held for held in self._held.values() if not held.session.keeps(held.stage)]:
             self.drop(held.session.id)
 
     def release(self) -> None:
-        """The device's memory, and with it all that is held."""
+        """Frees the device memory; all held rows are lost."""
         self._rows.release()
         self._held.clear()
 

@@ -1,14 +1,14 @@
-"""One model's pages over the bus: which copies are queued when, and when a step may be launched behind them.
+"""Copies one model's pages over the bus.
 
-Neighbouring pages that go to neighbouring slots travel as one copy. So much may be in flight in each lane that the bus
-is never idle between two steps, and where weights stream, so little that the ring hardly notices. What no call waits
-for is held to a rate beside steps that decode (copy_queue.py).
+Neighbouring pages that go to neighbouring slots are one copy. The limit of bytes in flight is high enough to keep the
+bus busy between two steps. If weights stream, it is low enough to leave the bus to the ring. Copies that no call waits
+for are held to a rate while other sessions decode (copy_queue.py).
 
-Where the device has nothing else to do, a step is launched behind the last copies of who waits for it: see `follow`.
-The last pages come in halves then, and the step computes with the first blocks while the others' KV is on its way:
+If the device is idle, a step is launched behind the last copies that its session waits for: see `follow`. The last
+pages then come in halves, so the step computes the first blocks while the KV of the others is still being copied:
 
     lane UP   … pages whole │ first halves of the last pages │ second halves            │
-    compute                   (the step is launched)         │ blocks before the middle │ the others
+    compute                   (the step is launched)         │ blocks before the middle │ other blocks
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from djinnd.engine.host_pages import HostPages
 from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Move, Moves, Transfer, Way
 
-PIECE_BYTES = 64 << 20  # of one copy, at most
-HELD_BYTES = 16 << 20  # the same of what is held to a rate, so that each step beside has as many of them as the others
-IN_FLIGHT = 512 << 20  # bytes in a lane: ten milliseconds of PCIe 5
+PIECE_BYTES = 64 << 20  # most bytes of one copy
+# the same for copies held to a rate, so that each step beside them has about as many as any other
+HELD_BYTES = 16 << 20
+IN_FLIGHT = 512 << 20  # most bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
-AHEAD_S = 0.004  # from a step's launch until it may begin: that takes 1.4 to 1.7 ms, and of 3 many were late
-HALF_BYTES = 2 << 20  # of a page's half, at least: each is a copy of its own
+AHEAD_S = 0.004  # from a step's launch until it begins: 1.4 to 1.7 ms measured; with 3 ms here many copies were late
+HALF_BYTES = 2 << 20  # least bytes of a page's half: each half is a copy by itself
 _LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
 
 
 class _Copy(NamedTuple):
-    """Or many of them, one behind the other. A step may begin behind `begins`, of so many of their bytes, if whoever
-    computes catches up with the rest."""
+    """A queued copy, or several in a row. A step that calls Device.catch_up for the rest may begin after `begins`,
+    which covers `nbytes`."""
 
     event: Event
     moves: list[Move]
@@ -51,8 +52,8 @@ class PageCopies:
     def __init__(
         self, device: Device, moves: Moves, host: HostPages, pool: Callable[[], Tensor], half_bytes: int
     ) -> None:
-        """`pool`: uint8 [pages, page_bytes] on the device, as it is now. `half_bytes`: of a page, without whose rest a
-        step may begin, see Device.expect."""
+        """`pool`: the current pool, uint8 [pages, page_bytes] on the device. `half_bytes`: beginning of a page that a
+        step needs before it may start, see Device.expect."""
         self._device = device
         self._moves = moves
         self._host = host
@@ -64,7 +65,7 @@ class PageCopies:
 
     @property
     def has_queued(self) -> bool:
-        """Whether some have not begun."""
+        """True if copies wait to be queued."""
         return any(self._queued.values())
 
     @property
@@ -73,7 +74,7 @@ class PageCopies:
 
     @property
     def next(self) -> Event | None:
-        """Of those that end next, the smaller one; None: nothing is in flight."""
+        """The next copy to end, of the lane with the smaller one; None if no copy is in flight."""
         first = min((copies[0] for copies in self._copies.values() if copies), key=_size, default=None)
         return None if first is None else first.event
 
@@ -83,8 +84,8 @@ class PageCopies:
     # --- they begin -------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, rate: float, *, beside_ring: bool) -> None:
-        """Of what has been added, as much as may be in flight: after `mark`. `rate`: bytes a second each way, of what
-        no call waits for. `beside_ring`: weights stream."""
+        """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
+        moves that no call waits for. `beside_ring`: weights stream."""
         most = IN_FLIGHT_BESIDE_RING if beside_ring else IN_FLIGHT
         pool, now = self._pool(), time.monotonic()
         moves = self._moves
@@ -112,7 +113,7 @@ class PageCopies:
                 self._bytes[way] += nbytes
 
     def _pages_in_halves(self) -> int:
-        """How many of the last pages come so: as many as take their first halves as long as launching a step does."""
+        """The number of last pages to copy in halves: their first halves take as long as launching a step."""
         return int(self._ahead_bytes / self._half_bytes) if self._half_bytes >= HALF_BYTES else 0
 
     @property
@@ -120,7 +121,7 @@ class PageCopies:
         return self._device.rates().bus * AHEAD_S
 
     def _is_awaited(self, queued: deque[Move]) -> bool:
-        """Whether these are all that is missing, beside what is in flight, of what a call waits for."""
+        """True if these moves, with the moves in flight, are the last that a call's transfer waits for."""
         awaited = [transfer for transfer in queued[-1].on_landing if transfer.is_urgent]
         if not awaited or not all(self._host.is_ready(move.source) for move in queued):
             return False
@@ -129,8 +130,8 @@ class PageCopies:
         return any(landing[transfer] == transfer.missing for transfer in awaited)
 
     def _run_of(self, queued: deque[Move], pages: int, nbytes: int) -> list[Move]:
-        """The first of them, and those after it that lie beside it at both ends: at most so many, and of so many bytes
-        together."""
+        """Takes the first move and the moves after it that are its neighbours in both places: at most `pages`, and at
+        most `nbytes` together."""
         moves = [queued.popleft()]
         most = min(pages, nbytes // self._host.page_bytes) if self._host.is_dense else 1
         while queued and len(moves) < most:
@@ -152,7 +153,8 @@ class PageCopies:
         return _Copy(event, moves, event, slots.numel())
 
     def _copy_in_halves(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
-        """To the device. Neighbours are copies of their own: a half of each is no one stretch."""
+        """To the device, first halves before second halves. Each page is a copy by itself, because the halves of
+        neighbours are not contiguous."""
         ends, events = [(pool[move.target], self._host.slot(move.source)) for move in moves], list[Event]()
         for which, half in (("first", slice(self._half_bytes)), ("second", slice(self._half_bytes, None))):
             name = f"{way.value} {which} half"
@@ -162,7 +164,7 @@ class PageCopies:
     # --- they end ---------------------------------------------------------------------------------------------------
 
     def end(self) -> list[tuple[list[Move], str]]:
-        """Those that are over, each with what went wrong, "" if nothing did; waits for nothing."""
+        """The moves of copies that have ended, each with its error or "". Does not block."""
         over = []
         for way, copies in self._copies.items():
             while copies and (outcome := self._outcome(copies[0].event)) is not None:
@@ -172,15 +174,15 @@ class PageCopies:
         return over
 
     def _outcome(self, event: Event) -> str | None:
-        """What went wrong with a copy, "" if nothing did; None while it is under way."""
+        """The copy's error, "" if it succeeded, None while it is under way."""
         try:
             return "" if event.has_passed() else None
         except Exception as error:
-            self._device.synchronize()  # raises again where the error sticks, and so ends the engine
+            self._device.synchronize()  # raises again if the error is permanent, and so ends the engine
             return repr(error)
 
     def follow(self) -> list[Move]:
-        """See Transfers.follow. → what is there for whatever the device is given from now on."""
+        """See Transfers.follow. → the moves that are done as far as work queued from now on is concerned."""
         copies = self._last()
         try:
             for copy in copies:
@@ -188,11 +190,12 @@ class PageCopies:
                 if copy.begins is not copy.event:
                     self._device.expect(copy.event)
         except Exception:
-            return []  # `end` finds it
+            return []  # `end` reports it
         return [move for copy in copies for move in copy.moves]
 
     def _last(self) -> list[_Copy]:
-        """The next copies to the device, up to the first that ends a transfer, if a step may soon begin behind it."""
+        """The next copies to the device, up to the first that completes a transfer. Empty if they take longer than
+        AHEAD_S: a step is not launched so early."""
         copies = self._unfollowed()
         if not copies:
             return []

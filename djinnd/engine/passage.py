@@ -1,12 +1,12 @@
-"""Rows that go through a part of the blocks, in a step that runs others, too.
+"""Rows that run only some of the blocks, in a step that runs more.
 
     blocks of the step     0 ──────── 3 ──────────── 7 ────── N
-    a row [0, 7)           ━━━━━━━━━━━━━━━━━━━━━━━━━━┄┄┄┄┄┄┄┄┄    leaves before block 7: what it is there is held
-    a row [3, N)           ┄┄┄┄┄┄┄┄┄┄━━━━━━━━━━━━━━━━━━━━━━━━━    joins before block 3: as what it was held there
+    a row [0, 7)           ━━━━━━━━━━━━━━━━━━━━━━━━━━┄┄┄┄┄┄┄┄┄    leaves before block 7: its hidden state is held
+    a row [3, N)           ┄┄┄┄┄┄┄┄┄┄━━━━━━━━━━━━━━━━━━━━━━━━━    joins before block 3: with its held hidden state
 
-All rows of a step run along through all blocks that the step runs, so shapes and graphs are those of any other step.
-Outside of its own blocks (┄) a row leaves no trace, because its keys and values go to the scratch page: its slots
-change on the device, between two blocks.
+All rows of a step are in all blocks that the step runs, so shapes and graphs are the same as in other steps. Outside
+its own blocks (┄) a row has no effect: its keys and values go to the scratch page. For that, its slots are changed on
+the device between two blocks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from djinnd.model.inputs import StepInputs
 from djinnd.model.probe import Probe, look
 
 _SCRATCH = 0  # a slot of the scratch page
-_Moves = list[tuple[int, int, int, int]]  # of rows: block, first token, number of tokens, and first held row
-_Where = slice | Tensor  # rows of a tensor: side by side, or wherever they are
+_Moves = list[tuple[int, int, int, int]]  # of each row: block, first token, number of tokens, first held row
+_Where = slice | Tensor  # rows of a tensor: a range, or indices
 
 
 def waits(row: Row, num_blocks: int) -> bool:
-    """Whether the row leaves its step to wait at a boundary, be it the one behind the last block."""
+    """True if the row leaves its step at a boundary and waits there. The end of the last block is such a boundary."""
     return row.stage is not None and row.stage.last <= num_blocks
 
 
 def through(
     device: Device, inputs: StepInputs, held: HeldRows, rows: Sequence[Row], num_blocks: int, inner: Probe | None
 ) -> Probe | None:
-    """The probe of a pass with these rows, for which `inputs` have been filled and not been sent: `inner`, where all of
-    them go through all blocks."""
+    """The probe of a pass with these rows. `inputs` have been filled for the pass and not been sent. → `inner` if all
+    rows run all blocks."""
     gone, come = list[tuple[Row, int]](), _Moves()
     first = 0
     for row in rows:
@@ -55,12 +55,12 @@ def through(
 
 
 class Passage:
-    """A Probe, of a pass in which such rows are. At each boundary `inner` comes after it: what is held is what was
-    there before edits, and edits see rows that have joined.
+    """The Probe of a pass with such rows. At each boundary `inner` comes second: held states are from before edits, and
+    edits apply to rows that have joined.
 
-    Before the step is launched it does no more than it must. Room for what is held is found, and what goes where is
-    sent, when the first row comes or goes, while the device has the blocks before to do; of one row, there is nothing
-    to send."""
+    It does as little as possible before the step is launched. Rows to hold are reserved, and indices are sent, when the
+    first row leaves or joins, while the device runs the blocks before. For a single row, nothing is sent.
+    """
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Passage:
         come: _Moves,
         inner: Probe | None,
     ) -> None:
-        """`gone`: rows, each with its first token in the pass. Takes the slots of rows that join from the host side of
-        `inputs`."""
+        """`gone`: rows that leave, each with its first token in the pass. Redirects the slots of joining rows to the
+        scratch page, on the host side of `inputs`."""
         self._come = _Spread(come)
         self._come_slots = np.empty(0, np.int64)
         if come:
@@ -101,7 +101,8 @@ class Passage:
 
     @cached_property
     def _there(self) -> tuple[_Places, _Places, _Places, Tensor]:
-        """Of rows that go, that are held as they go, and that come, by block; and the slots of those that come."""
+        """Places of rows that leave, of leaving rows that are held, and of rows that join, by block; and the slots of
+        joining rows."""
         held = self._held
         gone = _Spread([(row.last_block, first, row.count, 0) for row, first in self._rows])
         kept = _Spread(
@@ -131,7 +132,7 @@ class Passage:
             _put(self._slots, tokens, slots[which])
 
 
-_Places = Mapping[int, tuple[_Where, _Where, slice]]  # by block: tokens, held rows, and which of all tokens these are
+_Places = Mapping[int, tuple[_Where, _Where, slice]]  # by block: tokens, held rows, and the block's part of all tokens
 
 
 class _Spread:
@@ -140,7 +141,7 @@ class _Spread:
     def __init__(self, moves: _Moves) -> None:
         self.tokens: Ints
         self._held: Ints
-        self._at: dict[int, slice] = {}  # which of the tokens each block has
+        self._at: dict[int, slice] = {}  # by block: its part of the tokens
         self._sole: _Places | None = None
         moves.sort()
         if not moves:
@@ -163,7 +164,7 @@ class _Spread:
         return [] if self._sole is not None else [self.tokens, self._held]
 
     def places(self, sent: Sequence[Tensor]) -> _Places:
-        """`sent`: to the device."""
+        """`sent`: the arrays of `to_send`, on the device."""
         if self._sole is not None:
             return self._sole
         tokens, held = sent
@@ -171,7 +172,7 @@ class _Spread:
 
 
 def _sent(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
-    """In one copy, if there is anything."""
+    """Sends the arrays in one copy, if there is anything to send."""
     sizes = [len(array) for array in arrays]
     if not any(sizes):
         return [torch.empty(0, dtype=torch.int64)] * len(arrays)

@@ -1,7 +1,7 @@
-"""Pauses that clients have asked for: each has one answer, given when the session's pages are where it said.
+"""Pauses that clients ask for. Each gets one reply, when the session's pages have reached the tier.
 
-ask ─► no more rows ─► the tier is there ─► on the host, sealed ─┬─────────────────────────────► Paused
-                                                                 └─► to disk: written out, too ► Paused
+ask ─► no more rows ─► the tier is set up ─► on the host, sealed ─┬─────────────────────────────► Paused
+                                                                  └─► to disk: written out, too ► Paused
 Failed: no such tier · closed or resumed meanwhile · the disk is full. The session is then as it was before.
 """
 
@@ -23,27 +23,27 @@ from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier as Cache
 from djinnd.scheduler.scheduler import Scheduler
 
-NO_PAGES = "no pages on"  # so begins a model's note that says why it lacks a tier
+NO_PAGES = "no pages on"  # prefix of a model's note that gives the reason why it lacks a tier
 
 
 @dataclass(slots=True)
 class _Pause:
-    """That has not been answered."""
+    """A pause without a reply yet."""
 
     asked: messages.Pause
     session: Session
     was_paused: bool
     began: float
-    is_leaving: bool = False  # from when on the tier is known to be there
-    leaving: Transfer | None = None  # to the host; None: nothing is to be waited for
-    writing: Transfer | None = None  # to disk, once it has begun
+    is_leaving: bool = False  # the tier is set up and the session has begun to leave the device
+    leaving: Transfer | None = None  # to the host; None: no copy is needed
+    writing: Transfer | None = None  # to disk; None: not begun
 
 
 class Pauses:
-    """Belongs to the engine's thread."""
+    """Used by the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: Channel) -> None:
-        """`runners`: by model, as they are at any time."""
+        """`runners`: by model, a live view."""
         self._scheduler = scheduler
         self._runners = runners
         self._channel = channel
@@ -63,14 +63,14 @@ class Pauses:
             self._unanswered.append(pause)
 
     def _expect_tier(self, model: str, tier: Tier) -> None:
-        """Raises OutOfMemory."""
+        """Raises OutOfMemory if the model has no such tier."""
         paging, notes = self._scheduler.residence(model).paging, self._runners[model].weights.notes
         if paging.host is None or (tier == "disk" and paging.disk is None):
             why = next((note for note in notes if note.startswith(NO_PAGES)), "it is configured with none")
             raise OutOfMemory(f"{model} has no pages on the {tier} tier to pause a session to: {why}", tier=tier)
 
     def turn(self) -> None:
-        """In each turn of the engine's loop, when transfers have had theirs."""
+        """Called in each turn of the engine's loop, after the transfers' turn. Sends the replies that are due."""
         unanswered = []
         for pause in self._unanswered:
             try:
@@ -85,7 +85,7 @@ class Pauses:
         self._unanswered = unanswered
 
     def _reply(self, pause: _Pause) -> messages.Paused | None:
-        """None: not yet. Raises why it never will be."""
+        """→ the reply, or None if the pages are still moving. Raises the error that ends the pause."""
         session, asked = pause.session, pause.asked
         if self._scheduler.session(session.id) is not session:
             raise SessionNotFound(f"session {session.id} was closed", session=session.id)
@@ -99,7 +99,7 @@ class Pauses:
         if pause.leaving is not None and not pause.leaving.is_over:
             return None
         keys = residence.elsewhere.keys(session)
-        if residence.paging.are_on_their_way(keys):  # for others with the same prefix, too
+        if residence.paging.are_on_their_way(keys):  # other sessions with the same prefix may wait for the same pages
             return None
         if asked.tier == "disk" and not self._is_on_disk(pause, residence.paging, keys):
             return None
@@ -108,7 +108,7 @@ class Pauses:
         return messages.Paused(asked.request, pages, pages * residence.kv.page_bytes, time.monotonic() - pause.began)
 
     def _leave(self, pause: _Pause) -> None:
-        """Raises OutOfMemory where there is no such tier."""
+        """Starts to move the session's pages. Raises OutOfMemory if the model has no such tier."""
         session = pause.session
         try:
             self._expect_tier(session.model, pause.asked.tier)
@@ -123,8 +123,11 @@ class Pauses:
             self._scheduler.resume(pause.session.id)
 
     def _is_on_disk(self, pause: _Pause, paging: Paging, keys: list[Key]) -> bool:
-        """What the disk lacks is written out, and the host then forgets it. Raises OutOfMemory where the disk does not
-        take all pages, QuotaExceeded where it may not: they stay on the host."""
+        """Writes out the pages that the disk lacks, and then drops them from the host. → True when that is done.
+
+        If the disk does not take all pages, they stay on the host: raises OutOfMemory, or QuotaExceeded if the tenant's
+        quota is the reason.
+        """
         session = pause.session
         if pause.writing is None:
             pause.writing = paging.write_out(session.id, keys)
@@ -145,7 +148,7 @@ class Pauses:
 
 
 def _expect_quota(tenant: int, pages: int, disk: Cache | None) -> None:
-    """Raises QuotaExceeded where the tenant may not have so many pages more on disk."""
+    """Raises QuotaExceeded if the tenant may not have that many more pages on disk."""
     assert disk is not None
     limit, used = disk.tenancy.limit_of(tenant), disk.tenancy.used_by(tenant)
     if limit is not None and used + pages * disk.page_bytes > limit:

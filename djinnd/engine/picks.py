@@ -1,4 +1,4 @@
-"""The tokens of a pass whose logits are wanted: chosen from, told, or looked at."""
+"""The picks: tokens of a pass that get logits, because they are sampled from, returned, or captured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from djinnd.model.paged_model import PagedModel
 
 
 class Picks:
-    """Of one pass, and the logits of some of them at a time. None is among them twice."""
+    """The picks of one pass, all distinct, and the logits of some of them at a time."""
 
     def __init__(self, model: PagedModel, inputs: StepInputs, part: Part | None, tokens: list[int]) -> None:
-        """Fills the picks of `inputs`. `hidden` is the caller's to set: what the blocks have made of them."""
+        """Fills the picks of `inputs`. The caller sets `hidden` to the blocks' output."""
         inputs.host["picks"][: len(tokens)] = tokens
         self.hidden: Tensor
         self._model = model
@@ -25,11 +25,11 @@ class Picks:
         self._tokens = tokens
 
     def logits(self, first: int, count: int) -> Tensor:
-        """[count, vocab], as edits have them."""
+        """[count, vocab], after edits."""
         probe = None if self._part is None else self._part.probe_behind(self._tokens[first : first + count])
         return self._model.logits(self.hidden, self._inputs.picks(first + count)[first:], probe)
 
     def pieces(self, first: int, count: int) -> Iterator[Tensor]:
-        """The same, a bounded number of rows at a time."""
+        """Like `logits`, at most LOGIT_ROWS rows at a time."""
         for start in range(first, first + count, LOGIT_ROWS):
             yield self.logits(start, min(LOGIT_ROWS, first + count - start))

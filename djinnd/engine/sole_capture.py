@@ -1,8 +1,7 @@
-"""What a pass does at points of the model where one of its rows captures, and nothing else is to be done: the usual
-thing, where somebody stands at a breakpoint, and then nobody is to wait for it.
+"""The probe of a pass in which one row captures and nothing is edited: the usual case at a breakpoint, so it is fast.
 
-Its tokens lie side by side in the pass, and the rows that they are captured in do, too. So there is nothing to look up
-and nothing to send, as there is where sessions and edits mix (step_probe.py): each point is one copy.
+The row's tokens are contiguous in the pass, and so are its captured rows. Nothing is looked up and nothing is sent to
+the device, as it must be if several sessions capture or edit (step_probe.py). Each point is one copy.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from djinn_client.points import Point
 
 
 class SoleCapture:
-    """A Probe (model/probe.py), of prologue and blocks."""
+    """A Probe (model/probe.py) of the prologue and the blocks."""
 
     def __init__(
         self, into: Tensor, row: int, shifts: Mapping[Point, int], first_block: int, first_token: int, count: int
     ) -> None:
-        """So many tokens of the pass go to `into` from `row` on, and as much further as the point says. No point lies
-        behind the blocks, or is of one below `first_block`."""
+        """Copies `count` tokens of the pass, from `first_token` on, to `into`, from row `row` plus the point's shift
+        on. No point is behind the blocks or in a block before `first_block`."""
         self.first = first_block
         self._into = into
         self._row = row

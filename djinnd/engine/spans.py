@@ -1,17 +1,17 @@
-"""Which rows of a batch stand at positions that something is to be done to: a table of spans, joined with the batch.
+"""A table of spans of positions that are edited or captured, and its join with the rows of a batch.
 
-    spans    ┌ start ┬ end ┬ row ┬ stride ┬ sites ┬ … ┐      a key's spans lie side by side, in the owner's order
+    spans    ┌ start ┬ end ┬ row ┬ stride ┬ sites ┬ … ┐      a key's spans are contiguous, in the owner's order
              │   4   │  6  │  0  │    1   │  0:2  │   │ ─┐
     sites    ┌ point ┬ shift ┐ ◄──────────────────────────┘  the points of a span
              │ r 3   │   0   │
              │ r 9   │   2   │
              └───────┴───────┘
-A span is about positions [start, end) of its key's session, at each of its sites. Position p has row
-`row + stride * (p - start) + shift` of whatever the table's owner keeps in rows.
+A span covers positions [start, end) of its key's session, at each of its sites. Position p has the row
+`row + stride * (p - start) + shift` in the tensor of the table's owner.
 
-A join is a few numpy operations, whatever the number of sessions; a change rebuilds the arrays of all keys. Neighbours
-that ascend, as those of one edit do, are a run, in which what a row hits is found by bisection: spans that are
-elsewhere cost nothing.
+A join is a few numpy operations, for any number of sessions. A change rebuilds the arrays of all keys. Consecutive
+spans in ascending order, such as the spans of one edit, are a run, which is searched by bisection. Spans at other
+positions cost nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SPAN: list[tuple[str, type]] = [
 SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
 
 _WHERES: tuple[Where, ...] = get_args(Where)
-_KINDS = 8  # more than there are
-_NOWHERE = 1 << 60  # a block
-_RUN = 2 * FOREVER  # more than any position: positions of all runs, one after another, ascend
+_KINDS = 8  # at least the number of kinds of points
+_NOWHERE = 1 << 60  # a block number for points behind the blocks
+_RUN = 2 * FOREVER  # greater than any position: adding run * _RUN makes the positions of all runs ascend
 _NORM, _LOGITS = (_WHERES.index(where) for where in ("norm", "logits"))
 
 
@@ -56,7 +56,7 @@ def point_of(code: int) -> Point:
 
 
 def is_behind(codes: Ints) -> Bools:
-    """Points of the epilogue, which sees the tokens whose logits are wanted and no others."""
+    """True for points of the epilogue, which sees only the tokens that get logits."""
     behind: Bools = (codes % _KINDS == _NORM) | (codes % _KINDS == _LOGITS)
     return behind
 
@@ -69,7 +69,7 @@ def sites_of(points: Iterable[Point], shifts: Sequence[int] = ()) -> Records:
 
 
 def kinds_of(points: Iterable[Point]) -> dict[bool, list[Point]]:
-    """Points whose activations are as wide as the vocabulary, and the others, where there are such."""
+    """Groups points by whether their activations are as wide as the vocabulary (True) or the model (False)."""
     kinds: dict[bool, list[Point]] = {False: [], True: []}
     for point in points:
         kinds[point.where == "logits"].append(point)
@@ -77,10 +77,10 @@ def kinds_of(points: Iterable[Point]) -> dict[bool, list[Point]]:
 
 
 class Reach(NamedTuple):
-    """Of all points that some keys have."""
+    """The extent of the points of some keys."""
 
-    first: int  # the lowest block of those that are not behind all blocks
-    is_behind: bool  # whether there are others
+    first: int  # lowest block of a point that is not behind the blocks
+    is_behind: bool  # some point is behind the blocks
 
 
 def reach_of(points: Iterable[Point]) -> Reach:
@@ -95,7 +95,7 @@ def together(some: Sequence[Reach]) -> Reach | None:
 
 
 class Hits(NamedTuple):
-    """One for each point at each position that a span is about. `span`: an index of the table's `spans`."""
+    """One hit for each position of a span and each of its points. `span`: index into the table's `spans`."""
 
     span: Ints
     point: Ints  # codes
@@ -107,17 +107,17 @@ class Hits(NamedTuple):
 
 
 class Overlaps:
-    """Spans at positions of a batch's rows, and their points. What each position hits is worked out when it is asked
-    for: that takes the host as long as a block takes the device, which may have blocks to do by then."""
+    """Spans that overlap the rows of a batch, and their points. The hits are computed on demand. That takes the host as
+    long as a block takes the device, which is busy with blocks by then."""
 
     def __init__(self, spans: Records, sites: Records, span: Ints, row: Ints, starts: Ints, counts: Ints) -> None:
-        """Of `spans` these, each with the row that it is at."""
+        """`span` and `row`: pairs of a span and a row of the batch."""
         found = spans[span]
         low = np.maximum(found["start"], starts[row])
         high = np.minimum(found["end"], (starts + counts)[row])
         site, of = spread(found["site"], np.where(low < high, found["sites"], 0))
-        self.points: Ints = sites["point"][site]  # codes: of each span all of its points
-        self.rows: Ints = row[of]  # of the batch, one for each of those
+        self.points: Ints = sites["point"][site]  # codes: all points of each span that overlaps
+        self.rows: Ints = row[of]  # row of the batch, for each of `points`
         self._given = found, sites, span, row, starts, counts, low, high
 
     @cached_property
@@ -138,17 +138,18 @@ class Overlaps:
 
 class SpanTable:
     def __init__(self, fields: Sequence[tuple[str, type]] = ()) -> None:
-        """`fields`: that the owner's spans have beside SPAN's."""
+        """`fields`: further fields of the owner's spans, beside SPAN's."""
         self.dtype = np.dtype([*SPAN, *fields])
-        self.version = 0  # of what is in it
-        self._entries: dict[Hashable, tuple[Records, Records]] = {}  # spans, of which `site` counts in these sites
+        self.version = 0  # counts changes
+        # spans and sites; `site` of a span counts in these sites
+        self._entries: dict[Hashable, tuple[Records, Records]] = {}
         self._reach: dict[Hashable, Reach] = {}
-        self._built: int  # the version that the arrays are of
+        self._built: int  # the version of the arrays below
         self._place: dict[Hashable, int]
-        self._first: Ints  # run, and how many, by place
+        self._first: Ints  # first run and number of runs, by place
         self._count: Ints
-        self._run_ends: Ints  # spans, by run
-        self._starts: Ints  # by span
+        self._run_ends: Ints  # end of each run in `spans`
+        self._starts: Ints  # by span, plus run * _RUN
         self._ends: Ints
         self.spans: Records  # of all keys
         self._sites: Records
@@ -168,16 +169,17 @@ class SpanTable:
         self.version += 1
 
     def drop(self, key: Hashable) -> None:
-        """One that is not there is none."""
+        """Does nothing for a key that is not in the table."""
         self.version += self._entries.pop(key, None) is not None
         self._reach.pop(key, None)
 
     def reach(self, keys: Iterable[Hashable]) -> Reach | None:
-        """Wherever their spans are; None: they have none."""
+        """The reach of these keys' spans, at any position; None: they have none."""
         return together([self._reach[key] for key in self._reach.keys() & keys]) if self._reach else None
 
     def join(self, keys: Sequence[Hashable], starts: Ints, counts: Ints) -> Overlaps:
-        """Of a batch of rows, each with positions [start, start + count) of the session of its key."""
+        """Finds the spans that overlap a batch, whose rows have positions [start, start + count) of their keys'
+        sessions."""
         if not self._entries:
             return _NONE
         run, row = self._runs_of(keys)
@@ -186,8 +188,8 @@ class SpanTable:
         return Overlaps(self.spans, self._sites, span, row[of], starts, counts)
 
     def lasts(self, keys: Sequence[Hashable], starts: Ints) -> int:
-        """For so many steps in which each key has one token more, from one that it has at `starts` on, hits are the
-        same, but for their positions."""
+        """The number of steps for which the hits stay the same, except for their positions. Each step adds one token to
+        each key; the first has the positions `starts`."""
         run, row = self._runs_of(keys)
         span = self._next(run, starts[row])
         is_any = span < self._run_ends[run]
@@ -198,18 +200,18 @@ class SpanTable:
         return int(min(edges[edges > 0], default=FOREVER))
 
     def _runs_of(self, keys: Sequence[Hashable]) -> tuple[Ints, Ints]:
-        """The runs of these keys, and the index of the key that each is of."""
+        """The runs of these keys, and for each run the index of its key."""
         if self._built != self.version:
             self._build()
         place = np.array([self._place.get(key, -1) for key in keys])
         return spread(self._first[place], self._count[place])
 
     def _next(self, run: Ints, position: Ints) -> Ints:
-        """The first span of each run that ends behind the position; where there is none, the end of the run."""
+        """For each run, its first span that ends after the position, or the end of the run."""
         return np.searchsorted(self._ends, run * _RUN + position, side="right")
 
     def _build(self) -> None:
-        """The last place is that of keys that the table does not have."""
+        """The last place is for keys that are not in the table."""
         every = list(self._entries.values())
         self._place = {key: place for place, key in enumerate(self._entries)}
         self.spans = _joined([spans for spans, _ in every], self.dtype)
@@ -230,12 +232,12 @@ class SpanTable:
 
 
 def _joined(arrays: Sequence[Records], dtype: np.dtype[np.void]) -> Records:
-    """Their own memory. Where there is one, as there mostly is, without what numpy does for records of two types."""
+    """Concatenates into new memory. The usual case, one array, avoids numpy's slow promotion of record types."""
     return arrays[0].copy() if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
 def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """The numbers first[i], first[i] + 1, … for each i, count[i] of them; and i of each."""
+    """The numbers first[i], first[i] + 1, … , count[i] of them for each i; and the i of each number."""
     of = np.repeat(np.arange(len(count)), count)
     behind = np.arange(len(of)) - (np.cumsum(count) - count)[of]
     return first[of] + behind, of

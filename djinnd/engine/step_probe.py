@@ -1,10 +1,10 @@
-"""What one step does at points of the model: edits first, then captures, of all its rows together.
+"""The edits and captures of one step, for all its rows together. At each point edits come first, then captures.
 
-    edits, captures ──join──► hits, by token of the batch ──probe──► hits by the rows of what a pass sees ──► device
-                                                                     (its tokens, or those whose logits are wanted)
+    edits, captures ──join──► hits, by token of the batch ──probe──► hits, by row of the tensor at the point ──► device
+                                                                     (the pass's tokens, or its picks)
 
-Hits of one point are grouped so that no row is twice in a group: the groups follow each other in the order of the
-edits' numbers. All indices of a probe come to the device in one copy.
+Hits of one point are grouped, so that no row is twice in a group. Groups apply in the order of the edits' numbers. All
+indices of a probe are sent to the device in one copy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from djinnd.model.probe import Probe
 
 
 class StepProbe:
-    """A Probe (model/probe.py). What it does where is found out when the step comes to the first block in question: by
-    then the device has those before it to do, and nobody waits for it."""
+    """A Probe (model/probe.py). It finds its hits when the step reaches the first block with a point. The device is
+    busy with the blocks before then, so this delays nothing."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class StepProbe:
         table: EditTable,
         captures: Captures,
     ) -> None:
-        """`codes`: of the points, none of a block below `first`. `hits`: of edits and captures, at these points; their
-        tokens are rows of what `at` is given."""
+        """`codes`: the points; none is in a block before `first`. `hits`: of edits and of captures, at these points;
+        their tokens are rows of the tensor that `at` gets."""
         self.first = first
         self._device = device
         self._codes = codes
@@ -58,7 +58,7 @@ class StepProbe:
 
     @cached_property
     def _does(self) -> tuple[dict[Point, list[tuple[Tensor, EditRows]]], dict[Point, tuple[Tensor, Tensor, Tensor]]]:
-        """Edits, and captures: from, to, and of which tensor."""
+        """By point: edits as (rows, operations); captures as (rows to read, rows to write, tensor to write)."""
         edits, seen = self._hits()
         edits, edit_groups = _grouped(edits)
         seen, seen_groups = _grouped(seen)
@@ -91,10 +91,11 @@ class StepProbe:
 
 
 class Touched:
-    """What edits and captures have to do with the rows of one batch.
+    """The edits and captures that touch the rows of one batch.
 
-    Sessions that are steered while they decode are touched in the same way step after step: then this, with its probes,
-    is of the next steps, too (`lasts`)."""
+    Sessions that are steered while they decode are touched in the same way step after step. Then this object, with its
+    probes, serves the next steps too (`lasts`).
+    """
 
     def __init__(self, device: Device, batch: Batch, table: EditTable, captures: Captures) -> None:
         self._rows = rows = batch.rows
@@ -107,7 +108,7 @@ class Touched:
         edits, seen = table.reach(self._names) if table else None, captures.reaches(self._requests)
         self._reach = together([*seen.values()] if edits is None else [edits, *seen.values()])
         self._is_behind = self._reach is not None and self._reach.is_behind
-        self._sole = None  # the row that captures, where that is all there is to do
+        self._sole = None  # index of the only row that captures, if there are no edits
         if edits is None and len(seen) == 1 and not self._is_behind:
             self._sole = self._requests.index(*seen)
         self._lasts = 1
@@ -135,7 +136,7 @@ class Touched:
         return self._captures.join(self._requests, self._starts, self._counts)
 
     def lasts(self, batch: Batch) -> bool:
-        """Whether this is as true of that batch."""
+        """True if this object is valid for that batch."""
         if self._lasts == 1 or self._version != self._table.version or len(self._captures):
             return False
         if not batch.decode_only or [row.session for row in batch.rows] != [row.session for row in self._rows]:
@@ -145,7 +146,7 @@ class Touched:
 
     @property
     def behind(self) -> frozenset[int]:
-        """The rows that are touched behind the blocks."""
+        """Rows with an edit or a capture behind the blocks."""
         return self._behind if self._is_behind else _NO_ROWS
 
     @cached_property
@@ -154,7 +155,7 @@ class Touched:
         return frozenset(np.concatenate(rows).tolist())
 
     def part(self, rows: Sequence[int]) -> Part:
-        """A pass that brings these rows, in their order."""
+        """The part of a pass with these rows, in their order."""
         return Part(self, rows)
 
     def tokens(self, rows: Ints) -> Ints:
@@ -162,7 +163,7 @@ class Touched:
         return spread(first[rows], self._counts[rows])[0]
 
     def seen_behind(self, tokens: Ints) -> Ints:
-        """Of these tokens, the indices of those whose norm or logits are captured."""
+        """Indices of the tokens whose norm or logits are captured."""
         if not self._is_behind:
             return _NOBODY
         hits = self._seen.hits
@@ -170,8 +171,8 @@ class Touched:
         return indices
 
     def probe(self, which: Sequence[int]) -> Probe | None:
-        """Of prologue and blocks of a pass that brings these rows, in their order. None: nobody in the batch has edits
-        or captures."""
+        """The probe of prologue and blocks for a pass with these rows, in their order. None if the batch has no edits
+        and no captures."""
         if self._reach is None:
             return None
         if self._sole is not None:
@@ -184,14 +185,14 @@ class Touched:
         return self._probes[key]
 
     def _sole_probe(self, sole: int, rows: Sequence[int]) -> SoleCapture | None:
-        """None: the pass does not bring that row, or what it brings is not captured."""
+        """None if the pass does not have that row, or captures none of its positions."""
         if sole not in rows:
             return None
         row, before = self._rows[sole], sum([self._rows[index].count for index in rows[: rows.index(sole)]])
         return self._captures.sole_probe(row.request.id, row.start, row.end, before)
 
     def _codes(self, rows: Ints) -> set[int]:
-        """Of the points before the last block's end at which something is done to these rows."""
+        """Codes of the points, before the end of the last block, that touch these rows."""
         codes = np.concatenate([some.points for some in (self._edits, self._seen)])
         if len(rows) < len(self._counts):
             of_rows = np.concatenate([some.rows for some in (self._edits, self._seen)])
@@ -199,7 +200,7 @@ class Touched:
         return set(codes[~is_behind(codes)].tolist())
 
     def probe_behind(self, tokens: Ints) -> StepProbe | None:
-        """Of an epilogue that is given these tokens, in their order. None: it has nothing to do there."""
+        """The probe of an epilogue that gets these tokens, in their order. None if it has no hits."""
         if not self._is_behind:
             return None
         key = tokens.tobytes(), True
@@ -223,7 +224,7 @@ class Touched:
 
 
 class Part:
-    """The same of the rows of one pass. Tokens count in the pass."""
+    """The part of a Touched for the rows of one pass. Tokens are counted in the pass."""
 
     def __init__(self, touched: Touched, rows: Sequence[int]) -> None:
         self._touched = touched
@@ -234,15 +235,15 @@ class Part:
         return self._touched.tokens(np.array(self._rows))
 
     def probe(self) -> Probe | None:
-        """Of prologue and blocks."""
+        """The probe of prologue and blocks."""
         return self._touched.probe(self._rows)
 
     def probe_behind(self, picks: Sequence[int]) -> StepProbe | None:
-        """Of an epilogue that is given these tokens, none twice."""
+        """The probe of an epilogue that gets these distinct tokens."""
         return self._touched.probe_behind(self._tokens[list(picks)])
 
     def seen_behind(self, others: Sequence[int]) -> list[int]:
-        """Tokens whose norm or logits are captured, but for `others`."""
+        """Tokens whose norm or logits are captured, without `others`."""
         tokens: list[int] = np.setdiff1d(self._touched.seen_behind(self._tokens), others).tolist()
         return tokens
 
@@ -259,8 +260,9 @@ def _placed(hits: Hits, place: Ints, behind: bool) -> Hits:
 
 
 def _grouped(hits: Hits) -> tuple[Hits, list[tuple[Point, slice]]]:
-    """Spans of a session are in the order of the edits' numbers, and so are the groups of a point."""
-    if len(hits.token) < 2:  # as where one session stands at a breakpoint, or nobody: then it has to be quick
+    """Orders the hits by point and group. Spans of a session are in the order of the edits' numbers, and so are a
+    point's groups."""
+    if len(hits.token) < 2:  # the usual case, one session at a breakpoint, must be fast
         return hits, [(point_of(int(point)), slice(None)) for point in hits.point]
     hits = hits.of(np.lexsort((hits.span, hits.token, hits.point)))
     index = np.arange(len(hits.token))

@@ -1,4 +1,4 @@
-"""Requests that stop inside of the model: what is seen where they do is captured, and becomes their reply's."""
+"""Captures the activations at breakpoints: a request that stops inside the model has them in its reply."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from djinnd.engine.deliveries import Deliveries
 from djinnd.engine.model_runner import ModelRunner
 from djinnd.engine.passage import waits
 
-_Where = tuple[int, int, int]  # before which block, and the positions: first, end
+_Where = tuple[int, int, int]  # block to stop before; positions: first, end
 
 
 class StopCaptures:
-    """Of all models. A request is here from its start to its end."""
+    """Captures at breakpoints, of all models. A request is in here from `expect` until `forget`."""
 
     def __init__(self, deliveries: Deliveries, runners: Mapping[str, ModelRunner]) -> None:
         self._deliveries = deliveries
         self._runners = runners
-        self._open: dict[int, _Where | None] = {}  # by request: what is being captured for it
+        self._open: dict[int, _Where | None] = {}  # by request: where its current capture is
 
     def expect(self, request: Request) -> None:
-        """It has begun. One that stops nowhere has no hit."""
+        """Registers a request that has begun. One without breakpoints is ignored."""
         if request.stops:
             self._open[request.id] = None
 
     def capture(self, batch: Batch) -> list[tuple[Request, OutOfMemory]]:
-        """Before the step: sees to it that rows which will wait are captured where they do. → whose are not, as the
-        device has no room."""
+        """Called before the step: opens a capture for each row that will stop. → the requests for which the device has
+        no room, with the error."""
         if not self._open:
             return []
         runner, refused = self._runners[batch.model], []
@@ -39,7 +39,7 @@ class StopCaptures:
                 where = row.last_block, session.computed, len(session.tokens)
                 if self._open[request.id] == where:
                     continue
-                self._deliveries.drop(request)  # its pages were lost on the way, and all of it comes again
+                self._deliveries.drop(request)  # its pages were lost on the way, and all its positions run again
                 self._open[request.id] = None
                 try:
                     self._deliveries.open_hit(session, request, runner, row.last_block)
@@ -50,5 +50,5 @@ class StopCaptures:
         return refused
 
     def forget(self, request: Request) -> None:
-        """It has ended."""
+        """The request has ended."""
         self._open.pop(request.id, None)

@@ -1,4 +1,5 @@
-"""The lower tiers of the engine's models: brought when a model is served, kept busy in each turn, their figures."""
+"""The host and disk tiers of the engine's models: set up when a model is served, advanced in each turn of the loop, and
+reported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 log = logging.getLogger("djinnd.engine")
 
 TEND_EVERY = 0.25  # seconds
-SPARED_S = 0.1  # from one step of those who are spared to their next one, in turns with another model's
+SPARED_S = 0.1  # most seconds between two steps of latency-sensitive decodes that alternate with another model's steps
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class _Model:
 
 
 class Tiers:
-    """Belongs to the engine's thread."""
+    """Used by the engine's thread."""
 
     def __init__(self, device: Device, scheduler: Scheduler, loads: LoadQueue, pauses: Pauses) -> None:
         self._device = device
@@ -52,16 +53,17 @@ class Tiers:
         self._pauses = pauses
         self._models: dict[str, _Model] = {}
         self._on_host, self._on_disk = Tenancy(), Tenancy()
-        self._retiring: dict[str, Callable[[], None]] = {}  # by model; see `retire`
-        self._was_beside = False  # a step, since the last one was over
+        # by model: called when its pages are on the host, see `retire`
+        self._retiring: dict[str, Callable[[], None]] = {}
+        self._was_beside = False  # a step has run since the last `step_over`
         self._tended_at = 0.0
-        self._spared_at = -math.inf  # when there last was a step with somebody in it who is spared
+        self._spared_at = -math.inf  # time of the last step with a row that `is_spared`
         self._waits = Waits()
 
     # --- models -----------------------------------------------------------------------------------------------------
 
     def add(self, runner: ModelRunner) -> Paging:
-        """For the scheduler's `add_model`. The tiers come later."""
+        """Makes the model's Paging, for the scheduler's `add_model`, and submits the job that sets up its tiers."""
         load, plan = runner.load, runner.plan
         fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
         name = fingerprint[:16]
@@ -72,43 +74,44 @@ class Tiers:
         transfers = Transfers(self._device, paging, runner.page_bytes, runner.half_bytes)
         self._models[runner.name] = _Model(runner, paging, transfers)
         file = None
-        if pages.disk:  # as many slots as somebody has said, if there is room for them
+        if pages.disk:  # the number of slots that was asked for, if there is room for them
             asked = load.disk_kv_bytes
             any_size = asked is None or pages.disk < asked // slot_bytes(plan.page_bytes)
             file = WantFile(load.disk_folder, name, pages.disk, any_size)
         if pages.host:
             paging.is_coming = True
-            paging.is_expected = runner.weights.is_adopted  # an earlier engine's; so will the pages be
+            # an earlier engine filled the host's copy of the weights, so it has probably left pages too
+            paging.is_expected = runner.weights.is_adopted
             self._loads.submit(WantPages(load.request, load.model, pages.host, plan.page_bytes, fingerprint, file))
         return paging
 
     def remove(self, name: str) -> None:
-        """Before the runner's release; nobody has a session of the model any more."""
+        """Called before the runner's release, when no session of the model is left."""
         self.settle(name)
         self._models.pop(name).transfers.close()
 
     def retire(self, name: str, then: Callable[[], None]) -> None:
-        """Closes all sessions of the model, which are idle, and brings their pages to the host, beside the steps of
-        other models. `then` is called between two steps, when nothing of it is under way any more."""
+        """Closes all sessions of the model, which are idle, and moves their pages to the host while other models step.
+        `then` is called between two steps, when no copy of the model is in flight."""
         residence = self._scheduler.residence(name)
         for session in [session for session in self._scheduler.sessions() if session.model == name]:
             self._scheduler.drop_stage(session.id)
             transfer = residence.leave(session, sealed=True)
-            if transfer is not None:  # a load may wait for it
+            if transfer is not None:  # a load may be waiting for it
                 residence.paging.moves.hurry(transfer)
-            ended = self._scheduler.close(session.id)  # what moves is protected, and goes on
+            ended = self._scheduler.close(session.id)  # the copies go on, because their pages are protected
             assert ended is None, f"{name} retires while request {ended.id} runs"
         self._retiring[name] = then
 
     def settle(self, name: str) -> None:
-        """Waits for all that is under way, and what that leads to."""
+        """Blocks until all of the model's page copies, and copies that follow from them, are done."""
         model = self._models[name]
         while model.paging.is_busy:
             self._scheduler.over(name, model.transfers.settle())
 
     def _adopt_pages(self, result: PagesResult) -> None:
         model = self._models.get(result.model)
-        if model is None or model.runner.load.request != result.request:  # unloaded, or loaded anew meanwhile
+        if model is None or model.runner.load.request != result.request:  # unloaded, or loaded again
             result.release()
             return
         model.paging.is_coming = model.paging.is_expected = False
@@ -125,8 +128,8 @@ class Tiers:
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
     def turn(self, *, before_step: bool = False) -> bool:
-        """`before_step`: what nobody waits for may as well be done beside that, for which the device waits now. →
-        whether something is under way."""
+        """Advances all transfers. With `before_step`, work that no call waits for is left for the step that follows,
+        because the device idles now. → True if a transfer is under way."""
         while (result := self._loads.take_pages()) is not None:
             self._adopt_pages(result)
         self._tend(expected_only=before_step)
@@ -154,11 +157,14 @@ class Tiers:
             self._scheduler.tend(now)
 
     def beside_step(self, batch: Batch) -> bool:
-        """While the device runs a step, beginning the copies that had been asked for before costs nothing, nor do the
-        books of those that end, of whose they are, and of who comes next: a wake-up's take half a millisecond, for
-        which the device would wait between two steps. Nor does it cost anything to have somebody leave, which takes up
-        to three. Nobody whose pages move is in the step, nor is anybody who makes room for others; and the copies that
-        this leads to begin in a later turn, behind the step. → whether there is more to do, or may be."""
+        """Work on pages that overlaps with a step of the device: begins the copies that were asked for before, does the
+        bookkeeping of copies that have ended, and evicts.
+
+        Between two steps the device would idle meanwhile: half a millisecond for a wake-up's bookkeeping, up to three
+        for an eviction. It is safe during a step: no session in it has pages that move or gives up pages for others,
+        and the copies that follow from this begin in a later turn, after the step. → True if there is more to do, or
+        may be.
+        """
         self._was_beside = True
         if self.is_busy:
             rate = self._rate_beside(batch)
@@ -171,7 +177,7 @@ class Tiers:
         return self._scheduler.depart() or self.is_busy
 
     def _rate_beside(self, batch: Batch) -> float:
-        """See Transfers.begin_copies."""
+        """Bytes a second for page copies beside this step: see Transfers.begin_copies."""
         share, now = self._scheduler.policy.paging, time.monotonic()
         if any(map(is_spared, batch.rows)):
             self._spared_at = now
@@ -180,8 +186,8 @@ class Tiers:
         return share * self._device.rates().bus
 
     def step_over(self) -> bool:
-        """Copies begin that had been asked for, and somebody leaves, where there was no step to do it beside. → whether
-        others are to leave."""
+        """Begins the copies that were asked for. If no step has run since the last call, also evicts a session. → True
+        if more sessions are due to leave."""
         for model in self._models.values():
             model.transfers.begin_copies()
         was_beside, self._was_beside = self._was_beside, False
@@ -189,38 +195,39 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way, or about to be."""
+        """True if a transfer is under way, or about to begin."""
         return any(model.paging.is_busy for model in self._models.values())
 
     def follow(self) -> bool:
-        """For when the device has nothing to do: who waits for the last of a transfer goes on behind it. → whether
-        anybody does."""
+        """Called when the device is idle: sessions that wait for the last copies of a transfer may go on, ordered after
+        the copies. → True if any does."""
         over = {name: model.transfers.follow() for name, model in self._models.items() if model.paging.is_busy}
         for name, transfers in over.items():
             self._scheduler.over(name, transfers)
         return any(over.values())
 
     def wait(self) -> None:
-        """For when there is nothing to do but what is under way."""
+        """Blocks until a copy ends or a short time has passed. Called when there is nothing else to do."""
         busy = next((model for model in self._models.values() if model.paging.is_busy), None)
         if busy is not None:
             busy.transfers.wait()
 
     @property
     def patience(self) -> float:
-        """Seconds until somebody is expected."""
+        """Seconds until the next session is expected back."""
         return max(0.0, self._scheduler.next_wake - time.monotonic())
 
     def note_prefill(self, model: str, tokens: int, seconds: float) -> None:
-        """What computing KV takes, as steps show it."""
+        """Updates the measured speed of prefill, which decides whether pages are worth copying."""
         costs, seen = self._scheduler.residence(model).elsewhere.costs, tokens / seconds
         costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
 
     def keep(self) -> None:
-        """For the next engine: every session's pages on the host, as far as it has room."""
+        """Before the engine exits: moves every session's pages to the host, as far as it has room, for the next
+        engine."""
         began = time.monotonic()
         for session in list(self._scheduler.sessions()):
-            self._scheduler.drop_stage(session.id)  # the next engine does not have what waits inside the model
+            self._scheduler.drop_stage(session.id)  # the next engine does not have the rows that wait inside the model
             self._scheduler.residence(session.model).leave(session, sealed=True)
         for name in self._models:
             self.settle(name)
@@ -242,7 +249,7 @@ class Tiers:
             self._scheduler.wake(session.id)
 
     def called(self, session_id: str) -> None:
-        """A call begins to run on the session, or is about to: what it has waited for is over."""
+        """A call on the session begins or is about to: its wait is over."""
         for other, since, expected in self._waits.end(session_id, time.monotonic()):
             self._scheduler.expect(other, since + expected)
 
@@ -258,7 +265,7 @@ class Tiers:
         return self._scheduler.residence(session.model).kv.pages_held(session.id)
 
     def _seconds_to_copy(self, session: Session) -> float:
-        """Between host and device: what it holds, or what it held when it left."""
+        """For the session's pages between host and device: pages that it holds, or that it held when it left."""
         residence = self._scheduler.residence(session.model)
         kv, bus = residence.kv, residence.elsewhere.costs.bus
         pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
@@ -267,13 +274,13 @@ class Tiers:
     # --- tenants ----------------------------------------------------------------------------------------------------
 
     def set_tenants(self, tenants: Sequence[messages.TenantLimits]) -> None:
-        """What they may have on host and disk from now on, over all models. The device's pages are the scheduler's."""
+        """Sets the limits for host and disk, over all models. The scheduler has the limits of the device."""
         for limits in tenants:
             self._on_host.limit(limits.tenant, limits.host_kv)
             self._on_disk.limit(limits.tenant, limits.disk_kv)
 
     def uses_of_tenants(self) -> list[messages.TenantUse]:
-        """Of every tenant that has a page somewhere, in rising order; without public pages, which are nobody's."""
+        """For each tenant that has a page in some tier, by rising number. Public pages belong to no tenant."""
         device: Counter[int] = Counter()
         for model in self._models.values():
             kv = model.runner.kv
@@ -298,7 +305,7 @@ class Tiers:
         )
 
     def fill(self, info: ModelInfo) -> None:
-        """The figures of a model's tiers."""
+        """Fills in the figures of the model's tiers."""
         paging, pages = self._models[info.name].paging, self._models[info.name].transfers.host
         if paging.host is not None and pages is not None:
             info.host_pages, info.host_pages_used = paging.host.capacity, paging.host.used
@@ -308,13 +315,13 @@ class Tiers:
         info.notes += self._notes(info.name)
 
     def stop(self) -> None:
-        """The process is about to end: no thread still talks to the driver then."""
+        """Before the process exits: ends the threads that call the driver."""
         for model in self._models.values():
             if model.transfers.host is not None:
                 model.transfers.host.stop()
 
     def _notes(self, name: str) -> list[str]:
-        """What people are to know of the model's tiers."""
+        """Notes for the user about the model's tiers."""
         host = self._models[name].transfers.host
         if host is None or host.pinned == host.capacity:
             return []

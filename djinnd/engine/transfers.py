@@ -1,11 +1,11 @@
-"""Carries out what Paging has decided: pages between pool, host and disk, beside the steps.
+"""Carries out the page moves that Paging decides on, between pool, host and disk, while steps run.
 
     demote    pool ──lane DOWN──► host slot ─ landed ─ checksum (a thread) ─ sealed
-    promote   host slot ─(checksum, where another process has filled it)──lane UP──► pool ─ landed
+    promote   host slot ─(checksum, if another process has filled it)──lane UP──► pool ─ landed
     write out host slot ──PageFile──► file ─ landed, sealed
     fetch     file ──PageFile, checked──► host slot ─ landed, sealed; then it is promoted
 
-Over the bus they go by page_copies.py.
+page_copies.py does the copies over the bus.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
 
-_NAP = 0.0005  # seconds between two looks at what threads do
+_NAP = 0.0005  # seconds between two polls of the threads
 
 
 class _Job(NamedTuple):
-    future: Future[int] | Future[None]  # of a checksum, of what is written to a file
+    future: Future[int] | Future[None]  # of a checksum, or of a write to a file
     move: Move
 
 
 class Transfers:
-    """Of one model, used by the engine's thread. Owns the host's pages and the disk's files once they are attached."""
+    """The page moves of one model, used by the engine's thread. Owns the host's pages and the disk's file once they are
+    attached."""
 
     def __init__(self, device: Device, paging: Paging, pool: Callable[[], Tensor], half_bytes: int) -> None:
         """`pool` and `half_bytes`: see PageCopies."""
         self.host: HostPages | None = None
         self.disk: PageFile | None = None
-        self.disk_rate = 0.0  # bytes a second, as last seen
+        self.disk_rate = 0.0  # bytes a second, as last measured
         self.beside_ring = False
         self._device = device
         self._paging = paging
         self._pool = pool
         self._half_bytes = half_bytes
-        self._copies: PageCopies | None = None  # from and to the host's pages
-        self._checksums = Checksums()  # of what is to be promoted, and of what has been demoted
+        self._copies: PageCopies | None = None  # between the device and the host's pages
+        self._checksums = Checksums()  # of pages to be promoted, and of pages that have been demoted
         self._filing: list[_Job] = []
-        self._fetching_since, self._fetched = 0.0, 0  # since files were last idle: when that was, bytes
-        self._mark: Mark | None = None  # of the last turn, if copies may begin
-        self._asked = 0  # moves that had been asked for then, and have not begun
-        self._failed_at = 0.0  # when a file was last complained about
+        self._fetching_since, self._fetched = 0.0, 0  # start of the current run of file reads, and bytes read since
+        self._mark: Mark | None = None  # from the last turn, if copies may begin
+        self._asked = 0  # moves that had been asked for at the last turn, and have not begun
+        self._failed_at = 0.0  # time of the last logged failure of a file
 
     def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
         """`tenancy`: see Tier."""
@@ -69,8 +70,9 @@ class Transfers:
         self.note_ready()
 
     def note_ready(self) -> None:
-        """In each turn: copies can go to more of the host's pages. (Who waits for pages does not wait for that: pinning
-        makes 0.9 GB/s ready, where a 13B model on an H200 computes 16 GB/s of KV anew.)"""
+        """Called in each turn: tells Paging about host pages that have been pinned since. Sessions that wait for pages
+        do not wait for pinning. It makes 0.9 GB/s of pages ready, while a 13B model on an H200 computes 16 GB/s of KV.
+        """
         if self.host is not None and self._paging.host is not None:
             for slots in self.host.take_ready():
                 self._paging.host.make_ready(slots)
@@ -82,20 +84,20 @@ class Transfers:
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
     def turn(self) -> list[Transfer]:
-        """Ends what can be, and notes what may begin; waits for nothing. → the transfers that are over."""
+        """Ends finished moves and notes new ones; does not block. → the transfers that have ended."""
         over = self.end()
         self.note_asked()
         return over
 
     def note_asked(self) -> None:
-        """What has been asked for by now may begin."""
+        """All moves asked for by now may begin in the next `begin_copies`."""
         self._asked = self._paging.moves.waiting
         if self._asked or (self._copies is not None and self._copies.has_queued):
             self._mark = self._device.mark()
 
     def end(self) -> list[Transfer]:
-        """Does the books of what has happened, also while a step runs; waits for nothing. → the transfers that are
-        over."""
+        """Does the bookkeeping of copies and jobs that have ended; does not block, and may be called while a step runs.
+        → the transfers that have ended."""
         over: list[Transfer] = []
         if self._paging.is_busy:
             self._end_copies(over)
@@ -103,9 +105,9 @@ class Transfers:
         return over
 
     def begin_copies(self, rate: float = math.inf) -> None:
-        """Of what had been asked for in the last turn, as much as may be in flight: after what the device had to do by
-        then, and beside what it was given since, as nobody is given a page that moves. `rate`: bytes a second each way,
-        of what no call waits for."""
+        """Queues the moves noted by the last `note_asked`, as far as the limits of copies in flight allow. They run
+        after the work that the device had then, and beside the work that it has got since: no request gets a page that
+        is moving. `rate`: bytes a second each way for moves that no call waits for."""
         mark, self._mark = self._mark, None
         asked, self._asked = self._asked, 0
         moves = self._paging.moves.take(asked)
@@ -114,7 +116,7 @@ class Transfers:
             assert not moves, "there are no moves without the host"
             return
         first = copies.piece_pages
-        # The first piece does not wait for the books of all.
+        # The first piece does not wait for the bookkeeping of all moves.
         for some in (moves[:first], moves[first:]) if len(moves) > first else (moves,):
             for move in some:
                 self._begin(move)
@@ -122,23 +124,23 @@ class Transfers:
                 copies.begin(mark, rate, beside_ring=self.beside_ring)
 
     def follow(self) -> list[Transfer]:
-        """For when the device has nothing to do, which would wait for the host to see that copies have ended, and to
-        launch what follows. It waits for the copies itself, if they end in the time that launching takes, or their
-        first halves do. → the transfers that are over for whatever the device is given from now on."""
+        """Called when the device is idle. Orders the compute stream after the next copies of a transfer, if these end
+        in about the time that launching a step takes, or their first halves do. So the step can be launched before the
+        copies end. → the transfers that have ended as far as work queued from now on is concerned."""
         followed = [] if self._copies is None else self._copies.follow()
         return [transfer for move in followed for transfer in self._paging.moves.followed(move)]
 
     def wait(self) -> None:
-        """Until there may be something to do in another turn; for when the device has nothing else to do."""
+        """Blocks until another turn may find work. Called when the device is idle."""
         copying = None if self._copies is None else self._copies.next
         if copying is not None:
-            with suppress(Exception):  # `turn` finds it
+            with suppress(Exception):  # `turn` reports it
                 copying.wait()
         else:
             time.sleep(_NAP)
 
     def settle(self) -> list[Transfer]:
-        """Ends all that is under way. → the transfers that are over."""
+        """Ends all moves. → the transfers that have ended."""
         over = self.turn()
         while self._paging.is_busy:
             self.begin_copies()
@@ -217,8 +219,9 @@ class Transfers:
         return self._paging.moves.landed(move) + self._paging.moves.sealed(move, summed)
 
     def _lose(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
-        """A page less in a tier: it is computed anew when it is needed. One that cannot be read is as good as `bad`:
-        whoever needs it would ask for it again and again."""
+        """A move has failed, and its tier has lost a page, which is recomputed when it is needed. `bad`: the page
+        cannot be read, or its bytes are wrong. It is dropped from the tier, or it would be asked for again and again.
+        """
         now = time.monotonic()
         if bad or now - self._failed_at > 60:
             log.warning("page_lost reason=%r", why)
@@ -226,7 +229,7 @@ class Transfers:
         return self._paging.moves.failed(move, bad=bad)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Frees host pages and file. No move is under way."""
         assert not self._paging.is_busy
         self._checksums.close()
         self._paging.close()
@@ -237,7 +240,7 @@ class Transfers:
 
 
 def _split(jobs: list[_Job]) -> tuple[list[_Job], list[_Job]]:
-    """Those that are under way, and those that are done; one that ends meanwhile is in one list only."""
+    """Jobs that are under way, and jobs that are done. A job that ends meanwhile is in one list only."""
     under_way: list[_Job] = []
     done: list[_Job] = []
     for job in jobs:
