@@ -7,14 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from djinn_client import Client
 from djinn_client.address import candidates
 
+if TYPE_CHECKING:
+    from djinnctl.layout import Renderable
+
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 DONE, FAILED, UNREACHABLE = 0, 1, 2
 SILENCE_S = 5.0  # after which the user is told what is waited for
@@ -41,6 +45,21 @@ class Settings:
             with self.patience():
                 client.welcome()
             yield client
+
+    def show(
+        self, read: Callable[[Client], T], render: Callable[[T], Renderable], *, every_s: float | None = None
+    ) -> T:
+        """Shows what `read` has from the daemon, and returns it: see screen.show. Raises ConnectionLost."""
+        from djinnctl import screen
+
+        with self.client() as client:
+            return screen.show(lambda: read(client), render, as_json=self.json, every_s=every_s)
+
+    def tell(self, done: object, text: str) -> None:
+        """Prints what was done: a text for people, or `done` as JSON."""
+        from djinnctl import screen
+
+        screen.show(lambda: done, lambda _: text, as_json=self.json)
 
     @contextmanager
     def patience(self) -> Iterator[None]:

@@ -32,6 +32,14 @@ def read_seconds(ctx: click.Context, param: click.Parameter, value: str | None) 
     return _read(parse_seconds, ctx, param, value)
 
 
+def read_some_time(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """For an option that has a default: 0 seconds, which would mean that default to the daemon, are wrong usage."""
+    seconds = read_seconds(ctx, param, value)
+    if seconds == 0:
+        raise click.BadParameter(f"{value!r} is no time at all; leave the option out for the default", ctx, param)
+    return seconds
+
+
 def read_resident(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> int | float | Literal["auto"] | None:

@@ -114,7 +114,7 @@ def devices(infos: Sequence[DeviceInfo]) -> Renderable:
 
 def models(infos: Sequence[ModelInfo]) -> Renderable:
     if not infos:
-        return Span("no models: put a checkpoint's folder where djinnd looks, or `djinnctl load PATH`", "dim")
+        return Span("no models: `djinnctl pull ORG/NAME` fetches one, `djinnctl load FOLDER` loads one", "dim")
     table = new_table("MODEL", "STATE", "DTYPE", "PARAMETERS>", "CONTEXT>", "WEIGHTS>", "KV>", "PAGES>", "SESSIONS>")
     for info in infos:
         table.add_row(

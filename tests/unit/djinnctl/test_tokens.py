@@ -91,3 +91,8 @@ def test_a_token_in_the_environment_is_shown(daemon: ScriptedDaemon) -> None:
 @pytest.mark.parametrize("expires", ["90", "soon", "-1d"])
 def test_times_that_are_none(expires: str) -> None:
     assert run("add", "ci", "--expires", expires).exit_code == 2
+
+
+def test_a_token_that_ends_at_once_is_no_token_that_never_ends() -> None:
+    done = CliRunner().invoke(main, ["token", "add", "ci", "--expires", "0"])
+    assert done.exit_code == 2 and "'0' is no time at all; leave the option out for the default" in done.output

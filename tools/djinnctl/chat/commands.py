@@ -1,4 +1,4 @@
-"""The commands of a conversation: what begins with a slash."""
+"""The commands of a conversation. They begin with a slash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from djinn_client import DjinnError
 from djinnctl import explain
 from djinnctl.chat import transcript
 from djinnctl.chat.dialog import Dialog
-from djinnctl.chat.typed import Command
+from djinnctl.chat.typed import QUOTES, Command
 from djinnctl.units import size
 
 Say = Callable[[str], None]
@@ -30,7 +30,7 @@ def obey(command: Command, dialog: Dialog, say: Say) -> None:
     """Does what the command says, or says what is wrong with it. Raises Bye."""
     name = {"?": "help", "exit": "bye", "quit": "bye"}.get(command.name, command.name)
     if name not in COMMANDS:
-        say(f'there is no /{command.name}; /help has all, and a text that begins with a slash goes between """')
+        say(f"there is no /{command.name}: see /help. A message that begins with a slash goes between two {QUOTES}")
         return
     try:
         COMMANDS[name].run(dialog, command.argument, say)
@@ -46,8 +46,8 @@ def _help(dialog: Dialog, argument: str, say: Say) -> None:
     width = max(len(entry.usage) for entry in COMMANDS.values())
     for entry in COMMANDS.values():
         say(f"{entry.usage:<{width}}  {entry.meaning}")
-    say('"""              a message of several lines, up to the next """')
-    say("Ctrl-C            stops the answer; Ctrl-D is /bye")
+    say(f"{QUOTES:<{width}}  begins a message of several lines, which ends with {QUOTES}")
+    say(f"{'Ctrl-C':<{width}}  stops the answer; Ctrl-D is /bye")
 
 
 def _set(dialog: Dialog, argument: str, say: Say) -> None:
@@ -110,14 +110,14 @@ def _path(argument: str) -> Path:
 
 
 COMMANDS = {
-    "help": Entry("/help", "these lines", _help),
-    "set": Entry("/set NAME VALUE", "system, think, temperature, max_tokens, stats, …; alone: all", _set),
-    "save": Entry("/save FILE", "writes the conversation, as JSON", _save),
-    "load": Entry("/load FILE", "goes on from a saved one", _load),
-    "clear": Entry("/clear", "begins anew", _clear),
+    "help": Entry("/help", "shows these lines", _help),
+    "set": Entry("/set NAME VALUE", "changes a setting, as temperature 0.5; /set alone shows all", _set),
+    "save": Entry("/save FILE", "writes the conversation to a file, as JSON", _save),
+    "load": Entry("/load FILE", "goes on from a saved conversation", _load),
+    "clear": Entry("/clear", "begins the conversation anew", _clear),
     "fork": Entry("/fork", "goes on in a second session from the same point", _fork),
-    "switch": Entry("/switch NUMBER", "goes back to a branch", _switch),
+    "switch": Entry("/switch NUMBER", "goes back to another branch", _switch),
     "pause": Entry("/pause", "moves its pages off the device, until the next message", _pause),
-    "why": Entry("/why", "why the session runs, or what it waits for", _why),
+    "why": Entry("/why", "says why the session runs, or what it waits for", _why),
     "bye": Entry("/bye", "leaves", _bye),
 }

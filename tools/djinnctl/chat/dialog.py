@@ -1,4 +1,4 @@
-"""A conversation and its forks: sessions with the messages that were exchanged in each."""
+"""A conversation and its forks: a session for each, with the messages that were exchanged in it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from djinnctl.chat.transcript import Message
 
 @dataclass
 class Branch:
-    """A session, and the conversation in it. The daemon keeps what the session has in common with the messages."""
+    """A session and the conversation in it."""
 
     session: Session
-    messages: list[Message] = field(default_factory=list)  # without the system's, which is a setting
+    messages: list[Message] = field(default_factory=list)  # without the system message, which is a setting
     paused: bool = False
 
 
 class Dialog:
-    """Owns its sessions, of which one is talked to."""
+    """Owns the sessions. The user talks to one of them, `branch`."""
 
     def __init__(self, model: str, settings: Settings, *, priority: Class | None, address: str | None) -> None:
-        """Loads the model where it is not loaded. Raises what `Session` raises."""
+        """Loads the model if it is not loaded. Raises what `Session` raises."""
         self.settings = settings
         self.branches = [Branch(Session(model, priority=priority, address=address))]
         self.branch = self.branches[0]
 
     @property
     def number(self) -> int:
-        """Of the branch that is talked to, from 1."""
+        """The number of the current branch, from 1."""
         return self.branches.index(self.branch) + 1
 
     def ask(self, text: str, answer: Answer) -> Generated:
-        """Sends the message and writes the answer as it comes. Both are in the messages then; after an interrupt with
-        as much of the answer as has come. Where nothing has, and after an error, neither is."""
+        """Sends the message, writes the answer as it comes, and keeps both in the messages. After an interrupt it keeps
+        the part of the answer that has come. If nothing has come, or after an error, it keeps neither."""
         self._wake()
         messages, said = self.branch.messages, list[str]()
         asked: Message = {"role": "user", "content": text}
@@ -66,12 +66,12 @@ class Dialog:
             return stream.result
 
     def all_messages(self) -> list[Message]:
-        """With the system's before the others."""
+        """The messages, with the system message before them."""
         system: list[Message] = [{"role": "system", "content": self.settings.system}] if self.settings.system else []
         return system + self.branch.messages
 
     def replace(self, messages: list[Message]) -> None:
-        """The conversation is another one from now on; a system message at its beginning becomes the setting."""
+        """Replaces the conversation. A system message at its beginning becomes the setting."""
         first, rest = messages[:1], messages[1:]
         if first and first[0]["role"] == "system":
             self.settings.system = first[0]["content"]
@@ -80,14 +80,14 @@ class Dialog:
         self.branch.messages[:] = rest
 
     def fork(self) -> Branch:
-        """From now on the fork is talked to."""
+        """Forks the current branch; the fork is the current one then."""
         self._wake()
         self.branch = Branch(self.branch.session.fork(), list(self.branch.messages))
         self.branches.append(self.branch)
         return self.branch
 
     def switch(self, number: int) -> Branch:
-        """Raises ValueError where there is no such branch."""
+        """Raises ValueError if there is no such branch."""
         if not 1 <= number <= len(self.branches):
             raise ValueError(f"there is no branch {number}: there are 1 to {len(self.branches)}")
         self.branch = self.branches[number - 1]

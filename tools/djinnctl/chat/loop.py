@@ -1,4 +1,4 @@
-"""The loop of `djinnctl run`: a line, what it asks for, the next line."""
+"""The loop of `djinnctl run`: reads a line, does what it asks for, reads the next one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def talk(dialog: Dialog, read_line: ReadLine = input) -> None:
 
 
 def _take(line: str, typed: Typed, dialog: Dialog) -> None:
-    """Ctrl-C stops what the line has begun, and no more than that. After an error the conversation goes on as it was: a
-    session survives the daemon's restart, too."""
+    """Ctrl-C stops only what the line has begun. An error ends nothing: the session is still there, also after a
+    restart of the daemon."""
     wanted = typed.add(line)
     try:
         if isinstance(wanted, Command):
@@ -56,12 +56,14 @@ def _take(line: str, typed: Typed, dialog: Dialog) -> None:
 
 
 def ask(dialog: Dialog, text: str, out: TextIO | None = None) -> Generated:
-    """One message and its answer, which is written as it comes. Raises the daemon's error."""
+    """Sends a message and writes the answer as it comes. Raises the daemon's error."""
     answer = Answer(out or sys.stdout)
     with _patience(dialog.branch.session, answer):
         result = dialog.ask(text, answer)
     if result.finish_reason == "length":
-        note("the answer was cut short: `/set max_tokens` allows more")
+        note(cut_short(dialog.settings.options["max_tokens"]))
+    for told in result.notes:
+        note(told)
     if dialog.settings.stats:
         note(stats(result))
     return result
@@ -69,7 +71,7 @@ def ask(dialog: Dialog, text: str, out: TextIO | None = None) -> Generated:
 
 @contextmanager
 def _patience(session: Session, answer: Answer) -> Iterator[None]:
-    """Says, once, what the session waits for, where nothing of the answer has come after SILENCE_S."""
+    """If nothing of the answer has come after SILENCE_S, says once what the session waits for."""
 
     def tell() -> None:
         with suppress(DjinnError):  # it may have been closed meanwhile
@@ -83,6 +85,13 @@ def _patience(session: Session, answer: Answer) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def cut_short(max_tokens: int | None) -> str:
+    """Why an answer was cut off, and what helps."""
+    if max_tokens is None:
+        return "the answer was cut off: the context is full, and /clear begins anew"
+    return f"the answer was cut off after max_tokens = {max_tokens}: /set max_tokens (or --set) allows more"
 
 
 def stats(result: Generated) -> str:

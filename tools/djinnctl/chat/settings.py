@@ -1,4 +1,4 @@
-"""What `/set` changes: how the next answers are made and shown."""
+"""The settings that `/set` changes: how the next answers are made and shown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# An answer ends where the model ends it, and Ctrl-C stops it before. Greedy choice, the default elsewhere, repeats
-# itself.
+# The model ends its answers, or the user does with Ctrl-C. Greedy choice, the default elsewhere, makes chats repeat
+# themselves.
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": None}
 
 
 @dataclass
 class Settings:
-    """`options` are those of a call, `arguments` those of the model's chat template."""
+    """`options` are keyword arguments of `Session.chat`, `arguments` those of the model's chat template."""
 
     system: str = ""
     stats: bool = False
@@ -21,7 +21,7 @@ class Settings:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def set(self, name: str, text: str) -> None:
-        """Raises ValueError for an unknown name and for a value that is none, with what would be right."""
+        """Raises ValueError, with what would be right, for an unknown name or a value that does not fit."""
         name = name.lower().replace("-", "_")
         if name == "system":
             self.system = text
@@ -37,13 +37,15 @@ class Settings:
             raise ValueError(f"no setting is called {name!r}; there are {', '.join(NAMES)}")
 
     def lines(self) -> Iterator[str]:
-        """The settings as they are, one a line."""
-        if self.system:
-            yield f"system {self.system}"
-        for name, value in (self.options | self.arguments).items():
-            yield f"{name} {'none' if value is None else value}"
-        if self.stats:
-            yield "stats on"
+        """All settings and their values, one a line, as `set` takes them. The model decides what is not set."""
+        told: dict[str, Any] = {"system": self.system or "-", "stats": "on" if self.stats else "off"}
+        if "enable_thinking" in self.arguments:
+            told["think"] = "on" if self.arguments["enable_thinking"] else "off"
+        told |= {name: "none" if value is None else value for name, value in self.options.items()}
+        told |= {name: value for name, value in self.arguments.items() if name in NAMES}
+        width = max(map(len, NAMES))
+        for name in NAMES:
+            yield f"{name:<{width}}  {told.get(name, '-')}"
 
 
 def _limit(text: str) -> int | None:
@@ -54,7 +56,7 @@ def _limit(text: str) -> int | None:
     return number
 
 
-# The daemon checks ranges: what is wrong with a number is said by the call that brings it.
+# Ranges are not checked here: the call that brings a wrong number is refused with the range.
 OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "a number, 0 or more"),
     "max_tokens": (_limit, "a whole number, 1 or more, or none"),

@@ -1,4 +1,4 @@
-"""The terminal: lines with history and editing in, answers out."""
+"""The terminal: reads lines with history and editing, and writes answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TextIO
 PROMPT, FURTHER = ">>> ", "... "
 HISTORY_LINES = 1000
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-# A model's text may hold anything. Control characters could move the cursor, or rename the window: they are shown as
-# symbols instead.
+# Control characters in a model's text could move the cursor or rename the window, so symbols stand for them.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
@@ -23,7 +22,7 @@ def visible(text: str) -> str:
 
 
 class Answer:
-    """One answer on its way to the output: content as it is; on a terminal reasoning before it, dimmed."""
+    """Writes one answer: its content, and on a terminal its reasoning before that, dimmed."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -34,7 +33,7 @@ class Answer:
         self._last = "\n"
 
     def reason(self, text: str) -> None:
-        """Programs that read the output want the answer only."""
+        """Writes reasoning on a terminal only: programs that read the output want the answer alone."""
         if text and self._terminal:
             if not self._reasoning:
                 self._write(DIM if self._colours else "(")
@@ -47,7 +46,7 @@ class Answer:
             self._write(visible(text) if self._terminal else text)
 
     def end(self) -> None:
-        """The next line begins at the left."""
+        """Ends the line, so that the next text begins at the left."""
         self._end_reasoning()
         if self._last != "\n":
             self._write("\n")
@@ -67,7 +66,7 @@ class Answer:
 
 @contextmanager
 def history() -> Iterator[None]:
-    """Lines can be edited, and those of earlier conversations are there, as far as Python has readline."""
+    """Lets the user edit lines and bring back those of earlier conversations. Without readline it does nothing."""
     try:
         import readline
     except ImportError:
@@ -92,6 +91,6 @@ def history_file() -> Path:
 
 
 def note(text: str) -> None:
-    """A line that is no answer."""
+    """Writes a line of djinnctl's own to stderr, dimmed."""
     colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     print(f"{DIM}{text}{PLAIN}" if colours else text, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ class Transcript(msgspec.Struct):
 
 
 def save(path: Path, transcript: Transcript) -> None:
-    """Replaces the file, which only its owner may read. Raises OSError."""
+    """Writes the file anew; only its owner may read it. Raises OSError."""
     text = msgspec.json.format(msgspec.json.encode(transcript))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -31,7 +31,7 @@ def save(path: Path, transcript: Transcript) -> None:
 
 
 def load(path: Path) -> Transcript:
-    """Raises OSError, and ValueError for a file that is no transcript."""
+    """Raises OSError, and ValueError if the file is no transcript."""
     try:
         transcript = msgspec.json.decode(path.read_bytes(), type=Transcript)
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""What is typed at the prompt: messages, which may have several lines, and commands."""
+"""Lines that the user types, made into messages and commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Command(NamedTuple):
 
 
 class Typed:
-    """Lines in, messages and commands out. A message of several lines stands between two QUOTES, in which a slash at
-    the beginning means nothing."""
+    """Takes lines and gives messages and commands. A message of several lines stands between two QUOTES; a slash at its
+    beginning means nothing."""
 
     def __init__(self) -> None:
-        self._lines: list[str] | None = None  # of a message that has been opened and not closed
+        self._lines: list[str] | None = None  # of an open message: its first QUOTES have come, its last have not
 
     @property
     def inside(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,10 +22,9 @@ from djinnctl.units import MOST
 @pass_settings
 def status(settings: Settings, watch: float | None, check: bool) -> None:
     """Show the daemon, its devices and its models."""
-    from djinnctl import render, screen
+    from djinnctl import render
 
-    with settings.client() as client:
-        reply = screen.show(lambda: client.status(check=check), render.status, as_json=settings.json, every_s=watch)
+    reply = settings.show(lambda client: client.status(check=check), render.status, every_s=watch)
     if reply.integrity:
         sys.exit(FAILED)
     if check and not settings.json:
@@ -52,10 +52,9 @@ def top(settings: Settings, once: bool) -> None:
 @pass_settings
 def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     """Show what you may have of the daemon, by which rule of its configuration, and what you have."""
-    from djinnctl import quotas, screen
+    from djinnctl import quotas
 
-    with settings.client() as client:
-        screen.show(lambda: client.quotas(all=of_all), quotas.table, as_json=settings.json, every_s=watch)
+    settings.show(lambda client: client.quotas(all=of_all), quotas.table, every_s=watch)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -98,10 +97,8 @@ def restart(settings: Settings, warm: bool) -> None:
     connect meanwhile wait. For administrators.
     """
     from djinnctl import restart as restarting
-    from djinnctl import screen
 
-    with settings.client() as client:
-        screen.show(lambda: restarting.restart(client, warm=warm), restarting.render, as_json=settings.json)
+    settings.show(partial(restarting.restart, warm=warm), restarting.render)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -109,8 +106,6 @@ def restart(settings: Settings, warm: bool) -> None:
 @pass_settings
 def version(settings: Settings) -> None:
     """Show the versions of djinnctl, the protocol and the daemon, if one runs."""
-    from djinnctl import screen
-
     daemon, why = None, ""
     try:
         with settings.client() as client:
@@ -119,7 +114,7 @@ def version(settings: Settings) -> None:
         why = error.message
     versions = {"djinnctl": __version__, "protocol": VERSION, "djinnd": daemon}
     text = f"djinnctl {__version__}, protocol {VERSION}\ndjinnd {daemon or f'unknown: {why}'}"
-    screen.show(lambda: versions, lambda _: text, as_json=settings.json)
+    settings.tell(versions, text)
 
 
 @click.command(epilog=EXIT_CODES)

@@ -18,13 +18,12 @@ def budget(settings: Settings, memory: int | None) -> None:
 
     Blocks that no longer fit stream from the host, and become resident again when there is more.
     """
-    from djinnctl import render, screen
+    from djinnctl import render
 
-    with settings.client() as client:
-        if memory is None:
-            screen.show(lambda: client.status().devices, render.devices, as_json=settings.json)
-        else:
-            screen.show(lambda: client.set_budget(memory), render.budget, as_json=settings.json)
+    if memory is None:
+        settings.show(lambda client: client.status().devices, render.devices)
+    else:
+        settings.show(lambda client: client.set_budget(memory), render.budget)
 
 
 @click.command(epilog=EXIT_CODES)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from djinn_client import Client
 from djinn_client.pulled import models_folder
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
 from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 @pass_settings
 def models(settings: Settings, watch: float | None) -> None:
     """List the models, loaded or available."""
-    from djinnctl import render, screen
+    from djinnctl import render
 
-    with settings.client() as client:
-        screen.show(client.models, render.models, as_json=settings.json, every_s=watch)
+    settings.show(Client.models, render.models, every_s=watch)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -43,12 +43,11 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     Needs no daemon. The model is fetched with your rights and your hub token, into $DJINN_MODELS or
     ~/.local/share/djinnd/models, where your sessions and commands find it by its id.
     """
-    from djinnctl import pulling, screen
+    from djinnctl import pulling
 
     below = folder or models_folder()
     target = pulling.pull(hub_id, below, revision)
-    found = pulling.told(hub_id, target, is_found=below == models_folder())
-    screen.show(lambda: {"folder": str(target)}, lambda _: found, as_json=settings.json)
+    settings.tell({"folder": str(target)}, pulling.told(hub_id, target, is_found=below == models_folder()))
 
 
 @click.command(epilog=EXIT_CODES)
@@ -62,8 +61,8 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     "--keep-alive",
     callback=read_seconds,
     metavar="TIME",
-    help="Without a call for so long, as 5min, it gives its device memory back until the next; 0: never. Of a loaded "
-    "model, too. Default: as configured.",
+    help="After so long without a call, as 5min, it gives its device memory back until the next one; 0: never. Also "
+    "for a model that is loaded. Default: as configured.",
 )
 @click.option(
     "--chat-template",
@@ -84,8 +83,8 @@ def load(
 ) -> None:
     """Load MODEL: a name that `models` lists, a folder with a checkpoint, or a hub id.
 
-    Its blocks go where the configuration says, unless an option says otherwise; the other options then have their own
-    defaults.
+    The configuration says where its blocks go. With one of --resident, --ring-gb, --slots, --packing or --keep-host,
+    the others of these have their own defaults.
     """
     from djinnctl import render, screen
 
@@ -117,11 +116,9 @@ def load(
 @pass_settings
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
     """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
-    from djinnctl import render, screen
+    from djinnctl import render
 
-    with settings.client() as client:
-        planned = client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing)
-    screen.show(lambda: planned, render.plan, as_json=settings.json)
+    settings.show(lambda client: client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing), render.plan)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -131,8 +128,6 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
 @pass_settings
 def unload(settings: Settings, model: str, force: bool) -> None:
     """Unload MODEL and free its memory."""
-    from djinnctl import screen
-
     with settings.client() as client:
         client.unload(model, force=force)
-    screen.show(lambda: {"unloaded": model}, lambda done: f"unloaded {model}", as_json=settings.json)
+    settings.tell({"unloaded": model}, f"unloaded {model}")

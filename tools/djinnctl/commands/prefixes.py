@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from djinn_client import Client
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
 from djinnctl.units import MOST
 
@@ -11,7 +12,7 @@ from djinnctl.units import MOST
 @click.group(epilog=EXIT_CODES)
 @everywhere
 def prefix() -> None:
-    """Prefixes that the sessions of all users share pages of. For administrators."""
+    """Prefixes whose pages the sessions of all users share. For administrators."""
 
 
 @prefix.command(epilog=EXIT_CODES)
@@ -24,21 +25,19 @@ def publish(settings: Settings, session: str, tokens: int | None) -> None:
 
     What it says must not be secret: see docs/sessions.md.
     """
-    from djinnctl import render, screen
+    from djinnctl import render
 
-    with settings.client() as client:
-        screen.show(lambda: client.publish_prefix(session, tokens), render.published, as_json=settings.json)
+    settings.show(lambda client: client.publish_prefix(session, tokens), render.published)
 
 
 @prefix.command("list", epilog=EXIT_CODES)
 @everywhere
 @pass_settings
 def list_prefixes(settings: Settings) -> None:
-    """List the public prefixes: of which model, how long, marked by whom and when."""
-    from djinnctl import render, screen
+    """List the public prefixes: the model and length of each, and who marked it when."""
+    from djinnctl import render
 
-    with settings.client() as client:
-        screen.show(client.prefixes, render.prefixes, as_json=settings.json)
+    settings.show(Client.prefixes, render.prefixes)
 
 
 @prefix.command(epilog=EXIT_CODES)
@@ -47,9 +46,8 @@ def list_prefixes(settings: Settings) -> None:
 @pass_settings
 def withdraw(settings: Settings, prefix: str) -> None:
     """Withdraw the public PREFIX. A model that is loaded goes on sharing it until it is loaded the next time."""
-    from djinnctl import render, screen
+    from djinnctl import render
 
     with settings.client() as client:
         in_force = client.withdraw_prefix(prefix)
-    done = {"withdrawn": prefix, "in_force": in_force}
-    screen.show(lambda: done, lambda _: render.withdrawn(prefix, in_force), as_json=settings.json)
+    settings.tell({"withdrawn": prefix, "in_force": in_force}, render.withdrawn(prefix, in_force))

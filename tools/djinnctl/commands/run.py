@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 @click.argument("prompt", nargs=-1)
 @click.option("--system", metavar="TEXT", default="", help="The system message.")
 @click.option(
-    "--set", "chosen", metavar="NAME=VALUE", multiple=True, help="A setting, as temperature=0; `/set` names them all."
+    "--set",
+    "chosen",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="A setting, as temperature=0; docs/cli.md has them all.",
 )
 @click.option("--priority", type=click.Choice(CLASSES), help="The class. Default: the highest that you may have.")
 @pass_settings
@@ -37,7 +41,7 @@ def run(
 ) -> None:
     """Talk to MODEL, which is loaded first if need be.
 
-    With PROMPT, or with text on stdin, one answer and no more; of both, the text follows the prompt.
+    With PROMPT, or with text on stdin, it prints one answer and ends. With both, the text follows the prompt.
     """
     from djinnctl import screen
     from djinnctl.chat import loop
@@ -72,9 +76,11 @@ def run(
 
 
 def _piped() -> str:
-    """What comes in through a pipe or from a file; of anything else nothing is read, so that nobody waits for it."""
+    """The text that comes through a pipe or from a file. Anything else on stdin is not read: it might never end."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):
         return ""
-    return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    return sys.stdin.buffer.read().decode(errors="replace").strip()  # a diff may have bytes that are no UTF-8

@@ -86,12 +86,14 @@ class Model:
         line.send(Piece(id=request.id, text=f"{text}, "))
         if text != "sea":
             message = ChatMessage(content=f"{text}, you said", reasoning="Hm.")
+            is_long = text == "a story"
             line.send(
                 Generated(
                     id=request.id,
                     text="you said",
                     token_ids=[],
-                    finish_reason="stop",
+                    finish_reason="length" if is_long else "stop",
+                    notes=["the context is nearly full"] if is_long else [],
                     usage=USAGE,
                     timings=TIMINGS,
                     message=message,
@@ -174,7 +176,7 @@ def test_an_error_leaves_the_conversation_as_it_was(talk: Callable[..., tuple[st
     assert "djinnctl: the template refuses that\n" in err
     assert [message["content"] for message in model.chats[1]] == ["hello"]
     assert "temperature is a number, 0 or more, not 'hot'" in err
-    assert "there is no /nonesuch; /help has all" in err
+    assert "there is no /nonesuch: see /help" in err
     assert "/nowhere.json: No such file or directory" in err
     assert "name a file, as /save talk.json" in err
 
@@ -214,6 +216,13 @@ def test_a_saved_conversation_goes_on(
     talk("/set system Be brief.", "hello", f"/save {file}", "/clear", "/set system Be long.", f"/load {file}", "again")
     assert [message["content"] for message in model.chats[1]] == ["Be brief.", "hello", "hello, you said", "again"]
     assert json.loads(file.read_text())["model"] == "djinn-tiny"
+
+
+def test_an_answer_that_is_cut_off_says_why_and_what_helps(talk: Callable[..., tuple[str, str]]) -> None:
+    _, err = talk("a story", "/set max_tokens 3", "a story")
+    assert "the answer was cut off: the context is full, and /clear begins anew" in err
+    assert "the answer was cut off after max_tokens = 3: /set max_tokens (or --set) allows more" in err
+    assert err.count("the context is nearly full") == 2, "notes of a reply are shown"
 
 
 def test_forks_and_pauses(talk: Callable[..., tuple[str, str]], dialog: Dialog, model: Model) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinnctl.chat.settings import Settings
+from djinnctl.chat.settings import NAMES, Settings
 
 
 def test_what_is_set() -> None:
@@ -18,14 +18,16 @@ def test_what_is_set() -> None:
         settings.set(name, value)
     assert settings.options == {"temperature": 0.0, "max_tokens": 64}
     assert settings.arguments == {"enable_thinking": False, "reasoning_effort": "high"}
-    assert list(settings.lines()) == [
-        "system Answer briefly.",
-        "temperature 0.0",
-        "max_tokens 64",
-        "enable_thinking False",
-        "reasoning_effort high",
-        "stats on",
-    ]
+    told = {name: value.strip() for name, _, value in (line.partition(" ") for line in settings.lines())}
+    assert tuple(told) == NAMES, "all that there are"
+    assert {name: value for name, value in told.items() if value != "-"} == {
+        "system": "Answer briefly.",
+        "think": "off",
+        "reasoning_effort": "high",
+        "stats": "on",
+        "temperature": "0.0",
+        "max_tokens": "64",
+    }
     settings.set("max_tokens", "none")
     assert settings.options["max_tokens"] is None
 
