@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from djinn_client.chat import ChatInput
+from djinn_client.chat import ChatDelta, ChatInput
 from djinn_client.protocol import decoded, framed
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
@@ -85,8 +85,19 @@ class CheckGrammar(msgspec.Struct, tag="check_grammar"):
     wants_table: bool
 
 
+class ChatReading(msgspec.Struct):
+    """An answer of a chat. `tail`: the end of the prompt's text; `tools`: the functions that the answer may call;
+    `parallel` False: it ends with its first call."""
+
+    tail: str
+    tools: bytes
+    stops: list[str]
+    parallel: bool
+
+
 class Begin(msgspec.Struct, tag="begin"):
-    """A reading: the text of tokens that follow `context`. The other fields are ReadingRules."""
+    """A reading: the text of tokens that follow `context`. `chat`: the text is an answer, and the worker knows how its
+    tokens become text. `stops`, `skip_special` and `least` are fields of ReadingRules."""
 
     reading: int
     model: int
@@ -94,7 +105,7 @@ class Begin(msgspec.Struct, tag="begin"):
     stops: list[str]
     skip_special: bool
     least: int = 0
-    shown: tuple[str, ...] = ()
+    chat: ChatReading | None = None
 
 
 class Read(msgspec.Struct, tag="read"):
@@ -162,12 +173,23 @@ class GrammarChecked(msgspec.Struct, tag="grammar_checked"):
 
 
 class ReadText(msgspec.Struct, tag="read_text"):
-    """`stopped_after`: the tokens of this Read up to and with the one that completed a stop string; the reading has
-    ended then."""
+    """`text`: of an answer of a chat, its content; `delta` is what it says beside that. `stopped_after`: how many
+    tokens of this Read there are up to the one that ended the output; the reading has ended then. `stopped_by`: the
+    stop string that is complete."""
 
     text: str
     stopped_after: int | None = None
     token_bytes: dict[int, bytes] = {}
+    delta: ChatDelta | None = None
+    stopped_by: str = ""
+
+    @property
+    def characters(self) -> int:
+        """Of all that it says."""
+        if self.delta is None:
+            return len(self.text)
+        calls = sum(1 + len(call.id) + len(call.name) + len(call.arguments) for call in self.delta.tool_calls)
+        return len(self.text) + len(self.delta.reasoning) + calls
 
 
 class Named(msgspec.Struct, tag="named"):

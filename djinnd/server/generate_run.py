@@ -26,8 +26,10 @@ from djinnd.server.queueing import Place
 from djinnd.server.runs import SessionRun
 from djinnd.server.sessions import SessionRecord
 from djinnd.server.text_worker import TextWorker
+from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import CONTEXT_TOKENS
 from djinnd.text.reader import ReadingRules
+from djinnd.text_jobs import ChatReading, ReadText
 
 log = logging.getLogger("djinnd.server")
 
@@ -71,18 +73,19 @@ class GenerateRun(SessionRun):
         )  # for each engine that has the run
         self.submit(engine)
         try:  # while the engine has its work
-            is_late, chat = worker is not None, text.reply(request, prompt)
-            if chat is not None:
-                rules = chat.rules
+            is_late, chat = worker is not None, text.answer(request, prompt)
+            least = request.sampling.min_tokens
+            if chat is None:
+                rules = ReadingRules(request.stop, request.skip_special_tokens, least)
             else:
-                rules = ReadingRules(request.stop, request.skip_special_tokens, request.sampling.min_tokens)
+                rules = chat.rules if isinstance(chat, ChatReply) else ReadingRules([], least=least)
             reader = text.reader(session.tokens, rules)
             fields = (request, session.tokens, len(prompt.tokens), prompt.stop_tokens, reader, call.received)
             naming = text.token_bytes if request.token_bytes else None
             self._generation = Generation(*fields, is_late=is_late, token_bytes=naming, chat=chat)
             if worker is not None:
                 context = session.tokens[-CONTEXT_TOKENS * 4 :]  # of which some have no text
-                self._late = LateText(worker, text.number, context, rules, self)
+                self._late = LateText(worker, text.number, context, rules, _chat_reading(request, prompt), self)
         except BaseException as fault:
             self._blame(fault)
             self.cancel()
@@ -182,8 +185,8 @@ class GenerateRun(SessionRun):
 
     # --- what the text worker says: see LateText --------------------------------------------------------------------
 
-    def text_came(self, text: str, stopped_after: int | None) -> None:
-        piece = self._generation.heard(text, stopped_after)
+    def text_came(self, read: ReadText) -> None:
+        piece = self._generation.heard(read)
         if piece is not None:
             self._session.changed()
         self._told(piece)
@@ -343,6 +346,15 @@ class GenerateRun(SessionRun):
         """A panic in the tokenizer's Rust code, too, which is no Exception."""
         log.exception("token_failed session=%s", self._session.id)
         self._fault = fault
+
+
+def _chat_reading(request: Generate, prompt: Prompt) -> ChatReading | None:
+    """What a text worker needs to read the answer of a chat."""
+    chat = request.chat
+    if chat is None:
+        return None
+    tools = b"" if chat.tool_choice == "none" else chat.tools
+    return ChatReading(prompt.tail, tools, request.stop, chat.parallel_tools)
 
 
 def _told_of(fault: BaseException | None) -> DjinnError:

@@ -6,8 +6,8 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
                     │
                     └─► keep is set: a stop string is complete; tokens that still come are not the session's
 
-The text of tokens is read here, or, of models that are not configured, by a text worker: then `is_late`, tokens are
-taken with `take_unread`, and what the worker has read comes back with `heard`.
+The text of tokens, and what it says as the answer of a chat, is read here, or, of models that are not configured, by a
+text worker: then `is_late`, tokens are taken with `take_unread`, and what the worker has read comes back with `heard`.
 
 The text of tokens is read with each of them where somebody waits for it, as a piece or because it may complete a stop
 string. Else it is read READ_AT_ONCE tokens at a time, which takes little more than one. Those that run together take
@@ -22,9 +22,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
+from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import TextReader
 from djinnd.text.token_bytes import TokenBytes
+from djinnd.text_jobs import ReadText
 
 READ_AT_ONCE = 16  # tokens: some tens of microseconds
 
@@ -33,7 +35,7 @@ _turns = itertools.cycle(range(READ_AT_ONCE))
 
 class Generation:
     """`tokens` is the session's list; its last `prompt_tokens` came with the request. `reader` None: no tokenizer, so
-    tokens only, or `is_late`. `chat`: the text is an answer, whose stop strings this looks for."""
+    tokens only, or `is_late`. `chat`: the text is the answer of a chat; a ChatReply reads it here."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Generation:
         received: float,
         is_late: bool = False,
         token_bytes: TokenBytes | None = None,
-        chat: ChatReply | None = None,
+        chat: ChatAnswer | None = None,
     ) -> None:
         """`token_bytes`: what names tokens here, where the request wants that."""
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
@@ -58,12 +60,14 @@ class Generation:
         self._reader = reader
         self._is_late = is_late
         self._chat = chat
+        self._reply = chat if isinstance(chat, ChatReply) else None
         self._is_streamed = request.stream
         self._is_textless = reader is None and not is_late
         self._is_stopped = False  # a stop string is complete
+        self._heard_stop = ""  # that the text worker has found
         self._read = self._prompt_end  # the text of tokens before this has been read
         self._asked = self._prompt_end  # and before this, a text worker is reading it
-        may_end = bool(request.stop) or (chat is not None and chat.may_end)  # at any token
+        may_end = bool(request.stop) or (request.chat is not None and not request.chat.parallel_tools)  # at any token
         self._read_at_once = 1 if request.stream or may_end else READ_AT_ONCE
         self._next_read = self._read + next(_turns) % self._read_at_once  # when there are more tokens than that
         self._received = received
@@ -107,26 +111,24 @@ class Generation:
         return len(self._tokens) > self._next_read or (self.is_full and self.unread > 0)
 
     def take_unread(self, most: int) -> list[int]:
-        """The next tokens for the text worker, of which at most one is at work. One by one where a stop string is
-        looked for here, so that it is known which token has completed it."""
+        """The next tokens for the text worker, which reads one row of them at a time."""
         assert self._asked == self._read
-        most = 1 if self._chat is not None and self._chat.may_end else most
         self._asked = min(len(self._tokens), self._read + most)
         return self._with_text(self._tokens[self._read : self._asked])
 
-    def heard(self, text: str, stopped_after: int | None) -> Piece | None:
-        """What the worker has read of the tokens that it was asked for. Tokens behind the one that completed a stop
-        string are the session's no more."""
+    def heard(self, read: ReadText) -> Piece | None:
+        """What the worker has read of the tokens that it was asked for. Tokens behind the one that ended the output are
+        the session's no more."""
         if self._chat is not None:
-            text = self._chat.feed(text, self._may_stop(self._asked))
-            stopped_after = self._asked - self._read if self._chat.is_stopped else None
-        if stopped_after is not None:
+            self._chat.add(read.text, read.delta)
+        if read.stopped_after is not None:
             self._is_stopped = True
-            self._asked = min(self._asked, self._read + stopped_after)
+            self._heard_stop = read.stopped_by if read.stopped_by in self._request.stop else ""
+            self._asked = min(self._asked, self._read + read.stopped_after)
             del self._tokens[self._asked :]
             del self._logprobs[self._asked - self._told :]
             self.keep = self._asked - self._prompt_end
-        self._note_read(self._asked, text)
+        self._note_read(self._asked, read.text)
         return self._piece() if self._is_streamed else None
 
     def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
@@ -135,11 +137,11 @@ class Generation:
             self._read_text()
         if self._reader is not None:
             rest = self._reader.finish()
-            self._untold.append(rest if self._chat is None else self._chat.feed(rest))
+            self._untold.append(rest if self._reply is None else self._reply.feed(rest))
             self._is_stopped |= self._reader.stopped_after is not None
-        if self._chat is not None:
-            self._untold.append(self._chat.finish())
-            self._is_stopped |= self._chat.is_stopped
+        if self._reply is not None:
+            self._untold.append(self._reply.finish())
+            self._is_stopped |= self._reply.is_stopped
         return Generated(
             id=self._request.id,
             finish_reason="stop" if self._is_stopped else reason,
@@ -162,9 +164,9 @@ class Generation:
 
     @property
     def _stopped_by(self) -> str:
-        """The stop string; "" where there was none, or a text worker looked for it."""
-        read_by = self._chat or self._reader
-        return read_by.stopped_by if read_by is not None else ""
+        """The stop string; "" where there was none."""
+        read_by = self._reply or self._reader
+        return read_by.stopped_by if read_by is not None else self._heard_stop
 
     def ended_by_itself(self, context: int) -> FinishReason | None:
         """Why no token follows those that there are, with so much room in the session. None: one does."""
@@ -201,9 +203,9 @@ class Generation:
         reader, end = self._reader, len(self._tokens)
         tokens = self._with_text(self._tokens[self._read :])
         text = reader.read(tokens) if reader is not None and tokens else ""
-        self._note_read(end, text if self._chat is None else self._chat.feed(text, self._may_stop(end)))
+        self._note_read(end, text if self._reply is None else self._reply.feed(text, self._may_stop(end)))
         if (reader is not None and reader.stopped_after is not None) or (
-            self._chat is not None and self._chat.is_stopped
+            self._reply is not None and self._reply.is_stopped
         ):
             self.keep = end - self._prompt_end
 

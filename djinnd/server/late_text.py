@@ -18,7 +18,7 @@ from djinn_client.errors import DjinnError, TextFailed
 from djinnd.server.generation import Generation
 from djinnd.server.text_worker import Reply, TextWorker
 from djinnd.text.reader import ReadingRules, expect_bounded
-from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
+from djinnd.text_jobs import READ_TOKENS, Begin, ChatReading, End, Read, ReadText
 
 MOST_BEHIND = 1024  # tokens
 
@@ -28,7 +28,7 @@ _numbers = itertools.count(1)  # of readings
 class Reader(Protocol):
     """The run whose tokens are read."""
 
-    def text_came(self, text: str, stopped_after: int | None) -> None: ...
+    def text_came(self, read: ReadText) -> None: ...
     def text_failed(self, error: DjinnError) -> None: ...
     def text_behind(self, is_behind: bool) -> None: ...
 
@@ -42,8 +42,10 @@ class LateText:
         model: int,
         context: Sequence[int],
         rules: ReadingRules,
+        chat: ChatReading | None,
         reader: Reader,
     ) -> None:
+        """`chat`: the text is the answer of a chat, which the worker reads."""
         self._number = next(_numbers)
         self._worker = worker
         self._reader = reader
@@ -54,7 +56,7 @@ class LateText:
         self._then: Callable[[], None] | None = None  # when all has been read
         self._tokens = self._characters = 0  # so far
         worker.readings += 1
-        worker.tell(Begin(self._number, model, list(context), *rules))
+        worker.tell(Begin(self._number, model, list(context), rules.stops, rules.skip_special, rules.least, chat))
 
     def go_on(self, generation: Generation) -> None:
         """Tokens came, or a Read was answered."""
@@ -92,32 +94,31 @@ class LateText:
         if self._is_over:
             return
         try:
-            text, stopped_after, token_bytes = self._expect_text(answer)
-            generation.name({token: token_bytes.get(token, b"") for token in question.named})
+            read = self._expect_text(answer, question)
+            generation.name({token: read.token_bytes.get(token, b"") for token in question.named})
         except DjinnError as error:
             self._finished()
             self._reader.text_failed(error)
         else:
-            if question.last or stopped_after is not None:
+            if question.last or read.stopped_after is not None:
                 self._finished()
-            self._reader.text_came(text, stopped_after)
-            if generation.keep is not None:
-                self._finished()
+            self._reader.text_came(read)
         if self._is_over and self._then is not None:
             self._then()
         else:
             self.go_on(generation)
 
-    def _expect_text(self, answer: Reply | DjinnError) -> tuple[str, int | None, dict[int, bytes]]:
+    def _expect_text(self, answer: Reply | DjinnError, question: Read) -> ReadText:
         """Raises what the worker has failed with, and TextFailed for more text than any honest one sends."""
         if isinstance(answer, DjinnError):
             raise answer
         assert isinstance(answer, ReadText), answer
         if answer.stopped_after is not None and not 0 <= answer.stopped_after <= self._asked:
             raise TextFailed("the text worker has counted tokens that it was not asked for")
-        self._characters += len(answer.text)
+        self._characters += answer.characters
         expect_bounded(self._characters, self._tokens)
-        return answer.text, answer.stopped_after, answer.token_bytes
+        expect_bounded(sum(map(len, answer.token_bytes.values())), len(question.named))
+        return answer
 
     def _finished(self) -> None:
         self._note_behind(False)

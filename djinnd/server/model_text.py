@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
+from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules, TextReader
 from djinnd.text.replies import ReplyFormat, Tools, reply_format
@@ -73,18 +74,18 @@ class ModelText:
 
     @cached_property
     def reply_format(self) -> ReplyFormat:
-        """How the model writes answers. A response template of a checkpoint that no administrator has configured is not
-        used: its expressions are a stranger's, and would run here."""
+        """How the model writes answers. Here it says how calls are forced; for a model that is not configured, a text
+        worker reads the answers, by the checkpoint's response template where there is one."""
         if self.vocabulary is not None:
             return self.vocabulary.reply_format(self._configured_format)
         return reply_format(self.told.templates[:MAX_TEMPLATES], {})
 
-    def reply(self, request: Generate, prompt: Prompt) -> ChatReply | None:
-        """Of a chat; None for other requests."""
-        if request.chat is None:
-            return None
-        parallel = request.chat.parallel_tools
-        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop, parallel=parallel)
+    def answer(self, request: Generate, prompt: Prompt) -> ChatAnswer | None:
+        """Of a chat; None for other requests. A text worker reads the answers of models that are not configured."""
+        chat = request.chat
+        if chat is None or self.is_read_by_workers:
+            return None if chat is None else ChatAnswer()
+        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop, parallel=chat.parallel_tools)
 
     @property
     def token_bytes(self) -> TokenBytes | None:

@@ -18,9 +18,11 @@ from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import OutputFormat
 from djinnd.confinement.channel import Channel
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
+from djinnd.text.chat.reply import ChatReply
 from djinnd.text.encoder import TextRules
 from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
-from djinnd.text.reader import ReadingRules, TextReader, expect_bounded
+from djinnd.text.reader import expect_bounded
+from djinnd.text.replies import reply_format
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_jobs import (
     MAX_ANSWER,
@@ -45,6 +47,7 @@ from djinnd.text_jobs import (
     ToWorker,
     opened,
 )
+from djinnd.text_worker.reading import Reading
 
 _MOST_TOLD = 2000  # characters of an error
 _MOST_TOKENS = MAX_ANSWER // 5 - 16  # of one answer: a token is five bytes at the most
@@ -53,7 +56,7 @@ _MOST_TOKENS = MAX_ANSWER // 5 - 16  # of one answer: a token is five bytes at t
 class Serving:
     def __init__(self) -> None:
         self._vocabularies: dict[int, Vocabulary] = {}
-        self._readings: dict[int, tuple[TextReader, Vocabulary]] = {}
+        self._readings: dict[int, Reading] = {}
 
     def serve(self, channel: Channel[ToWorker, Any]) -> None:
         """Until the server hangs up."""
@@ -112,26 +115,16 @@ class Serving:
     def _begin(self, message: Begin) -> None:
         """What fails is told with the first Read, which then finds no reading."""
         with suppress(BaseException):
-            vocabulary = self._vocabulary(message.model)
-            rules = ReadingRules(message.stops, message.skip_special, message.least, message.shown)
-            reader = vocabulary.reader(message.context, *rules)
-            assert reader is not None, "the server asks for the text of models that have some"
-            self._readings[message.reading] = reader, vocabulary
+            self._readings[message.reading] = Reading(self._vocabulary(message.model), message)
 
     def _read(self, message: Read) -> ReadText:
         reading = self._readings.pop(message.reading, None)
         if reading is None:
             raise TextFailed("the tokenizer failed on the tokens before the call's")
-        reader, vocabulary = reading
-        before = reader.tokens
-        text = reader.read(message.tokens)
-        if message.last:
-            text += reader.finish()
-        elif reader.stopped_after is None:
+        answer = reading.read(message)
+        if not reading.is_over:
             self._readings[message.reading] = reading
-        stopped_after = reader.stopped_after
-        token_bytes = vocabulary.token_bytes.of(message.named) if message.named else {}
-        return ReadText(text, None if stopped_after is None else max(0, stopped_after - before), token_bytes)
+        return answer
 
     def _vocabulary(self, model: int) -> Vocabulary:
         if model not in self._vocabularies:
@@ -184,10 +177,14 @@ def rehearse() -> None:
 
 
 def _rehearse_chat() -> None:
-    """With a loop, a filter, the clock, and an error, whose account jinja2 rewrites."""
+    """A template with a loop, a filter, the clock, and an error, whose account jinja2 rewrites; and an answer that
+    calls a function."""
     text = (
         "{% for m in messages %}{{ m.content | tojson }}{{ strftime_now('%Y') }}{% endfor %}{{ raise_exception('no') }}"
     )
     chats = ChatTemplates({"default": text}, {}, AddedTokens(frozenset({"<|end|>"}), frozenset()))
     with suppress(InvalidRequest):
         chats.spans(ChatInput(b'[{"role": "user", "content": "<|end|>"}]'))
+    answer = ChatReply(reply_format("<think></think><tool_call>", {}), "", {"f": {}}, ["stop"])
+    answer.feed('<think>1</think>2<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    answer.finish()

@@ -57,7 +57,7 @@ class Stage:
             message = Generate(id=9, session="s", token_ids=PROMPT, **request)
             reads = SimpleNamespace(
                 reader=lambda tokens, rules: self.did.append("read text") or TextReader(text(tokens), rules.stops),
-                reply=lambda *_: None,
+                answer=lambda *_: None,
             )
             self.run = GenerateRun(
                 call,

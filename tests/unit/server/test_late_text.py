@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 
+from djinn_client.chat import ChatDelta, ToolCallDelta
 from djinn_client.errors import DjinnError, TextFailed
-from djinn_client.protocol import Generate, Logprobs
+from djinn_client.protocol import Generate, Logprobs, Sampling
 from djinnd.server.generation import Generation
 from djinnd.server.late_text import MOST_BEHIND, LateText
-from djinnd.text.chat.reply import ChatReply
+from djinnd.text.chat.answer import ChatAnswer
+from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.reader import ReadingRules
-from djinnd.text.replies import reply_format
 from djinnd.text.vocabulary import Vocabulary
-from djinnd.text_jobs import READ_TOKENS, Begin, End, Read, ReadText
+from djinnd.text_jobs import READ_TOKENS, Begin, ChatReading, End, Read, ReadText
 from djinnd.text_worker.serving import Serving
 
 PROMPT = [5, 6]
+TEMPLATE = "<think></think><tool_call>"
 STORY = 'def greet(name):\n    return f"Größe 😀 {name}"\n'
 
 
@@ -30,7 +32,8 @@ class Worker:
         self.told: list[Begin | End] = []
         self._then: list[Any] = []
         self._serving = Serving()
-        self._serving._vocabularies[1] = Vocabulary(tiny, frozenset({0}))
+        chats = ChatTemplates({"default": TEMPLATE}, {}, AddedTokens(frozenset(), frozenset()))
+        self._serving._vocabularies[1] = Vocabulary(tiny, frozenset({0}), chats=chats)
 
     def ask(self, question: Read, then: Any) -> None:
         self.asked.append(question)
@@ -51,7 +54,7 @@ class Worker:
 class Play:
     """Plays the run: hears of pieces, of the fault, and of being held."""
 
-    def __init__(self, tiny: Any, chat: ChatReply | None = None, **request: Any) -> None:
+    def __init__(self, tiny: Any, chat: ChatReading | None = None, **request: Any) -> None:
         self.session = [7, *PROMPT]
         self.pieces: list[Any] = []
         self.fault: DjinnError | None = None
@@ -59,9 +62,10 @@ class Play:
         self.ends = 0
         self.worker = Worker(tiny)
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
-        self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True, chat=chat)
-        rules = ReadingRules(message.stop, message.skip_special_tokens) if chat is None else chat.rules
-        self.late = LateText(self.worker, 1, self.session, rules, self)  # type: ignore[arg-type]
+        answer = None if chat is None else ChatAnswer()
+        self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True, chat=answer)
+        rules = ReadingRules(message.stop, message.skip_special_tokens, message.sampling.min_tokens)
+        self.late = LateText(self.worker, 1, self.session, rules, chat, self)  # type: ignore[arg-type]
 
     def feed(self, tokens: list[int]) -> None:
         for at, token in enumerate(tokens):
@@ -77,8 +81,8 @@ class Play:
     def _ended(self) -> None:
         self.ends += 1
 
-    def text_came(self, text: str, stopped_after: int | None) -> None:
-        piece = self.generation.heard(text, stopped_after)
+    def text_came(self, read: ReadText) -> None:
+        piece = self.generation.heard(read)
         if piece is not None:
             self.pieces.append(piece)
 
@@ -166,6 +170,8 @@ def test_a_run_is_held_while_its_text_is_far_behind(tiny: Any) -> None:
     [
         TextFailed("the worker has ended"),
         ReadText("x" * 100_000),
+        ReadText("", delta=ChatDelta("x" * 50_000, [ToolCallDelta(0, "id", "f", "x" * 50_000)])),
+        ReadText("", delta=ChatDelta(tool_calls=[ToolCallDelta(number) for number in range(100_000)])),
         ReadText("", stopped_after=5),
         ReadText("", stopped_after=-1),
     ],
@@ -196,13 +202,35 @@ def test_who_has_gone_hears_nothing_more(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_ends_with_the_token_that_completes_a_stop_string(tiny: Any, stream: bool) -> None:
-    tokens = tiny.encode("<think>stop</think>go and stop here").ids
-    form = reply_format("<think></think>", {})
-    play = Play(tiny, ChatReply(form, "", {}, ["stop"]), stream=stream, stop=["stop"])
+@pytest.mark.parametrize("least", [0, 12])
+def test_a_chat_ends_with_the_token_that_completes_a_stop_string(tiny: Any, stream: bool, least: int) -> None:
+    text = "<think>stop</think>go and stop here, and then stop again"
+    tokens = tiny.encode(text).ids
+    chat = ChatReading("", b"", ["stop"], parallel=True)
+    play = Play(tiny, chat, stream=stream, stop=["stop"], sampling=Sampling(min_tokens=least and len(tokens) - 5))
     play.feed(tokens)
     reply = play.finish()
-    assert reply.message.content == "go and " and reply.message.reasoning == "stop"
-    assert "".join(each.text for each in [*play.pieces, reply]) == "go and "
-    assert tiny.decode(play.session[3:]).endswith("stop")
-    assert len(play.worker.asked) == len(play.session) - 3
+    said = "go and stop here, and then " if least else "go and "
+    assert reply.message.content == said and reply.message.reasoning == "stop"
+    assert "".join(each.text for each in [*play.pieces, reply]) == said
+    assert tiny.decode(play.session[3:]).endswith("stop") and reply.stopped_by == "stop"
+    assert tiny.decode(play.session[3:]) == text[: text.index(said) + len(said) + 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_chat_s_answer_says_is_read_by_the_worker(tiny: Any, stream: bool) -> None:
+    tools = b'[{"type": "function", "function": {"name": "f", "parameters": {}}}]'
+    call = '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
+    for parallel, count in ((True, 2), (False, 1)):
+        play = Play(tiny, ChatReading("<think>", tools, [], parallel), stream=stream)
+        for token in tiny.encode(f"Hm.</think>Well.{call}{call}").ids:
+            play.feed([token])
+            play.worker.answer_all()
+        reply = play.finish()
+        message, deltas = reply.message, [each.delta for each in [*play.pieces, reply] if each.delta]
+        assert (message.content, message.reasoning) == ("Well.", "Hm.")
+        assert [(each.name, each.arguments) for each in message.tool_calls] == [("f", '{"a": [1, 2]}')] * count
+        assert "".join(each.text for each in [*play.pieces, reply]) == "Well."
+        parts = [part for delta in deltas for part in delta.tool_calls]
+        assert "".join(part.arguments for part in parts) == '{"a": [1, 2]}' * count
+        assert len(deltas) > 2 if stream else len(deltas) == 1

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from djinn_client.bounds import pack
+from djinn_client.chat import ChatDelta
 from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinnd.config import Limits, Model
 from djinnd.server.model_text import ModelText, Prompt
 from djinnd.server.texts import LONG_TEXT, SHORT_TEXT, Texts
+from djinnd.text_jobs import Begin, ChatReading, Read, ReadText
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
 from tests.support.served import is_running
 from tests.support.serving import TINY
@@ -211,3 +213,30 @@ def test_a_model_without_an_end_token_says_so(folder: Path) -> None:
         assert "no end token" in (await opened(texts, folder)).notes[0]
 
     played(play)
+
+
+def test_an_answer_is_read_by_the_worker_with_the_checkpoint_s_own_response_template(folder: Path) -> None:
+    fields = {"thinking": {"open": "[", "close": "]"}, "content": {}}
+    template = {"start_anchor": "#", "fields": fields}
+
+    async def play(texts: Texts) -> None:
+        text = await opened(texts, answering(folder, template))
+        worker = texts.reading_worker(text, ME)
+        assert worker is not None
+        worker.tell(Begin(1, text.number, [], [], True, 0, ChatReading("#", b"", ["stop"], True)))
+        tokens = await prompt(texts, text, "[Hm.] Well, stop it")
+        said: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        worker.ask(Read(1, tokens, last=True), said.set_result)
+        read = await said
+        assert isinstance(read, ReadText), read
+        assert (read.text, read.delta, read.stopped_by) == ("Well, ", ChatDelta("Hm."), "stop")
+        assert read.stopped_after is not None and read.stopped_after < len(tokens)
+
+    played(play)
+
+
+def answering(folder: Path, template: dict[str, object]) -> Path:
+    """A checkpoint with a chat template, and this response template."""
+    tiny_with(folder, lambda settings: settings.update(response_template=template), "tokenizer_config.json")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder

@@ -1,0 +1,61 @@
+"""The text of one run's tokens, read in a text worker as the tokens come."""
+
+from __future__ import annotations
+
+from djinn_client.errors import TextFailed
+from djinnd.text.chat.conversation import read_tools
+from djinnd.text.chat.reply import ChatReply
+from djinnd.text.reader import ReadingRules
+from djinnd.text.vocabulary import Vocabulary
+from djinnd.text_jobs import Begin, ChatReading, Read, ReadText
+
+
+class Reading:
+    """Of a chat, the text is an answer, which is read as the model's family writes answers."""
+
+    def __init__(self, vocabulary: Vocabulary, begin: Begin) -> None:
+        """Raises InvalidRequest."""
+        self.is_over = False
+        self._vocabulary = vocabulary
+        self._reply = None if begin.chat is None else _reply(vocabulary, begin.chat)
+        rules = ReadingRules(begin.stops, begin.skip_special, begin.least)
+        reader = vocabulary.reader(begin.context, *(rules if self._reply is None else self._reply.rules))
+        if reader is None:
+            raise TextFailed("the model has no text")
+        self._reader = reader
+        self._least = begin.least
+
+    def read(self, message: Read) -> ReadText:
+        """Raises TextFailed."""
+        text, stopped_after = self._plain(message) if self._reply is None else self._answer(self._reply, message)
+        self.is_over = message.last or stopped_after is not None
+        named = self._vocabulary.token_bytes.of(message.named) if message.named else {}
+        delta = None if self._reply is None else self._reply.take_delta()
+        return ReadText(text, stopped_after, named, delta, (self._reply or self._reader).stopped_by)
+
+    def _plain(self, message: Read) -> tuple[str, int | None]:
+        """The text, and how many of the tokens there are up to the one that completed a stop string."""
+        before = self._reader.tokens
+        text = self._reader.read(message.tokens)
+        if message.last:
+            text += self._reader.finish()
+        stopped_after = self._reader.stopped_after
+        return text, None if stopped_after is None else max(0, stopped_after - before)
+
+    def _answer(self, reply: ChatReply, message: Read) -> tuple[str, int | None]:
+        """The content, and the same count. Tokens are read one by one where the answer may end at each."""
+        tokens, content = message.tokens, list[str]()
+        size = 1 if reply.may_end else max(1, len(tokens))
+        for end in range(size, len(tokens) + size, size):
+            text = self._reader.read(tokens[end - size : end])
+            content.append(reply.feed(text, may_stop=self._reader.tokens > self._least))
+            if reply.is_stopped:
+                return "".join(content), min(end, len(tokens))
+        if message.last:
+            content += [reply.feed(self._reader.finish()), reply.finish()]
+        return "".join(content), len(tokens) if reply.is_stopped else None
+
+
+def _reply(vocabulary: Vocabulary, chat: ChatReading) -> ChatReply:
+    tools = read_tools(chat.tools) if chat.tools else {}
+    return ChatReply(vocabulary.reply_format(), chat.tail, tools, chat.stops, parallel=chat.parallel)
