@@ -16,7 +16,7 @@ from djinn_client.checkpoints import Checkpoint
 from djinn_client.connection import OnProgress
 from djinn_client.edits import EditInfo, Op
 from djinn_client.errors import DjinnError
-from djinn_client.hand_over import import_of_file, import_of_kv, save
+from djinn_client.hand_over import Import, import_of_file, import_of_kv, save
 from djinn_client.hits import Hit
 from djinn_client.interventions import Function, Intervention
 from djinn_client.kv import KV, exported_kv
@@ -302,9 +302,13 @@ class Session:
 
         Raises FileDamaged, ModelMismatch, InvalidRequest for KV of another form than the daemon's, OSError, and what
         `Session` raises."""
-        handed = import_of_file(path, model, priority, kv)
+        return cls._imported(import_of_file(path, model, priority, kv), address, on_progress)
+
+    @classmethod
+    def _imported(cls, handed: Import, address: str | None, on_progress: OnProgress | None) -> Self:
         steps = SessionSteps(address)
-        run(steps.import_(handed.request, handed.fds, on_progress))
+        with loading_line(on_progress) as told:
+            run(steps.import_(handed.request, handed.fds, told))
         return cls._over(steps)
 
     def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
@@ -430,6 +434,4 @@ def from_kv(
     Raises InvalidRequest where the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
     """
     handed = import_of_kv(model, tokens, kv, priority, address, on_progress)
-    steps = SessionSteps(address)
-    run(steps.import_(handed.request, handed.fds, on_progress))
-    return Session._over(steps)
+    return Session._imported(handed, address, on_progress)

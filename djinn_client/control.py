@@ -251,7 +251,7 @@ class Client:
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
         wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
         request = build(LoadModel, model=folders.model_name(model), **wishes, **sizes)
-        return self._call(request, ModelReply, on_progress).model
+        return self._call_with_line(request, ModelReply, on_progress).model
 
     def plan(
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
@@ -339,8 +339,9 @@ class Client:
         self._call(build(RevokeToken, name=name), Done)
 
     def restart(self, *, warm: bool = False) -> None:
-        """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models' weights in
-        shared memory. Returns when it has begun to. Sessions do not survive it."""
+        """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models, and the
+        pages of sessions, in shared memory. Returns when it has begun to. Sessions survive it, for
+        limits.session_grace."""
         self._call(build(Restart, warm=warm), Done)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""A line on the terminal that shows how far a model's loading has come, for callers that ask for no progress of their
-own. It appears when loading takes longer than PATIENCE_S, and goes when the model is there."""
+"""A progress line on the terminal while a model loads, for calls without an `on_progress` of their own.
+
+The line appears when loading takes longer than PATIENCE_S, and is erased when the model is there."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ _CLEAR = "\r\x1b[K"
 
 
 class LoadingLine:
-    """Called with each Progress. The terminal's last line is its own from the first drawing until `close`."""
+    """The progress line. It is called with each Progress, and owns the terminal's last line from when it first draws
+    until `close`."""
 
     def __init__(self, terminal: TextIO, patience_s: float = PATIENCE_S) -> None:
         self._terminal = terminal
         self._told: Progress | None = None
-        self._drawn = ""  # what stands there
+        self._drawn = ""  # the line on the terminal
         self._closed = False
         self._lock = threading.Lock()  # the timer draws in a thread of its own
         self._timer = threading.Timer(patience_s, self._draw)
@@ -59,8 +61,8 @@ class LoadingLine:
 
 @contextmanager
 def loading_line(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
-    """What is to be told of a load: the caller's own `on_progress`; without one, a LoadingLine where stderr is a
-    terminal, and nothing elsewhere."""
+    """Gives the caller's own `on_progress`. Without one it gives a LoadingLine if stderr is a terminal, and else
+    None."""
     if on_progress is not None or not _is_terminal(sys.stderr):
         yield on_progress
         return
@@ -72,7 +74,7 @@ def loading_line(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
 
 
 def line_of(told: Progress, columns: int) -> str:
-    """One line of at most so many columns: `llama: reading ━━━━━━──────  6.2 of 25.0 GiB`."""
+    """The progress as one line that fits `columns`: `llama: reading ━━━━━━──────  6.2 of 25.0 GiB`."""
     head = f"{told.model}: {told.stage}"
     if told.total:
         done = min(told.done, told.total)

@@ -21,7 +21,7 @@ from djinn_client.other_files import HEAD, what_it_is
 
 MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
 MAX_NAMES = 4096  # entries of a folder that are looked at
-MAX_TEMPLATES = 32  # of the folder MORE_TEMPLATES
+MAX_TEMPLATES = 32  # files in MORE_TEMPLATES
 MAX_OTHERS = 64  # names of other entries that are remembered
 SMALL_FILE = 64 << 20  # bytes of a file that is read whole, such as tokenizer.json
 
@@ -41,7 +41,7 @@ _NAMED = frozenset(
         "adapter_config.json",
     }
 )
-MORE_TEMPLATES = "additional_chat_templates/"  # the one folder inside a checkpoint's whose files belong to it
+MORE_TEMPLATES = "additional_chat_templates/"  # the one subfolder of a checkpoint that is read: its *.jinja files
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 _NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease keeps nobody waiting
 
@@ -187,7 +187,7 @@ class ModelFiles:
 
 
 def _names(directory: int) -> list[str]:
-    """Those that are text, as all in a checkpoint are."""
+    """Names of the folder's entries, and of its further templates. Names that cannot be printed are no checkpoint's."""
     with os.scandir(directory) as entries:
         names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
     if MORE_TEMPLATES.rstrip("/") in names:
@@ -196,7 +196,7 @@ def _names(directory: int) -> list[str]:
 
 
 def _more_templates(directory: int) -> list[str]:
-    """None where there is no such folder, or this process may not look into it."""
+    """Names of the templates in MORE_TEMPLATES; none if this process may not look into that folder."""
     try:
         inner = os.open(MORE_TEMPLATES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     except OSError:

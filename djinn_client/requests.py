@@ -30,7 +30,7 @@ Files = Annotated[dict[Name, Whole], msgspec.Meta(max_length=256)]
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
-    """`descriptors`: how many may come with one at the most."""
+    """`descriptors`: how many file descriptors may come with a request of this kind."""
 
     descriptors: ClassVar[int] = 0
 
@@ -38,8 +38,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
 
 
 class Hello(Request, tag="hello"):
-    """Answered by Welcome. With a token the connection is the token's principal's, on every transport, and without one
-    the Unix user's. Where the token is unknown, expired or revoked: NotAuthenticated, and the end of the connection."""
+    """Answered by Welcome. With a token the connection belongs to the token's principal, on every transport; without
+    one it belongs to the Unix user. An unknown, expired or revoked token is answered by NotAuthenticated, and the
+    connection is closed."""
 
     client: Name = ""
     token: Name = ""
@@ -59,11 +60,11 @@ class AttachSession(Request, tag="attach"):
 
 
 class ForkSession(Request, tag="fork"):
-    """Opens a session with the model, the tokens and the KV of another one of the caller's, which is idle. They go
-    their own ways from there."""
+    """Opens a second session with the model, the tokens and the KV of an idle session of the caller. From then on the
+    two are independent."""
 
     session: Name
-    priority: Class | None = None  # None: the other's
+    priority: Class | None = None  # None: as the first one
 
 
 class CloseSession(Request, tag="close"):
@@ -71,19 +72,20 @@ class CloseSession(Request, tag="close"):
 
 
 class Generate(Request, tag="generate"):
-    """Extends the session by the prompt (text or token ids, or nothing to go on from where it is) and generates. With
-    `chat`, the messages are the whole session: it keeps the tokens that it has in common with them, and loses the
-    others. With a conversation in the place of the session, the daemon chooses the session, and the prompt is all of
-    its text."""
+    """Extends the session by the prompt (text, token ids, or nothing) and generates.
+
+    With `chat` the messages are the whole content of the session: it keeps the tokens that it has in common with them
+    and drops the rest. With `conversation` instead of `session` the daemon chooses the session, and the prompt is its
+    whole content."""
 
     session: Name = ""
     conversation: Conversation | None = None
     text: str | None = None
-    chat: ChatInput | None = None  # in the place of text and token ids
+    chat: ChatInput | None = None  # instead of text and token ids
     token_ids: TokenList | None = None
-    packed_ids: PackedTokens = b""  # in the place of many token ids
-    # None: to the end of the context, of which no call may want more; UNSET: DEFAULT_TOKENS, or to there. 0: the prompt
-    # is computed, and no token is chosen.
+    packed_ids: PackedTokens = b""  # instead of a long list of token ids
+    # None: up to the end of the context; UNSET: DEFAULT_TOKENS, or fewer at the end of the context; 0: the prompt is
+    # computed, and no token is chosen. A number for which the context has no room is refused.
     max_tokens: Whole | msgspec.UnsetType | None = msgspec.UNSET
     sampling: Sampling = Sampling()
     stop: Names = []
@@ -92,20 +94,20 @@ class Generate(Request, tag="generate"):
     skip_special_tokens: bool = True  # special tokens have no text in the reply
     parse_special: bool = True  # control strings in `text` become control tokens
     prefix_space: bool | None = None  # before `text`, where the tokenizer puts one; None: if it starts the session
-    logprobs: Whole | None = None  # None: off; n: the chosen token's and the n likeliest
-    prompt_logprobs: Whole | None = None  # None: off; n: each prompt token's, and the n likeliest
-    token_bytes: bool = False  # what tokens stand for comes with them: see Piece
+    logprobs: Whole | None = None  # None: off; n: of the chosen token and of the n likeliest
+    prompt_logprobs: Whole | None = None  # None: off; n: of each prompt token and of the n likeliest
+    token_bytes: bool = False  # the reply has the bytes of its tokens: see Piece
     stream: bool = False  # Pieces as they come; otherwise only the final reply
-    expected_tokens: Whole = 0  # that are likely to be generated; 0: nobody knows
-    deadline_s: float = 0.0  # from now, by which the last token is wanted; 0: none
-    resume: bool = False  # goes on from where the last call stopped at a breakpoint; without a prompt
-    hit: HitInfo | None = None  # with resume: from there, at whose `end` the session is, and not from its last call's
+    expected_tokens: Whole = 0  # tokens that are likely to be generated; 0: not known
+    deadline_s: float = 0.0  # seconds from now until the last token is wanted; 0: none
+    resume: bool = False  # goes on, without a prompt, from where the last call stopped at a breakpoint
+    hit: HitInfo | None = None  # with resume: goes on from this hit instead; the session is at its `end`
     capture: Names = []  # points whose activations are wanted: see Generated
-    format: OutputFormat | None = None  # the output has this form, and ends where that does
+    format: OutputFormat | None = None  # the output has this form, and ends where the form ends
 
     @property
     def most_tokens(self) -> int:
-        """`max_tokens` as a number; in the place of None the daemon has put one (admission.most_tokens)."""
+        """`max_tokens` as a number. The daemon has replaced None before it asks (admission.most_tokens)."""
         if self.max_tokens is msgspec.UNSET:
             return DEFAULT_TOKENS
         assert self.max_tokens is not None
@@ -113,14 +115,14 @@ class Generate(Request, tag="generate"):
 
 
 class KeepRecord(Request, tag="keep_record"):
-    """Keeps the point at which the session is, an idle one of the caller's, with `body`, of which the daemon reads
-    nothing. Answered by RecordKept. The record does not need the session: a call can go on from it when that is gone.
-    A record of the caller's that has the same name is replaced."""
+    """Makes a record: the tokens that an idle session of the caller has now, and `body`, bytes of the caller's that the
+    daemon does not read. Answered by RecordKept. Calls can go on from the record after the session is closed. A record
+    of the caller with the same name is replaced."""
 
-    session: Name = ""  # "": a record of `model` that has no tokens, for chats only
+    session: Name = ""  # "": a record of `model` without tokens, from which only chats can go on
     model: Name = ""
     body: bytes = b""
-    record: RecordName = ""  # its name; "": the daemon makes one up
+    record: RecordName = ""  # the record's name; "": the daemon makes one up
 
 
 class GetRecord(Request, tag="get_record"):
@@ -136,12 +138,12 @@ class DropRecord(Request, tag="drop_record"):
 
 
 class ListRecords(Request, tag="list_records"):
-    """Answered by Records: the caller's, the oldest first."""
+    """Answered by Records: the records of the caller, oldest first."""
 
 
 class Embed(Request, tag="embed"):
-    """Answered by Embedded: a vector for each text, or for each of `packed`, which has token ids of 32 bits each. The
-    model's final norm gives a row for each token; `pooling` takes the mean of the rows, or the last row."""
+    """Answered by Embedded: a vector for each of `texts`, or for each row of token ids in `packed` (32 bits a token).
+    The model's final norm gives a row for each token; `pooling` takes the mean of the rows, or the last row."""
 
     model: Name
     texts: Annotated[list[str], msgspec.Meta(max_length=MAX_INPUTS)] = []
@@ -159,8 +161,8 @@ class Forward(Request, tag="forward"):
 
 
 class AddBreakpoint(Request, tag="breakpoint"):
-    """Answered by BreakpointAdded. Calls of the session stop where one of the positions that it is about has come to
-    the point, which lies between blocks: the reply of Generate then has a `hit`."""
+    """Answered by BreakpointAdded. Calls of the session stop when one of these positions has come to the point, which
+    lies between two blocks; the reply of Generate then has a `hit`."""
 
     session: Name
     point: Name
@@ -170,7 +172,7 @@ class AddBreakpoint(Request, tag="breakpoint"):
 
 
 class EndBreakpoints(Request, tag="end_breakpoints"):
-    """None: all. Answered by Done."""
+    """Removes these breakpoints; None: all. Answered by Done."""
 
     session: Name
     breakpoints: Wholes | None = None
@@ -183,8 +185,9 @@ class ListBreakpoints(Request, tag="breakpoints"):
 
 
 class AddFunction(Request, tag="function"):
-    """Answered by Done. RunFunctions calls it, in the caller's intervention process, where the session has stopped at
-    this breakpoint; in the place of one that was there. It goes with the breakpoint, or with that process."""
+    """Answered by Done. RunFunctions calls the function in the caller's intervention process when the session has
+    stopped at this breakpoint. It replaces an earlier function there, and ends with the breakpoint or with that
+    process."""
 
     session: Name
     breakpoint: Whole
@@ -193,8 +196,8 @@ class AddFunction(Request, tag="function"):
 
 
 class RunFunctions(Request, tag="run_functions"):
-    """Answered by Done, when the edits are made that these functions want. The session is at a hit, whose window comes
-    with this, in this form; they are called one after another, on the same activation."""
+    """Calls the functions of these breakpoints, one after another on the same activation, and makes the edits that they
+    want. Answered by Done. The session is at a hit; the descriptor is the hit's window, and `captured` its form."""
 
     descriptors: ClassVar[int] = 1
 
@@ -212,9 +215,9 @@ class AddEdit(Request, tag="edit"):
         replace      v
         clamp        the part of a along v, in units of v's length, is brought between `low` and `high`
 
-    From now on: where the next token is chosen, and after; or at `positions`, which may have been computed already, and
-    then are computed again. `values` has v: `rows` rows of the points' width of `dtype`: none for scale, else one, or
-    one for each of the positions. Positions are ascending."""
+    Without `positions` that is where the next token is chosen, and at all that follow. With `positions`, ascending, it
+    is there only; those that have been computed already are computed again. `values` holds v: `rows` rows of the
+    points' width in `dtype`, which are none for scale, else one, or one for each position."""
 
     session: Name
     points: Names
@@ -229,7 +232,7 @@ class AddEdit(Request, tag="edit"):
 
 
 class EndEdits(Request, tag="end_edits"):
-    """From now on these edits of the session change nothing; None: all. What they have changed stays. Answered by
+    """Ends these edits of the session; None: all. Positions that they have changed stay as they are. Answered by
     Done."""
 
     session: Name
@@ -237,21 +240,21 @@ class EndEdits(Request, tag="end_edits"):
 
 
 class ListEdits(Request, tag="edits"):
-    """Answered by Edits: those that changed anything, too."""
+    """Answered by Edits: those that hold, and ended ones that have changed positions."""
 
     session: Name
 
 
 class Tokenize(Request, tag="tokenize"):
-    """The tokens of a text that starts a session, or of a chat with the beginning of the answer. Answered by Tokenized.
-    The model is loaded first if it is not there."""
+    """The tokens of a text that starts a session, or of a chat up to the beginning of the answer. Answered by
+    Tokenized. The model is loaded first if it is not loaded."""
 
     model: Name
     text: str = ""
-    chat: ChatInput | None = None  # in the place of the text
+    chat: ChatInput | None = None  # instead of the text
     add_special: bool = True  # the special tokens that the tokenizer puts around a text; a chat has its template's
     parse_special: bool = True  # control strings in `text` become control tokens
-    token_texts: bool = False  # with the text of each token
+    token_texts: bool = False  # the reply has the text of each token, too
 
 
 class Detokenize(Request, tag="detokenize"):
@@ -278,7 +281,7 @@ class GetTokens(Request, tag="tokens"):
 
 
 class ExportSession(Request, tag="export"):
-    """Answered by SessionExported. `kv`: with the KV of all its tokens; what of it is not there is computed first."""
+    """Answered by SessionExported. With `kv` the reply has the KV of all tokens; missing KV is computed first."""
 
     session: Name
     kv: bool = True
@@ -297,7 +300,7 @@ class ImportSession(Request, tag="import"):
     token_ids: TokenList = []
     packed_ids: PackedTokens = b""
     priority: Class | None = None  # None: the highest that the caller may have
-    fingerprint: Name = ""  # of the model that they are of; "": any
+    fingerprint: Name = ""  # of the model that made the tokens; "": any
     kv: KvLayout | None = None
     kv_tokens: Whole = 0
 
@@ -309,8 +312,8 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class PauseSession(Request, tag="pause"):
-    """The session gets no step until ResumeSession, and its pages leave the device for `tier`, which is a lower one.
-    Answered by PauseReply when they are there. What runs on it goes on at resume, what comes meanwhile waits."""
+    """Stops the session until ResumeSession and moves its pages from the device to `tier`. Answered by PauseReply when
+    they are there. A call that runs goes on at resume; a call that comes meanwhile waits for that."""
 
     session: Name
     tier: Tier = "host"
@@ -323,7 +326,7 @@ class ResumeSession(Request, tag="resume"):
 
 
 class SetPriority(Request, tag="set_priority"):
-    """The session has this class from now on, a call that runs on it too. Answered by Done."""
+    """Changes the class of the session, and of a call that runs on it. Answered by Done."""
 
     session: Name
     priority: Class
@@ -336,14 +339,15 @@ class ExplainSession(Request, tag="why"):
 
 
 class GetQuotas(Request, tag="quotas"):
-    """Answered by Quotas: the caller's; with `all`, for administrators, those of every user that has a session."""
+    """Answered by Quotas: of the caller; with `all`, for administrators, of every user that has a session."""
 
     all: bool = False
 
 
 class PublishPrefix(Request, tag="publish_prefix"):
-    """Sessions of all users that begin with the first `tokens` tokens of this one share their pages from now on; None:
-    all that it has. Answered by PrefixPublished. For administrators: see docs/sessions.md for what it tells."""
+    """From now on the sessions of all users that begin with the first `tokens` tokens of this session (None: with all
+    of them) share their pages. Answered by PrefixPublished. For administrators: docs/sessions.md says what it
+    reveals."""
 
     session: Name
     tokens: Whole | None = None
@@ -363,9 +367,9 @@ class AddToken(Request, tag="add_token"):
     """Answered by TokenAdded. For administrators, as are the next two."""
 
     name: Name
-    user: Name = ""  # name or number of the Unix user that it stands for; "": for its own name
-    highest_class: Class | None = None  # that connections with it may use; None: as its principal
-    expires_s: float = 0.0  # from now; 0: never
+    user: Name = ""  # name or number of the Unix user for whom it stands; "": it stands for its own name
+    highest_class: Class | None = None  # of sessions that connections with it use; None: as for its principal
+    expires_s: float = 0.0  # seconds from now until it ends; 0: never
 
 
 class ListTokens(Request, tag="list_tokens"):
@@ -373,17 +377,17 @@ class ListTokens(Request, tag="list_tokens"):
 
 
 class RevokeToken(Request, tag="revoke_token"):
-    """Nobody can connect with it from now on, and connections with it are closed. Answered by Done."""
+    """Ends the token and closes the connections that came with it. Answered by Done."""
 
     name: Name
 
 
 class GetStatus(Request, tag="status"):
-    check: bool = False  # audit the pools too: what was found is in StatusReply.integrity
+    check: bool = False  # audits the pools, too; StatusReply.integrity has what was found
 
 
 class GetTrace(Request, tag="trace"):
-    """What the device does in its next `steps` steps, or in `seconds`, whichever ends first. For administrators."""
+    """Records what the device does in its next `steps` steps or `seconds`, whichever end first. For administrators."""
 
     steps: Whole = 4
     seconds: float = 10.0
@@ -398,20 +402,20 @@ class ListModels(Request, tag="models"):
 
 
 class LoadModel(Request, tag="load"):
-    """Answers with Progress until the model is there. `kv_bytes` 0, and None of the others: as the daemon sees fit.
-    `keep_alive_s` holds for a model that is loaded already, too."""
+    """Answered by Progress, and by ModelReply when the model is loaded. `keep_alive_s` also changes a model that is
+    loaded already."""
 
     model: Name
-    kv_bytes: Whole = 0
-    host_kv_bytes: Whole | None = None  # for pages in host memory; 0: none
-    disk_kv_bytes: Whole | None = None  # for pages on disk; 0: none
+    kv_bytes: Whole = 0  # of device memory for pages; 0: as the daemon sees fit
+    host_kv_bytes: Whole | None = None  # of host memory for pages; None: as configured; 0: none
+    disk_kv_bytes: Whole | None = None  # of disk for pages; None: as configured; 0: none
     placing: Placing | None = None  # None: as configured
-    keep_alive_s: float | None = None  # without a call, after which it goes to sleep; 0: never
-    chat_template: TemplateText = ""  # in the place of the checkpoint's; "": that, or the configuration's
+    keep_alive_s: float | None = None  # seconds without a call until it goes to sleep; None: as configured; 0: never
+    chat_template: TemplateText = ""  # "": the configuration's, else the checkpoint's
 
 
 class PlanModel(Request, tag="plan"):
-    """What loading would come to. The model may be loaded or not, and nothing about it changes."""
+    """What loading the model would take. Nothing is loaded, and nothing changes."""
 
     model: Name
     memory_bytes: Whole = 0  # 0: the device's budget
@@ -420,11 +424,11 @@ class PlanModel(Request, tag="plan"):
 
 
 class HandOverFiles(Request, tag="hand_over_files"):
-    """Hands over the open files of a checkpoint's folder, and with them the proof that the caller may read them; the
-    daemon opens no folder with more rights than the caller has. Answered by FilesHandedOver.
+    """Hands over the open files of a checkpoint's folder, which prove that the caller may read them: the daemon opens
+    no folder with more rights than the caller has. Answered by FilesHandedOver.
 
-    A descriptor comes with it for each of the `names`: a regular file, open for reading. `folder` is what the model is
-    called, and is not opened. `others` are names of further files there, which explain a refusal."""
+    A descriptor comes with it for each of the `names`: a regular file, open for reading. `folder` becomes the model's
+    name and is not opened. `others` are the names of further files there; they help to explain a refusal."""
 
     descriptors: ClassVar[int] = MAX_FILES
 
@@ -439,10 +443,11 @@ class UnloadModel(Request, tag="unload"):
 
 
 class ShareModel(Request, tag="share"):
-    """The first of two requests that hand a model over. Answered by ShareDescribed: what the daemon wants to be given.
+    """The first of two requests that hand a model over. Answered by ShareDescribed, which says what image of the
+    weights the daemon wants.
 
     A descriptor comes with it: a memfd that begins with the `files` of the model, name → bytes, one after another.
-    The share belongs to this connection, and ends with it, when limits.session_grace is over."""
+    The share belongs to this connection, and ends limits.session_grace after it."""
 
     descriptors: ClassVar[int] = 1
 
@@ -452,13 +457,13 @@ class ShareModel(Request, tag="share"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # to compute in
     kv_bytes: Whole = 0  # 0: as the daemon sees fit
     placing: Placing = Placing()
-    public: bool = False  # other users may have sessions of it, too
+    public: bool = False  # other users may have sessions of it
 
 
 class ShareWeights(Request, tag="share_weights"):
-    """The second. Answers with Progress until the model is there.
+    """The second request. Answered by Progress, and by ModelReply when the model is loaded.
 
-    A descriptor comes with it: a memfd that is the image, sealed against shrinking, growing and writing."""
+    A descriptor comes with it: a memfd with the image, sealed against shrinking, growing and writing."""
 
     descriptors: ClassVar[int] = 1
 
@@ -466,20 +471,22 @@ class ShareWeights(Request, tag="share_weights"):
 
 
 class EndShare(Request, tag="end_share"):
-    """No new session may use the model; when the last has gone, it goes. Done also where there is no such share."""
+    """Ends a share: no new session may use the model, and it is unloaded when its last session ends. Answered by Done,
+    also if there is no such share."""
 
     share: Name
 
 
 class SetBudget(Request, tag="set_budget"):
-    """Changes the device's budget while sessions run: blocks that no longer fit stream, or become resident again."""
+    """Changes the device's budget while sessions run. Blocks that no longer fit are streamed; when there is room again,
+    they become resident."""
 
     memory_bytes: Whole
 
 
 class Restart(Request, tag="restart"):
-    """The daemon drains and starts again as the same process. Answered by Done before it drains; sessions end with it.
+    """The daemon drains and starts again as the same process. Answered by Done before it drains.
 
-    `warm`: what is in shared memory of the loaded models stays there, and they are loaded again from it."""
+    `warm`: the loaded models stay in shared memory and are loaded again from there, and so do pages of sessions."""
 
     warm: bool = False
