@@ -18,11 +18,12 @@ from djinn_client.protocol import decoded, framed
 MAX_FRAME = 64 << 20  # bytes: a grammar, and the tokens of an output that goes on
 SLOTS = 4096  # runs that one process has at a time
 WORD = 32  # tokens of one word of a mask
+_LINE = 16  # words
 
 
 def words_of(vocab: int) -> int:
-    """Of a slot: an even number, so that it is whole 64 bits."""
-    return 2 * -(-vocab // (2 * WORD))
+    """Of a slot: whole 64 bytes, so that no two threads write to one line of memory."""
+    return _LINE * -(-vocab // (_LINE * WORD))
 
 
 # --- engine to process ------------------------------------------------------------------------------------------------
@@ -61,7 +62,11 @@ class State(msgspec.Struct, array_like=True):
 
 
 class States(msgspec.Struct, tag="states", array_like=True):
-    states: list[State]
+    """`plain`: runs of which there is nothing to say but that their masks are there. They are most, and an engine reads
+    their numbers between two steps."""
+
+    plain: list[int] = []
+    others: list[State] = []
 
 
 ToProcess = Begin | Advance | End

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder
-from djinnd.grammar_jobs import MAX_FRAME, SLOTS, State, ToProcess, decode_to_engine, encode, words_of
+from djinnd.grammar_jobs import MAX_FRAME, SLOTS, States, ToProcess, decode_to_engine, encode, words_of
 
 _STARTS_IN = 60.0  # seconds to read a tokenizer of any size
 _ENDS_IN = 0.02  # seconds, from the end of its stream
@@ -70,9 +70,7 @@ class GrammarProcess:
 
     def ask(self, message: ToProcess, runs: Sequence[int] = ()) -> None:
         """`runs`: whose states are the answer."""
-        now = time.monotonic()
-        for run in runs:
-            self._unanswered[run] = now
+        self._unanswered.update(dict.fromkeys(runs, time.monotonic()))
         self._unsent += encode(message)
         self._send()
 
@@ -80,15 +78,17 @@ class GrammarProcess:
         """Nobody waits for its state any more."""
         self._unanswered.pop(run, None)
 
-    def hear(self) -> list[State]:
-        """What it has said since, without waiting."""
+    def hear(self) -> States:
+        """What it has said since, without waiting, of the runs that it has been asked about."""
         if self._unsent:
             self._send()
-        states: list[State] = []
+        heard = States()
         try:
             while data := self._socket.recv(_READ):
                 for frame in self._decoder.feed(data):
-                    states += decode_to_engine(frame.payload).states
+                    said = decode_to_engine(frame.payload)
+                    heard.plain += self._answered(said.plain)
+                    heard.others += [state for state in said.others if self._answered([state.run])]
                 if len(data) < _READ:
                     break
             else:
@@ -97,10 +97,12 @@ class GrammarProcess:
             pass
         except (OSError, ProtocolError) as error:
             self._fail(f"the grammar process {self._end()} ({error})")
-        for state in states:
-            self._has_spoken = True
-            self._unanswered.pop(state.run, None)
-        return states
+        return heard
+
+    def _answered(self, runs: list[int]) -> list[int]:
+        """Those of them that it has been asked about: others have ended, or are not its own."""
+        self._has_spoken = True
+        return [run for run in runs if self._unanswered.pop(run, None) is not None]
 
     def check(self, now: float) -> None:
         """Whether an answer has taken too long."""
@@ -112,6 +114,10 @@ class GrammarProcess:
     def kill(self) -> None:
         self._process.kill()
         self._socket.close()
+
+    def wait(self) -> None:
+        """After `kill`, until nothing of it is left: a few milliseconds."""
+        self._process.wait()
 
     @property
     def is_gone(self) -> bool:

@@ -29,7 +29,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.channel import Channel
 from djinnd.engine.grammar_process import GrammarProcess
-from djinnd.grammar_jobs import WORD, Advance, Begin, End, State
+from djinnd.grammar_jobs import WORD, Advance, Begin, End, States
 from djinnd.model.sampler import Sampled
 from djinnd.model.token_masks import RowMasks
 from djinnd.scheduler.scheduler import Scheduler
@@ -45,25 +45,23 @@ Key = tuple[int, int]  # tenant, and number of the tokenizer
 
 @dataclass(slots=True, eq=False)
 class Guided:
-    """`is_due`: the process has to say what follows the last token. `forced`: tokens that come next. `is_plain`: they
-    may be appended, as nothing is wanted of each step beside its token."""
+    """`forced`: tokens that come next. `is_plain`: they may be appended, as nothing is wanted of each step beside its
+    token."""
 
     request: Request
     session: Session
     process: GrammarProcess
     slot: int
     is_plain: bool
-    is_due: bool = True
-    asked: float = 0.0  # when that was asked
-    is_slow: bool = False  # it was late: the next time it is not waited for
+    asked: float = 0.0  # when the process was asked what follows the last token
     is_held: bool = False
     forced: list[int] = field(default_factory=list)
     ended: bool = False  # behind those
     error: str = ""
 
     @property
-    def has_mask(self) -> bool:
-        return not self.is_due and not self.error and (bool(self.forced) or not self.ended)
+    def may_go_on(self) -> bool:
+        return not self.error and (bool(self.forced) or not self.ended)
 
     @property
     def mask(self) -> npt.NDArray[np.uint32]:
@@ -95,7 +93,10 @@ class Guidance:
         self._runs: dict[int, Guided] = {}  # by request
         self._processes: dict[Key, GrammarProcess] = {}
         self._dying: list[GrammarProcess] = []
-        self._late: dict[int, Guided] = {}  # by request, in this step
+        # Numbers of requests.
+        self._due: set[int] = set()  # the process has to say what follows the last token
+        self._slow: set[int] = set()  # their masks were late: the next time they are not waited for
+        self._late: set[int] = set()  # in this step
         self._to_act: dict[int, Guided] = {}  # something is to be done about them between steps
         self._looked = 0.0
 
@@ -114,6 +115,7 @@ class Guidance:
         is_plain = request.logprobs is None and not request.capture and not request.logits
         run = Guided(request, session, process, process.free.pop(), is_plain)
         self._runs[request.id] = run
+        self._due.add(request.id)
         given = session.tokens[len(session.tokens) - message.given :] if message.given else []
         process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
 
@@ -138,6 +140,8 @@ class Guidance:
         if run is None:
             return
         self._to_act.pop(request.id, None)
+        self._due.discard(request.id)
+        self._slow.discard(request.id)
         process = run.process
         process.forget(request.id)
         process.free.append(run.slot)
@@ -148,6 +152,7 @@ class Guidance:
     def close(self) -> None:
         for process in self._processes.values():
             process.kill()
+            process.wait()
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -169,7 +174,7 @@ class Guidance:
         if run.error:
             self._fail(request, GrammarRejected(run.error, field="format"))
             return
-        if run.is_held and not run.is_due:
+        if run.is_held and request.id not in self._due:
             run.is_held = False
             self._scheduler.release(request.id, _HOLDER)
         if run.forced and run.is_plain and len(run.session.tokens) > request.prompt_end:
@@ -187,20 +192,24 @@ class Guidance:
 
     def _hear(self) -> None:
         for process in [*self._processes.values()]:
-            for state in process.hear():
-                self._take(state)
+            self._take(process.hear())
             if process.failure:
                 self._bury(process)
 
-    def _take(self, state: State) -> None:
+    def _take(self, heard: States) -> None:
         """Only noted, as it may come in the midst of a step."""
-        run = self._runs.get(state.run)
-        if run is None:
-            return
-        run.is_due, run.forced, run.ended, run.error = False, state.forced, state.ended, state.error
-        run.is_slow = run.is_slow and time.monotonic() - run.asked > PATIENCE
-        if run.forced or run.ended or run.error or run.is_held:
+        self._due.difference_update(heard.plain)
+        for state in heard.others:
+            run = self._runs[state.run]
+            self._due.discard(state.run)
+            run.forced, run.ended, run.error = state.forced, state.ended, state.error
             self._to_act[state.run] = run
+        for number in self._slow.difference(self._due):
+            run = self._runs[number]
+            if run.is_held:
+                self._to_act[number] = run
+            if time.monotonic() - run.asked <= PATIENCE:
+                self._slow.discard(number)
 
     def _bury(self, process: GrammarProcess) -> None:
         """Its runs fail; the next one has another process."""
@@ -227,61 +236,70 @@ class Guidance:
 
     # --- in a step --------------------------------------------------------------------------------------------------
 
-    def masks(self, rows: Sequence[Row]) -> RowMasks | None:
-        """Of those of the rows, all of which are about to get a token, that follow a grammar and have a mask."""
+    def masks(self, rows: Sequence[Row], meanwhile: Callable[[], bool]) -> RowMasks | None:
+        """Of those of the rows, all of which are about to get a token, that follow a grammar and have a mask.
+        `meanwhile`: what else there is to do beside the device; called where masks have to be waited for."""
         guided = [(index, run) for index, row in enumerate(rows) if (run := self._runs.get(row.request.id))]
         if not guided:
             return None
-        self._await([run for _, run in guided if run.is_due and not run.is_slow])
-        masked = [(index, run) for index, run in guided if run.has_mask]
-        self._late = {run.request.id: run for _, run in guided if not run.has_mask}
+        due = self._due.intersection([run.request.id for _, run in guided])
+        self._await(due - self._slow, meanwhile)
+        self._late = {n for _, run in guided if (n := run.request.id) in self._due or not run.may_go_on}
+        masked = [(index, run) for index, run in guided if run.request.id not in self._late]
         return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
 
-    def _await(self, due: list[Guided]) -> None:
+    def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
         """Until their masks are there, or the step's patience has come to an end."""
+        self._listen(due)
+        if self._unheard(due):
+            meanwhile()
         until = time.monotonic() + PATIENCE
-        while due and (rest := until - time.monotonic()) > 0:
-            processes = {run.process for run in due}
-            select.select([process.fd for process in processes], (), (), rest)
-            for process in processes:
-                for state in process.hear():
-                    self._take(state)
-            due = [run for run in due if run.is_due and not run.process.failure]
+        while (due := self._unheard(due)) and (rest := until - time.monotonic()) > 0:
+            select.select({self._runs[number].process.fd for number in due}, (), (), rest)
+            self._listen(due)
+
+    def _unheard(self, due: set[int]) -> set[int]:
+        """Those of them whose masks may still come."""
+        return {number for number in due & self._due if not self._runs[number].process.failure}
+
+    def _listen(self, due: set[int]) -> None:
+        for process in {self._runs[number].process for number in due}:
+            self._take(process.hear())
 
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
         """Says which of these rows, which the step has given tokens, are too late for theirs. The processes begin with
         what follows the others."""
         late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
-        unsound = set(sampled.unsound)
+        unsound, now = set(sampled.unsound), time.monotonic()
         for index, row in enumerate(rows):
-            run = self._runs.get(row.request.id)
+            number = row.request.id
+            run = self._runs.get(number)
             if run is None or index in unsound:
                 continue
-            if row.request.id in self._late:
+            if number in self._late:
                 late.append(index)
             elif run.forced and run.forced[0] != sampled.tokens[index]:
                 run.error = "the format demands a token that min_tokens or logit_bias rule out"
-                self._to_act[row.request.id] = run
+                self._to_act[number] = run
                 late.append(index)
             elif run.forced:
                 del run.forced[0]
             else:
-                run.is_due = True
-                advances.setdefault(run.process, []).append((row.request.id, sampled.tokens[index]))
-        now = time.monotonic()
+                run.asked = now
+                advances.setdefault(run.process, []).append((number, sampled.tokens[index]))
         for process, tokens in advances.items():
-            process.ask(Advance(tokens), [number for number, _ in tokens])
-            for number, _ in tokens:
-                self._runs[number].asked = now
+            numbers = [number for number, _ in tokens]
+            process.ask(Advance(tokens), numbers)
+            self._due.update(numbers)
         return replace(sampled, late=late) if late else sampled
 
     def hold_back(self) -> None:
         """After the step: requests that were late get no row until their masks are there; nor do those that were late
         the last time, and are likely to be so again."""
-        for run in self._late.values():
-            run.is_slow = run.is_due
-        self._late = {}
-        for number, run in self._runs.items():
-            if run.is_due and run.is_slow and not run.is_held:
+        self._slow |= self._late & self._due
+        self._late = set()
+        for number in self._slow & self._due:
+            run = self._runs[number]
+            if not run.is_held:
                 run.is_held = True
                 self._scheduler.hold(number, _HOLDER)

@@ -40,7 +40,7 @@ from djinnd.weights.plan import Place, Plan
 
 log = logging.getLogger("djinnd.engine")
 
-FindMasks = Callable[[Rows], RowMasks | None]
+FindMasks = Callable[[Rows, Callable[[], bool]], RowMasks | None]
 
 _PAGES_AT_ONCE = 32  # pages of one piece when a pool is resized: so many exist twice
 
@@ -210,7 +210,7 @@ class ModelRunner:
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
-            masked = None if masks is None else masks(sampling)
+            masked = None if masks is None else masks(sampling, meanwhile)
             sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
             self._inputs = None  # the device has read them
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 from djinnd import grammar_jobs
 from djinnd.confinement.channel import Channel
 from djinnd.confinement.sandbox import tie_to
-from djinnd.grammar_jobs import SLOTS, words_of
+from djinnd.grammar_jobs import SLOTS, WORD, words_of
 from djinnd.grammars.serving import Serving
 from djinnd.text.grammar import TokenTable, open_tokenizer, tokenizer_of
 
@@ -46,17 +46,17 @@ def main() -> None:
     channel: Channel[grammar_jobs.ToProcess, grammar_jobs.States] = Channel(
         socket.socket(fileno=given.fd), grammar_jobs.MAX_FRAME, grammar_jobs.decode_to_process, grammar_jobs.encode
     )
-    tokenizer = _tokenizer(given.tokenizer, given.table, given.eos)
+    tokenizer = _tokenizer(given.tokenizer, given.table, given.eos, WORD * words)
     Serving(tokenizer, given.vocab, masks, given.threads, channel).serve()
 
 
-def _tokenizer(fd: int, is_table: bool, eos: list[int]) -> LLTokenizer:
-    """The descriptor's offset is shared with others: it stays where it is."""
+def _tokenizer(fd: int, is_table: bool, eos: list[int], room: int) -> LLTokenizer:
+    """`room`: tokens of a slot. The descriptor's offset is shared with others: it stays where it is."""
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
     if is_table:
-        return tokenizer_of(msgspec.msgpack.decode(content, type=TokenTable), eos)
-    return open_tokenizer(content.decode(), eos)
+        return tokenizer_of(msgspec.msgpack.decode(content, type=TokenTable), eos, room)
+    return open_tokenizer(content.decode(), eos, room)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Follows the grammars of runs: a token in, what may follow it out.
 
     Begin ──► compiled in a thread of its own, as that may take seconds ──► mask
-    Advance ──► consumed ──► masks of all, in parallel ──► where only one text can follow: its tokens, the mask behind
+    Advance ──► consumed ──► masks of all, in parallel, where the engine reads them
+                                 └──► where only one text can follow: its tokens, and the mask behind them
 
 The state of a run follows from its grammar and its tokens, and from nothing else.
 """
@@ -38,17 +39,17 @@ class Serving:
     def __init__(
         self, tokenizer: LLTokenizer, vocab: int, masks: Masks, threads: int, channel: Channel[ToProcess, States]
     ) -> None:
-        """`vocab`: of the model, which may have more tokens than the tokenizer, as padding, or fewer. `masks`: of all
-        slots, shared with the engine."""
+        """`vocab`: of the model. `masks`: of all slots, shared with the engine. The tokenizer has as many tokens as a
+        slot has room for, or more: those that the model lacks are cut off."""
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._masks = masks
         self._channel = channel
         self._executor = LLExecutor(threads)
-        self._words = -(-tokenizer.vocab_size // WORD)
-        lacked = self._words - vocab // WORD if tokenizer.vocab_size > vocab else 0
-        self._most_end_words = len(tokenizer.eos_tokens) + lacked  # a mask with tokens in more words has another one
-        self._goes_on = _bits(set(range(min(tokenizer.vocab_size, vocab))) - {*tokenizer.eos_tokens}, self._words)
+        words = -(-tokenizer.vocab_size // WORD)
+        self._table = masks if words == masks.shape[1] else np.zeros((len(masks), words), np.uint32)
+        self._goes_on = _bits(set(range(min(tokenizer.vocab_size, vocab))) - {*tokenizer.eos_tokens}, words)
+        self._common = _words_of_characters(tokenizer)
         self._runs: dict[int, Run] = {}
         self._compiling = ThreadPoolExecutor(1, "djinn-compile")
         self._sending = threading.Lock()
@@ -77,7 +78,7 @@ class Serving:
             run.matcher = matcher
             states = self._look([run])
         except GrammarRejected as error:
-            states = [State(run.number, error=error.message)]
+            states = States(others=[State(run.number, error=error.message)])
         self._tell(states)
 
     def _advance(self, message: Advance) -> None:
@@ -87,52 +88,59 @@ class Serving:
         )
         self._tell(self._look(runs))
 
-    def _tell(self, states: list[State]) -> None:
+    def _tell(self, states: States) -> None:
         with self._sending:
-            self._channel.send(States(states))
+            self._channel.send(states)
 
     # --- what may follow --------------------------------------------------------------------------------------------
 
-    def _look(self, runs: Sequence[Run]) -> list[State]:
+    def _look(self, runs: Sequence[Run]) -> States:
         """Brings each run's mask into its slot, behind the tokens that must come."""
-        table = self._computed(runs)
-        words: list[int] = (table != 0).sum(axis=1).tolist()  # that hold a token
-        single = [index for index, count in enumerate(words) if count == 1]
-        forced = {index: tokens for index in single if (tokens := _forced(_matcher(runs[index])))}
-        if forced:
-            table[[*forced]] = self._computed([runs[index] for index in forced])
-        width = min(self._words, self._masks.shape[1])
+        self._compute(runs)
+        unclear = [run for run, is_clear in zip(runs, self._are_clear(runs), strict=True) if not is_clear]
+        single = [run for run in unclear if np.bitwise_count(self._table[run.slot]).sum() == 1]
+        forced = {run: tokens for run in single if (tokens := _forced(_matcher(run)))}
+        self._compute([*forced])  # what follows those
+        if self._table is not self._masks:
+            slots = [run.slot for run in runs]
+            self._masks[slots] = self._table[slots, : self._masks.shape[1]]
+        others = [state for run in unclear if (state := self._state(run, forced.get(run, [])))]
+        told = {state.run for state in others}
+        return States([run.number for run in runs if run.number not in told], others)
+
+    def _compute(self, runs: Sequence[Run]) -> None:
+        nbytes = 4 * self._table.shape[1]
+        if len(runs) == 1:
+            _matcher(runs[0]).unsafe_compute_mask_ptr(self._table[runs[0].slot].ctypes.data, nbytes)
+        elif runs:
+            jobs: list[Any] = [(_matcher(run), run.slot) for run in runs]
+            self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
+
+    def _are_clear(self, runs: Sequence[Run]) -> list[bool]:
+        """Of each run whether a look at a few words says all: at least two tokens may follow that are no end tokens.
+        A whole mask takes 5 µs to look at, and those of a step are computed in a few hundred."""
         slots = [run.slot for run in runs]
-        self._masks[slots, :width] = table[:, :width]
-        self._masks[slots, width:] = 0
-        return [
-            self._state(run, forced.get(index, []), self._may_go_on(table[index])) for index, run in enumerate(runs)
-        ]
+        common = self._table[np.ix_(slots, self._common)] & self._goes_on[self._common]
+        has_two: list[bool] = (np.bitwise_count(common).sum(axis=1) > 1).tolist()
+        return [clear and not _matcher(run).is_error() for run, clear in zip(runs, has_two, strict=True)]
 
-    def _may_go_on(self, mask: Masks) -> bool:
-        """With a token of the model's that is no end token."""
-        return bool((mask & self._goes_on).any())
-
-    def _state(self, run: Run, forced: list[int], goes_on: bool) -> State:
+    def _state(self, run: Run, forced: list[int]) -> State | None:
+        """None: there is nothing to say."""
         matcher = _matcher(run)
+        goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model's that is no end
         try:
             expect_sound(matcher)
             if max(forced, default=0) >= self._vocab or not (goes_on or matcher.is_accepting()):
                 raise GrammarRejected("the format demands what no token of the model can say", field="format")
         except GrammarRejected as error:
             return State(run.number, error=error.message)
-        return State(run.number, forced, ended=not goes_on)
+        return None if goes_on and not forced else State(run.number, forced, ended=not goes_on)
 
-    def _computed(self, runs: Sequence[Run]) -> Masks:
-        """Of the tokenizer's tokens."""
-        table = np.zeros((len(runs), self._words), np.uint32)
-        nbytes = 4 * self._words
-        if len(runs) == 1:
-            _matcher(runs[0]).unsafe_compute_mask_ptr(table.ctypes.data, nbytes)
-        else:
-            jobs: list[Any] = [(_matcher(run), index) for index, run in enumerate(runs)]
-            self._executor.unsafe_compute_mask_ptr(jobs, table.ctypes.data, nbytes, len(runs))
-        return table
+
+def _words_of_characters(tokenizer: LLTokenizer) -> list[int]:
+    """Of a mask: those with the tokens of single characters, which most grammars allow some of at most times."""
+    tokens = [tokenizer.greedy_tokenize(chr(code)) for code in range(ord(" "), ord("~") + 1)]
+    return sorted({found[0] // WORD for found in tokens if len(found) == 1})
 
 
 def _bits(tokens: Iterable[int], words: int) -> npt.NDArray[np.uint32]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from djinnd.device import Device
+from djinnd.model import editing, token_masks
 from djinnd.model.attention import PagedAttention, PagedBatch, TritonAttention
 from djinnd.model.crossing import Inbox
-from djinnd.model.editing import warm_up
 from djinnd.model.graphs import CHUNK_TOKENS, KINDS
 from djinnd.model.inputs import StepInputs
 from djinnd.model.kernels import MAX_QUERY
@@ -46,7 +46,8 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
                 _run_empty(model, device, tokens, max_kv)
             with device.computing():
                 for width in (model.skeleton.points.width, model.vocab):
-                    warm_up(width, model.dtype, model.pool.device)
+                    editing.warm_up(width, model.dtype, model.pool.device)
+                token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
                 Inbox().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
         except Exception as fault:  # the check at load says what is wrong with the model
             log.warning("kernels_not_listed family=%s error=%r", model.skeleton.family, fault)

@@ -1,7 +1,7 @@
 """Masks of tokens: which of them the next one may be, a bit each, as the host has them.
 
-host      words, uint32 [rows, vocab / 32]    copied into memory that the device reads
-device    bits ──► logits of the other tokens become -inf, a group of rows at a time
+host      words, uint32 [rows, vocab / 32], brought together in one piece of memory
+device    a kernel reads them there, and logits of the other tokens become -inf
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from djinnd.model.crossing import send
-from djinnd.model.upload import upload
+from djinnd.grammar_jobs import words_of
 
 WORD_BYTES = 4
+_ROW_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,54 +30,51 @@ class RowMasks:
 
 
 class TokenMasks:
-    """Applies them. Its staging is read by one step at a time."""
+    """Applies them. The device reads them from the host's memory, so a call waits for no copy, and the next one comes
+    when the step is over."""
 
     def __init__(self, vocab: int, device: torch.device, group_logits: int) -> None:
-        """`group_logits`: that are worked on at once, which bounds the device memory of a call."""
+        """`group_logits`: that are worked on at once on a CPU, which bounds the memory of a call."""
         self._vocab = vocab
         self._device = device
         self._group = max(1, group_logits // vocab)
-        self._weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._words = self._staging.numpy().view(np.uint32)
-        self._bits = torch.empty(0, dtype=torch.uint8, device=device)
 
     def apply(self, logits: Tensor, masks: RowMasks) -> None:
         """logits: [rows, vocab], changed in place."""
-        allowed = self._send(masks)
-        places = None if len(masks.rows) == len(logits) else upload(masks.rows, torch.int64, self._device)
-        for first in range(0, len(masks.rows), self._group):
-            some = slice(first, first + self._group)
-            blocked = self._blocked(allowed[some])
-            if places is None:
-                logits[some].masked_fill_(blocked, -math.inf)
-            else:
-                rows = places[some]
-                logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(blocked, -math.inf))
-
-    def _send(self, masks: RowMasks) -> Tensor:
-        """uint8 [rows, bytes], on the device."""
-        shape = len(masks.rows), len(masks.words[0])
-        nbytes = WORD_BYTES * shape[0] * shape[1]
-        self._reserve(nbytes)
-        np.stack(masks.words, out=self._words[: shape[0] * shape[1]].reshape(shape))
+        rows, words = self._gathered(masks)
         if self._device.type == "cpu":
-            return self._staging[:nbytes].view(shape[0], -1)
-        send(self._bits[:nbytes], self._staging[:nbytes])
-        return self._bits[:nbytes].view(shape[0], -1)
+            self._block(logits, rows, words)
+            return
+        from djinnd.model.kernels.block_tokens import block_tokens  # needs Triton, which comes with CUDA builds
 
-    def _blocked(self, allowed: Tensor) -> Tensor:
-        """bool [rows, vocab]: tokens that may not come."""
-        if self._device.type == "cpu":  # which has an instruction for that
-            bits = np.unpackbits(allowed.numpy(), axis=1, count=self._vocab, bitorder="little")
-            return torch.from_numpy(bits) == 0
-        bits_of_byte = allowed[:, :, None].bitwise_and(self._weights)
-        return (bits_of_byte == 0).view(len(allowed), -1)[:, : self._vocab]
+        block_tokens(logits, rows, words)
 
-    def _reserve(self, nbytes: int) -> None:
-        if nbytes > len(self._staging):
-            size = 1 << (nbytes - 1).bit_length()
+    def _gathered(self, masks: RowMasks) -> tuple[Tensor, Tensor]:
+        """int64 [n] and int32 [n, words], on the host."""
+        count, width = len(masks.rows), len(masks.words[0])
+        start = WORD_BYTES * count * width
+        end = start + _ROW_BYTES * count
+        if end > len(self._staging):
+            size = 1 << (end - 1).bit_length()
             self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._words = self._staging.numpy().view(np.uint32)
-            if self._device.type != "cpu":
-                self._bits = torch.empty(size, dtype=torch.uint8, device=self._device)
+        words = self._staging[:start].view(torch.int32)
+        np.concatenate(masks.words, out=words.numpy().view(np.uint32))
+        rows = self._staging[start:end].view(torch.int64)
+        rows.numpy()[:] = masks.rows
+        return rows, words.view(count, width)
+
+    def _block(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        for some, mask in zip(rows.split(self._group), words.split(self._group), strict=True):
+            bits = np.unpackbits(mask.numpy().view(np.uint8), axis=1, count=self._vocab, bitorder="little")
+            blocked = torch.from_numpy(bits) == 0
+            if len(rows) == len(logits):
+                logits[int(some[0]) : int(some[-1]) + 1].masked_fill_(blocked, -math.inf)
+            else:
+                logits.index_copy_(0, some, logits.index_select(0, some).masked_fill_(blocked, -math.inf))
+
+
+def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles what `apply` runs on a model's logits: no step waits for it then."""
+    words = np.zeros(words_of(vocab), np.uint32)
+    TokenMasks(vocab, device, vocab).apply(torch.zeros(1, vocab, dtype=dtype, device=device), RowMasks([0], [words]))

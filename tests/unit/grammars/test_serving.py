@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llguidance import LLTokenizer
 
 from djinn_client.output_format import OutputFormat
-from djinnd.grammar_jobs import SLOTS, Advance, Begin, End, State, words_of
+from djinnd.grammar_jobs import SLOTS, WORD, Advance, Begin, End, State, words_of
 from djinnd.grammars.serving import Serving
-from djinnd.text.grammar import grammar_text
+from djinnd.text.grammar import compiled, grammar_text, open_tokenizer
+from tests.support.serving import TINY
 from tests.support.walks import END, tiny_tokenizer
 
 
@@ -27,13 +29,14 @@ class Talk:
             self.serving._compiling.submit(lambda: None).result()  # what is being compiled has been
 
     def send(self, message: Any) -> None:
-        self.said += message.states
+        self.said += [*map(State, message.plain), *message.others]
 
 
 def served(*messages: Any, vocab: int = 2048) -> tuple[list[State], Any]:
     talk = Talk(*messages)
     masks = np.full((SLOTS, words_of(vocab)), 0xFFFFFFFF, np.uint32)
-    talk.serving = Serving(tiny_tokenizer(), vocab, masks, 1, talk)  # type: ignore[arg-type]
+    tokenizer = open_tokenizer((TINY / "tokenizer.json").read_text(), [END], WORD * masks.shape[1])
+    talk.serving = Serving(tokenizer, vocab, masks, 1, talk)  # type: ignore[arg-type]
     talk.serving.serve()
     return talk.said, masks
 
@@ -99,3 +102,21 @@ def test_padding_is_never_allowed_and_what_the_model_lacks_neither() -> None:
     narrow = END + 1 + max(ids("!"))  # of a model that has no more tokens than these
     states, _ = served(Begin(1, 0, regex("hello"), []), Begin(2, 1, regex("[!]"), []), vocab=narrow)
     assert states[0].error and not states[1].error
+
+
+def test_masks_are_what_a_run_alone_would_have() -> None:
+    """Of forms that leave much open and of forms that leave little, one by one and in parallel, whatever the sizes."""
+    forms = [r"[a-z \n]{9}", "[A-Za-z0-9_]{3,20}", "(abc){2}[!?]", "[!]", "x", "(?s:.*)", "[0-9]{4}-[0-9]{2}"]
+    begins = [Begin(number, 9 - number, regex(form), []) for number, form in enumerate(forms)]
+    tokens = {0: ids("z"), 1: ids("z"), 5: ids("z")}
+    alone = LLTokenizer((TINY / "tokenizer.json").read_text(), eos_token=[END], slices=[])
+    for vocab in (2048, 3000, END + 1 + max(ids("z"))):
+        told, masks = served(*begins, Advance([(run, token) for run, (token,) in tokens.items()]), vocab=vocab)
+        states = {state.run: state for state in told}
+        for run, begin in enumerate(begins):
+            matcher = compiled(begin.grammar, alone)
+            assert states[run].error or matcher.consume_tokens(tokens.get(run, []) + states[run].forced)
+            whole = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:2048]
+            width = min(2048, WORD * masks.shape[1])
+            mine = np.unpackbits(masks[begin.slot].view(np.uint8), bitorder="little")
+            assert states[run].error or ((mine[:width] == whole[:width]).all() and not mine[width:].any())

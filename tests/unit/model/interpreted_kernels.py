@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from djinnd.model.attention import TritonAttention
 from djinnd.model.kernels import few_rows, kv_write, mixed, rms_norm
+from djinnd.model.kernels.block_tokens import block_tokens
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.rope import rope
@@ -199,3 +200,17 @@ def test_few_rows_times_a_matrix(out: int, width: int, tokens: int, dtype: torch
         got = few_rows(x, weight, term)
         assert got.shape == (1, tokens, out) and got.dtype == dtype
         assert (got - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("vocab", "width"), [(45, 2), (96, 3), (16_390, 528)])
+def test_only_tokens_of_the_masks_keep_their_logits(vocab: int, width: int, dtype: torch.dtype) -> None:
+    """Of some rows, out of order, in logits that are part of a larger piece of memory."""
+    whole = torch.randn(5, vocab + 7).to(dtype)
+    logits, numbers = whole[:, :vocab], torch.tensor([4, 0, 3])
+    masks = torch.randint(-(1 << 31), 1 << 31, (3, width), dtype=torch.int32)
+    bits = (masks[:, :, None] >> torch.arange(32)) & 1
+    expected = whole.clone()
+    expected[numbers, :vocab] = logits[numbers].masked_fill(bits.view(3, -1)[:, :vocab] == 0, float("-inf"))
+    block_tokens(logits, numbers, masks)
+    assert same_bytes(whole, expected)

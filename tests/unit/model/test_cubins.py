@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from djinnd.model.kernels.block_tokens import WARPS, WORDS, block_tokens_kernel
 from djinnd.model.kernels.cross import cross_kernel
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.edit import edit_kernel
@@ -40,6 +41,7 @@ POINTERS = {
     **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias", "bank"), "*bf16"),
     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
     **dict.fromkeys(("slots", "where", "value"), "*i64"),
+    **{"logits": "*bf16", "numbers": "*i64", "masks": "*i32"},
     **dict.fromkeys(("scales", "lows", "highs"), "*fp32"),
     **dict.fromkeys(("sm", "nibbles"), "*u8"),
     **dict.fromkeys(("bases", "stripes", "patches", "head", "picked", "source", "target", "codes"), "*i32"),
@@ -124,6 +126,14 @@ def test_the_small_kernels(capability: int) -> None:
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
     for width in (5120, 128_256):
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_masks_are_read_16_bytes_at_a_time_and_each_part_once(capability: int) -> None:
+    sizes = {"VOCAB": 128_256, "WIDTH": 4016, "WORDS": WORDS}
+    compiled = compile_for(capability, block_tokens_kernel, WARPS, **sizes)
+    loads = re.findall(r"ld\.(?:global|volatile)\S*", compiled.asm["ptx"])
+    assert len([load for load in loads if ".v4." in load]) == 1 and len(loads) == 2  # the other one: the row's number
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])

@@ -1,0 +1,42 @@
+"""Rules out tokens by masks that lie in pinned host memory: nothing is copied to the device, and nothing unpacked."""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 512  # of a mask, that a program reads: 16 bytes a thread, so that the bus carries whole lines
+WARPS = 4
+BITS = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def block_tokens_kernel(
+    logits, numbers, masks, row_stride,
+    VOCAB: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """A mask of WIDTH words has a bit for each token, 1 where it may come."""
+    place = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    # What the host has written since another kernel read there is to be seen: no cache may answer.
+    row = tl.load(numbers + place, cache_modifier=".cv")
+    word = tl.load(masks + place * WIDTH + at, mask=at < WIDTH, other=0, cache_modifier=".cv")
+    bit = tl.arange(0, BITS)
+    is_blocked = ((word[:, None] >> bit[None, :]) & 1) == 0
+    token = at[:, None] * BITS + bit[None, :]
+    lowest = tl.full((WORDS, BITS), float("-inf"), tl.float32).to(logits.dtype.element_ty)
+    tl.store(logits + row * row_stride + token, lowest, mask=is_blocked & (token < VOCAB))
+
+
+def block_tokens(logits: Tensor, numbers: Tensor, masks: Tensor) -> None:
+    """logits [rows, vocab], changed in place; numbers int64 [n]: of rows; masks int32 [n, width], bits for at least
+    `vocab` tokens. The latter two are pinned, and stay as they are until the device has read them. Queued on the
+    current stream."""
+    vocab, width = logits.shape[1], masks.shape[1]
+    assert logits.stride(1) == 1 and masks.is_contiguous() and vocab <= width * 32
+    block_tokens_kernel[(len(numbers), triton.cdiv(width, WORDS))](
+        logits, numbers, masks, logits.stride(0), VOCAB=vocab, WIDTH=width, WORDS=WORDS, num_warps=WARPS
+    )
