@@ -1,1 +1,2 @@
-"""Where the KV of sessions is: pages and page tables. Bookkeeping only; the bytes belong to the device."""
+"""Pages of KV: block tables, the device's page pool, the host and disk tiers, and moves between them. Bookkeeping only;
+it never touches device memory."""

@@ -1,8 +1,8 @@
-"""Pages that wait for their copy over the bus, one way.
+"""Pages that wait to be copied over the bus, in one direction.
 
-Those come first that a call waits for, or will in a moment, but for what LEFT_OVER says. The others are held to a rate,
-by a token bucket, beside steps that decode: what crosses the bus takes memory from these, and as many bytes in four
-times the time cost each of them a quarter of that.
+Urgent pages come first: a request waits for them or is about to. The others are held to a rate by a token bucket beside
+steps that decode. Bus traffic takes memory bandwidth from these steps. The same bytes spread over four times as many
+steps cost each of them a quarter.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from collections.abc import Sequence
 
 from djinnd.kvcache.moves import Move
 
-SAVED_S = 0.02  # so long, at most, bytes are saved up for which nobody was there
-LEFT_OVER = 8  # one byte of others for so many urgent ones, so that they come to an end whatever is urgent,
-PIECE_BYTES = 64 << 20  # and not before they are so many
+SAVED_S = 0.02  # Seconds of the rate that the bucket may hold.
+# One byte of other pages for so many urgent bytes, so that other pages are copied however many are urgent.
+LEFT_OVER = 8
+PIECE_BYTES = 64 << 20  # Other pages go before urgent ones only once they are owed this much.
 
 
 class CopyQueue:
+    """The queue of one direction. `add` fills it; the copying side takes moves from `next` and reports them with
+    `began`."""
+
     def __init__(self) -> None:
         self._urgent: deque[Move] = deque()
         self._others: deque[Move] = deque()
-        self._allowed = math.inf  # bytes, of others
-        self._owed = 0.0  # of these, what they are to have before urgent ones
-        self._are_held = False  # others, since they have had what they were allowed
-        self._at = 0.0
+        self._allowed = math.inf  # bytes of other pages that the bucket allows now
+        self._owed = 0.0  # bytes of other pages that go before urgent ones
+        self._are_held = False  # other pages wait because the bucket was empty
+        self._at = 0.0  # time of the last `pace`
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._others)
@@ -35,12 +39,12 @@ class CopyQueue:
         (self._urgent if move.is_urgent else self._others).append(move)
 
     def drop(self) -> None:
-        """Those that have been, see Moves.drop."""
+        """Removes the moves that are dropped (Moves.drop)."""
         self._urgent = deque(move for move in self._urgent if not move.is_dropped)
         self._others = deque(move for move in self._others if not move.is_dropped)
 
     def hurry(self) -> None:
-        """Somebody's call waits for moves now for which none did when they came."""
+        """Moves the pages that have become urgent since they came into the urgent queue."""
         hurried = [move for move in self._others if move.is_urgent]
         if hurried:
             self._urgent.extend(hurried)
@@ -48,24 +52,27 @@ class CopyQueue:
             self._are_held = self._are_held and bool(self._others)
 
     def pace(self, rate: float, now: float) -> None:
-        """Bytes a second that others may set out with, from now on; inf: any number."""
+        """Sets the rate of other pages in bytes a second, from now on; inf means no limit."""
         since, self._at = now - self._at, now
-        saved = max(since, SAVED_S) if self._are_held else SAVED_S  # steps may take longer than that
+        # the time since the last call may be longer than SAVED_S, because a step is
+        saved = max(since, SAVED_S) if self._are_held else SAVED_S
         self._allowed = math.inf if rate == math.inf else min(self._allowed + rate * since, rate * saved)
 
     def holds(self, queued: deque[Move]) -> bool:
-        """Whether these, what `next` has answered, are held to a rate now."""
+        """True if `queued`, an answer of `next`, is held to a rate now."""
         return queued is self._others and self._allowed < math.inf
 
     @property
     def next(self) -> deque[Move]:
-        """The first of these may begin, and with it those that follow, if there is one; to be taken from it."""
+        """The queue from which the next copies are to be taken. The first move in it, if there is one, may begin, and
+        those behind it with it."""
         if self._others and self._allowed > 0 and (not self._urgent or self._owed >= PIECE_BYTES):
             return self._others
         return self._urgent
 
     def began(self, queued: deque[Move], begun: Sequence[Move], nbytes: int) -> None:
-        """The copies of these, of so many bytes together, which were taken from `queued`, what `next` had answered."""
+        """Notes that copies of these moves, of `nbytes` together, have begun. They were taken from `queued`, an answer
+        of `next`."""
         for move in begun:
             move.is_queued = False
         if queued is self._others:

@@ -1,4 +1,4 @@
-"""The pages that sessions have left when they left the device."""
+"""Remembers which pages sessions had when they left the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from djinnd.kvcache.prefixes import Key
 
 
 class Left(NamedTuple):
-    """The pages of a session that has left the device. Those of its first `tokens` tokens held their KV, and the last
-    `staged` ones what its stage had brought (Session.left_stage)."""
+    """The pages of a session that has left the device. They hold the KV of its first `tokens` tokens. The last `staged`
+    of them also hold KV of its stage (Session.left_stage)."""
 
     keys: list[Key]
     tokens: int
-    back_at: float = 0.0  # when it was expected back, as it left; 0: nobody knew
+    back_at: float = 0.0  # when it was expected back, as of when it left; 0: unknown
     staged: int = 0
 
 
 class LeftPages:
-    """Of each session whose pages are known. `key in`: some session has left that page."""
+    """The pages that one model's sessions have left. `key in left_pages` is True if some session has left that page."""
 
     def __init__(self) -> None:
         self._left: dict[str, Left] = {}
-        self._sessions: dict[Key, int] = {}  # that have left a page
-        self._back_at: dict[Key, float] = {}  # of the last who left it and is expected
+        self._sessions: dict[Key, int] = {}  # how many sessions have left each page
+        self._back_at: dict[Key, float] = {}  # of the last session that left the page and is expected
 
     def get(self, session: str) -> Left | None:
         return self._left.get(session)
@@ -39,7 +39,7 @@ class LeftPages:
             self._back_at.update(dict.fromkeys(left.keys, left.back_at))
 
     def forget(self, session: str) -> None:
-        """Where nothing is known of it, nothing happens."""
+        """Forgets the session's pages. No effect if there are none."""
         left = self._left.pop(session, None)
         if left is None:
             return
@@ -56,13 +56,13 @@ class LeftPages:
                     del self._back_at[key]
 
     def expect(self, session: str, back_at: float) -> None:
-        """Where nothing is known of it, nothing happens."""
+        """Sets when the session is expected back. No effect if it has left no pages."""
         left = self._left.get(session)
         if left is not None:
             self.remember(session, left._replace(back_at=back_at))
 
     def wanted_at(self, key: Key) -> float:
-        """When somebody who has left the page is expected back; inf: nobody is."""
+        """When a session that has left the page is expected back; inf if none is."""
         return self._back_at.get(key, math.inf)
 
     def __contains__(self, key: object) -> bool:
@@ -70,5 +70,5 @@ class LeftPages:
 
     def check_integrity(self) -> None:
         counted = Counter(key for left in self._left.values() for key in left.keys)
-        assert self._sessions == counted, "pages that sessions have left are counted otherwise"
-        assert self._back_at.keys() <= counted.keys(), "somebody is expected back for a page that nobody has left"
+        assert self._sessions == counted, "the count of sessions by page is wrong"
+        assert self._back_at.keys() <= counted.keys(), "a session is expected back for a page that no session has left"

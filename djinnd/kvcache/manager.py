@@ -1,15 +1,15 @@
-"""The page tables of one model's sessions.
+"""The block tables of one model's sessions.
 
            ┌───┬───┬───┬───┬───┬───┐
     row 0  │ 7 │ 2 │ 9 │ 0 │ 0 │ 0 │   int32 [rows, pages of the longest session], a row a session that holds pages.
     row 1  │ 4 │ 0 │ 0 │ 0 │ 0 │ 0 │   Row 0 holds 3; the rest, and all of a free row, is the scratch page.
-    row 2  │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │   Rows grow by doubling.
+    row 2  │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │   The number of rows grows by doubling.
            └───┴───┴───┴───┴───┴───┘
 Token i of a session is in page table[row, i // page_size], so the tables of a batch are one fancy index.
 
-Sessions share pages: a fork its parent's, and whoever of a tenant begins with the same tokens those of the first. A
-page that two of them hold is full, and a session writes only past its end, so nobody ever writes into it: only full
-pages are shared, and `trim` gives up a shared one rather than keep it in part.
+Sessions share pages. A fork shares its parent's, and sessions of a tenant that begin with the same tokens share the
+pages of the first. Only full pages are shared, and a session writes only behind the KV that it has, so a shared page is
+never written. `trim` gives up a shared page rather than keep a part of it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
 from djinnd.kvcache.prefixes import Key, Prefixes, PublicPrefixes, root
 
-PAGE_BYTES = 4 << 20  # of all blocks: copies of this size reach the bus's rate
+PAGE_BYTES = 4 << 20  # bytes of all blocks together: copies of this size reach the bus's full rate
 FIRST_ROWS = 8
 
 
 def page_size_for(token_bytes: int) -> int:
-    """Tokens a page, for tokens of so many bytes of KV in all blocks: the power of two from 16 to 256 that brings a
+    """Tokens in a page, if a token has `token_bytes` of KV in all blocks: the power of two from 16 to 256 that brings a
     page nearest to 4 MiB."""
     assert token_bytes > 0
     return 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
 
 
 class PageCopy(NamedTuple):
-    """Of a whole page, for the device, before anything else is written there."""
+    """A copy of a whole page. The device makes it before anything else is written to `target`."""
 
     source: int
     target: int
 
 
 class KvManager:
-    """Which pages hold which tokens of which session. A session is known here while it holds pages."""
+    """Maps the tokens of sessions to pages. It knows a session while the session holds pages."""
 
     def __init__(self, num_pages: int, page_size: int, page_bytes: int, max_context: int) -> None:
-        """`num_pages` includes the scratch page; `page_bytes` is for figures; `max_context` in tokens."""
+        """`num_pages` includes the scratch page. `page_bytes` is only for figures. `max_context` is in tokens."""
         assert page_size > 0 and max_context > 0
         self.pool = PagePool(num_pages)
         self.page_size = page_size
@@ -56,15 +56,15 @@ class KvManager:
         self.max_context = max_context
         self._table: npt.NDArray[np.int32] = np.full((FIRST_ROWS, self._width), SCRATCH, np.int32)
         self._row: dict[str, int] = {}
-        self._held = [0] * FIRST_ROWS  # pages, by row
-        self._keys: dict[str, list[Key]] = {}  # of the first pages of each session, those that `publish` has seen
+        self._held = [0] * FIRST_ROWS  # pages held, by row
+        self._keys: dict[str, list[Key]] = {}  # by session: keys of its first pages, as far as `publish` has made them
         self.public = PublicPrefixes()
         self._prefixes = Prefixes()
-        self._protected: Counter[int] = Counter()  # references to pages that tables do not have: they are moving
-        self._read: dict[int, int] = {}  # of those, how many first tokens nobody may write
-        self._stranded: set[int] = set()  # of those, the ones that no session holds
+        self._protected: Counter[int] = Counter()  # references to pages that no table has: pages that are being copied
+        self._read: dict[int, int] = {}  # for each of these, how many first tokens must not be written
+        self._stranded: set[int] = set()  # protected pages that no session holds
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
-        self.changes = 0  # counts whenever a page gets one holder more, or one less; not, when it gets its first
+        self.changes = 0  # Rises whenever a page gets one holder more or less; not when it gets its first.
 
     @property
     def _width(self) -> int:
@@ -72,12 +72,12 @@ class KvManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of the largest session that the pool could hold, alone in it."""
+        """Tokens of a session that has the whole pool to itself."""
         return self.pool.capacity * self.page_size
 
     @property
     def sessions(self) -> KeysView[str]:
-        """Those that hold pages."""
+        """Ids of the sessions that hold pages."""
         return self._row.keys()
 
     def pages_for(self, tokens: int) -> int:
@@ -88,17 +88,17 @@ class KvManager:
         return 0 if row is None else self._held[row]
 
     def fits(self, session_id: str, tokens: int) -> bool:
-        """Whether the session holds pages for so many tokens."""
+        """True if the session holds pages for `tokens` tokens."""
         row = self._row.get(session_id)
         return row is not None and self._held[row] * self.page_size >= tokens
 
     def pages_of(self, session_id: str) -> list[int]:
-        """In the order of the tokens; empty for a session that holds none."""
+        """The session's pages in the order of its tokens; empty if it holds none."""
         row = self._row.get(session_id)
         return [] if row is None else self._pages(row).tolist()
 
     def reserve(self, session_id: str, tenant: int, tokens: int) -> None:
-        """Gives the session pages until `tokens` fit. Raises OutOfPages, and then has changed nothing."""
+        """Gives the session pages until `tokens` tokens fit. Raises OutOfPages, and has then changed nothing."""
         assert tokens <= self.max_context, f"{tokens} tokens for a context of {self.max_context}"
         row = self._row.get(session_id)
         held = 0 if row is None else self._held[row]
@@ -110,15 +110,16 @@ class KvManager:
         self._append(session_id, pages)
 
     def extend(self, session_id: str, tenant: int, places: Sequence[int]) -> list[int]:
-        """Gives the session a page more for each of these places, from which they are filled whole before anybody reads
-        them; they rise as those do. Raises OutOfPages, and then has changed nothing."""
+        """Gives the session one more page for each of these places, from which the pages are filled whole before they
+        are read. The pages rise as the places do. Raises OutOfPages, and has then changed nothing."""
         pages = rising_with(places, self.pool.allocate(len(places), tenant, overwritten=True))
         self._prefixes.forget(pages)
         self._append(session_id, pages)
         return pages
 
     def arrived(self, session_id: str, keys: Sequence[Key], tokens: int) -> None:
-        """The session's last pages, which `extend` gave it, hold what these keys say; all its pages `tokens` tokens."""
+        """Notes that the session's last pages, which `extend` gave it, hold the KV of these keys, and all its pages
+        that of `tokens` tokens."""
         own = self._keys[session_id]
         first = self.pages_held(session_id) - len(keys)
         assert len(own) == first, f"session {session_id} has {len(own)} keys of the {first} pages before"
@@ -127,8 +128,8 @@ class KvManager:
             self._know(key, int(self._table[self._row[session_id], page]))
 
     def protect(self, pages: Sequence[int], tokens: int) -> None:
-        """They are moving: nobody is given one, and nobody writes into its first `tokens` tokens, until it is
-        unprotected as often."""
+        """Keeps pages while they are copied: each gets one reference more, and its first `tokens` tokens must not be
+        written. `unprotect` has to be called as often."""
         self.pool.hold(pages)
         self._protected.update(pages)
         read = self._read
@@ -144,29 +145,30 @@ class KvManager:
         self.pool.release([page], self._prefixes)
 
     def unfilled(self, page: int) -> None:
-        """What was to come into a page of `extend` has not, or not all of it."""
+        """Notes that a page of `extend` was not filled, or not whole."""
         self.pool.unfilled(page)
 
     def holders(self, page: int) -> int:
-        """Sessions that hold it."""
+        """How many sessions hold the page."""
         return self.pool.references(page) - self._protected[page]
 
     @property
     def stranded(self) -> int:
-        """Pages that no session holds any more, and that are free as soon as they have moved."""
+        """How many pages are held by no session and will be free when their copies have ended."""
         return len(self._stranded)
 
     def own_pages(self, session_id: str, tenant: int) -> int:
-        """Of the pages that the session holds, those that count as its tenant's: all but public ones. O(pages)."""
+        """How many of the session's pages count as its tenant's: all but public ones. Costs O(pages)."""
         return sum([self.pool.tenant(page) == tenant for page in self.pages_of(session_id)])
 
     def leaving_pages(self, tenant: int) -> int:
-        """Of the stranded, those that count as the tenant's."""
+        """How many of the stranded pages count as the tenant's."""
         return sum([self.pool.tenant(page) == tenant for page in self._stranded])
 
     def is_end_read(self, session_id: str, computed: int) -> bool:
-        """Whether the page that the KV of its `computed` tokens fills in part is being copied. A session that is spared
-        what follows has another in its place, and it counts as the tenant's until it has been."""
+        """True if the page that holds the last part of the session's `computed` tokens is being copied. If the session
+        is to write behind that part, it gets another page instead, and the old one counts as the tenant's until it is
+        copied."""
         row = self._row.get(session_id)
         if row is None or not computed % self.page_size:
             return False
@@ -174,22 +176,25 @@ class KvManager:
 
     @property
     def protected(self) -> list[int]:
-        """A page as often as it is."""
+        """The protected pages, each as often as it is protected."""
         return list(self._protected.elements())
 
     def last_key(self, session_id: str, pages: int) -> Key | None:
-        """Of the session's first `pages` pages, which are full and known; None: there are none."""
+        """The key of the last of the session's first `pages` pages, which must be full and published; None if `pages`
+        is 0."""
         return self._keys[session_id][pages - 1] if pages else None
 
     def keys_of(self, session_id: str, origin: Key, tokens: Sequence[int], computed: int) -> list[Key]:
-        """Of all pages of a session that holds just those for its `computed` tokens; the last may be filled in part."""
+        """The keys of all pages of a session that holds pages for exactly its `computed` tokens. The last page may be
+        partly filled."""
         keys = self._keys.get(session_id, [])[: computed // self.page_size]
         for start in range(len(keys) * self.page_size, computed, self.page_size):
             keys.append(self._next_key(origin, keys, tokens, min(start + self.page_size, computed)))
         return keys
 
     def publish(self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, salt: bytes = b"") -> None:
-        """The KV of the session's first `computed` tokens is there: who has the same prefix finds its full pages."""
+        """Notes that the KV of the session's first `computed` tokens is there. Sessions with the same prefix can now
+        find its full pages."""
         row, keys = self._row[session_id], self._keys[session_id]
         for page in range(len(keys), computed // self.page_size):
             keys.append(self._next_key(root(tenant, salt), keys, tokens, (page + 1) * self.page_size))
@@ -198,8 +203,9 @@ class KvManager:
     def adopt(
         self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, most: int, salt: bytes = b""
     ) -> int:
-        """Gives the session, which holds pages for its `computed` tokens only, those that hold the KV of what follows,
-        as far as the tenant has computed it, and of `most` tokens at most. → tokens that it has KV of then."""
+        """Shares with the session the pages that hold the KV behind its `computed` tokens, up to `most` tokens, as far
+        as its tenant has computed it. The session must hold pages for its `computed` tokens only. Returns how many
+        tokens of KV it has then."""
         size, origin = self.page_size, root(tenant, salt)
         keys, found = self._keys.get(session_id, [])[: computed // size], list[int]()
         own = len(keys)
@@ -222,16 +228,18 @@ class KvManager:
         return len(keys) * size
 
     def _next_key(self, origin: Key, keys: Sequence[Key], tokens: Sequence[int], end: int) -> Key:
-        """Of the page behind those of `keys`, which has the tokens up to `end`."""
+        """The key of the page behind those of `keys`; the page has the tokens up to `end`."""
         return self.public.next_key(origin, keys[-1] if keys else None, tokens[len(keys) * self.page_size : end])
 
     def fork(
         self, parent: str, child: str, tenant: int, tokens: int, *, may_copy: bool = True, runs_last_again: bool = False
     ) -> tuple[int, PageCopy | None]:
-        """Gives the child, which holds nothing, the KV of the parent's `tokens` tokens: full pages are shared; for what
-        fills a page in part, the child gets one of its own, to be copied. Of what the parent holds beyond, it gets
-        nothing. `runs_last_again`: both will write the last token, so they do not share its page either. → tokens that
-        the child has KV of; fewer than `tokens` where no page is free for the copy, or none is wanted."""
+        """Gives the child, which holds no pages, the KV of the parent's first `tokens` tokens. Returns how many of
+        these the child has KV of, and the copy to make, if there is one.
+
+        Full pages are shared. A partly filled page is copied to a new one, unless no page is free or `may_copy` is
+        False. `runs_last_again`: both sessions will write the last token again, so its page is not shared.
+        """
         assert child not in self._row
         pages = self.pages_of(parent)[: self.pages_for(tokens)]
         assert len(pages) == self.pages_for(tokens), f"{parent} holds {len(pages)} pages at {tokens} tokens"
@@ -248,9 +256,12 @@ class KvManager:
         return min(tokens, len(own) * self.page_size), copy
 
     def trim(self, session_id: str, tokens: int) -> int:
-        """Takes the pages past the first `tokens` tokens from the session, which will write from there on: so also one
-        that it would keep in part, where others hold it, it is public, or what follows is being read. → tokens that it
-        still has pages for, of these."""
+        """Takes the pages behind the first `tokens` tokens from the session, which will write from there on. Returns
+        how many of these tokens it still has pages for.
+
+        The page that it would keep in part is taken too, if another session holds it, if it is public, or if the part
+        to be written is being copied.
+        """
         row = self._row.get(session_id)
         if row is None:
             return 0
@@ -298,19 +309,18 @@ class KvManager:
             del self._keys[session_id]
 
     def drop(self, session_id: str) -> None:
-        """Takes all pages from the session; one that holds none stays as it is."""
+        """Takes all pages from the session. No effect if it holds none."""
         self.trim(session_id, 0)
 
     def page_table(self, session_ids: Sequence[str]) -> npt.NDArray[np.int32]:
-        """int32 [sessions, width], a copy: the pages of each in the order of its tokens, then the scratch page.
-        `width` is the most that one of them holds. Each must hold pages."""
+        """int32 [sessions, width], a copy: each session's pages in the order of its tokens, padded with the scratch
+        page. `width` is the largest number of pages held. Each session must hold pages."""
         rows = [self._row[session_id] for session_id in session_ids]
         width = max((self._held[row] for row in rows), default=0)
         return self._table[rows, :width]
 
     def slots(self, session_id: str, start: int, count: int) -> npt.NDArray[np.int64]:
-        """int64 [count]: where tokens [start, start + count) are in the pool, as page * page_size + offset in the
-        page."""
+        """int64 [count]: the place of tokens [start, start + count) in the pool, as page * page_size + offset."""
         row = self._row[session_id]
         assert start + count <= self._held[row] * self.page_size, f"token {start + count - 1} has no page"
         positions = np.arange(start, start + count, dtype=np.int64)
@@ -319,8 +329,8 @@ class KvManager:
         return slots
 
     def resize(self, num_pages: int) -> dict[int, int]:
-        """See PagePool.resize: the tables name the new pages from now on, and their bytes are the caller's to move.
-        Nothing is moving."""
+        """See PagePool.resize. The tables have the new page numbers when this returns; the caller moves the bytes. No
+        page may be protected."""
         assert not self._protected, f"pages {sorted(self._protected)} are moving"
         self.changes += 1
         places = self.pool.resize(num_pages)
@@ -334,11 +344,11 @@ class KvManager:
         return places
 
     def take_stale(self) -> list[int]:
-        """See PagePool.take_stale: to be called, and the pages zeroed, between `reserve` and the step."""
+        """See PagePool.take_stale. Call it between `reserve` and the step, and zero these pages."""
         return self.pool.take_stale()
 
     def check_integrity(self) -> None:
-        """Asserts that tables and pool agree. O(pages + rows)."""
+        """Asserts that tables and pool agree. Costs O(pages + rows)."""
         self.pool.check_integrity()
         self._prefixes.check_integrity()
         assert self._keys.keys() == self._row.keys(), "sessions with keys and sessions with pages differ"
@@ -360,7 +370,7 @@ class KvManager:
             assert holders == references, f"page {page} is held {holders} times and has {references} references"
 
     def may_write(self, page: int) -> bool:
-        """No other session holds it, or could find it."""
+        """True if no other session holds the page or could find it."""
         return self.holders(page) == 1 and page not in self._prefixes
 
     def _pages(self, row: int) -> npt.NDArray[np.int32]:

@@ -1,14 +1,14 @@
-"""The moves of one model's pages between the tiers, from when they are asked for until nothing holds their ends.
+"""The moves of one model's pages between device, host and disk.
 
                  demote                  write out
     device page ────────► host slot ─────────────► disk slot        prepare ─► (copy) ─► landed ─► sealed
                 ◄────────           ◄─────────────                  both ends are protected until it has landed
                  promote                   fetch
 
-A page that moves has one more reference than page tables give it, so nobody is given it and nobody writes into it; a
-session that goes on meanwhile only writes behind what is being copied. A slot that fills is nobody's to find; one that
-is read is pinned. A page that has landed on the host is free on the device at once; it is found there when its checksum
-has been taken (sealed), which takes no part in any step.
+A page that moves has one reference more than block tables give it, so it is neither given away nor overwritten; a
+session that goes on meanwhile writes behind the part that is copied. A slot that is being filled cannot be found, and a
+slot that is being read is pinned. When a page has landed on the host, its device page is free. It can be found on the
+host when its checksum has been taken (sealed), which happens beside the steps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from djinnd.kvcache.tier import Tier
 
 
 class Way(Enum):
+    """Where a move goes; see the drawing above."""
+
     DEMOTE = "demote"
     PROMOTE = "promote"
     WRITE_OUT = "write out"
@@ -34,12 +36,12 @@ class Way(Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pages of one session on their way. It is over when nothing of it is missing."""
+    """Pages of one session that move together. It is over when no move is missing."""
 
     session: str
-    tokens: int  # whose KV is there when it is over, unless it has failed
-    missing: int = 0  # moves
-    failed: bool = False  # something has not come, or had no room to come to
+    tokens: int  # when it is over, the KV of this many tokens is there, unless it has failed
+    missing: int = 0  # moves that have not ended
+    failed: bool = False  # a page was not copied, or had no room
     is_urgent: bool = False  # see Moves.hurry
 
     @property
@@ -49,48 +51,51 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One page. `source` and `target`: a page of the pool or a slot, by the way it goes. `checksum`: what the bytes at
-    the source are to have, where it is not this process that put them there; None: they are good."""
+    """The move of one page. `source` and `target` are a device page or a slot, depending on `way`. `checksum` is what
+    the source must have, if another process wrote it; None if the source is trusted."""
 
     way: Way
     key: Key
     source: int
     target: int
     checksum: int | None = None
-    page: int = 0  # where a fetched page goes next
-    is_followed: bool = False  # the device computes with it no sooner than it is there
-    is_hurried: bool = False  # whoever's transfers it is of
-    is_queued: bool = False  # taken, and its copy has not begun
-    is_dropped: bool = False  # nobody wants it any more, and it has failed
-    on_landing: list[Transfer] = field(default_factory=list)  # that miss it until then
-    on_sealing: list[Transfer] = field(default_factory=list)  # of what is fetched, the first goes on to the device
+    page: int = 0  # of a FETCH: the device page that it is promoted to next
+    is_followed: bool = False  # the device can already use the target: later work is queued behind the copy
+    is_hurried: bool = False  # urgent, whatever its transfers are
+    is_queued: bool = False  # taken, but its copy has not begun
+    is_dropped: bool = False  # no session waits for it, and it has failed
+    on_landing: list[Transfer] = field(default_factory=list)  # transfers that wait until it has landed
+    # transfers that wait until it is sealed; for a FETCH, the first one is then promoted
+    on_sealing: list[Transfer] = field(default_factory=list)
 
     @property
     def is_urgent(self) -> bool:
+        """True if a request waits for this page."""
         if self.is_hurried:
             return True
-        for transfer in self.on_landing:  # not `any`: in each page's way to the device
+        for transfer in self.on_landing:  # not `any`, which is slower: every page to the device passes here
             if transfer.is_urgent:
                 return True
         return any(transfer.is_urgent for transfer in self.on_sealing)
 
 
 class Moves:
-    """Of one model, for its Paging."""
+    """All moves of one model, for its Paging."""
 
     def __init__(self, kv: KvManager) -> None:
         self.kv = kv
         self.host: Tier | None = None
         self.disk: Tier | None = None
-        self.arriving: dict[Key, Move] = {}  # what is on its way to the device
-        self.filling: dict[Key, Move] = {}  # what is on its way to the host, and not sealed
-        self.writing_out: dict[Key, Move] = {}  # the same, to disk
-        self.written_out: set[Key] = set()  # of the host's oldest pages, those that have been, or are, since they are
-        self.has_hurried = self.has_dropped = False  # until whoever copies has seen it
-        self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has left
-        self._waiting: deque[Move] = deque()  # for the copies to begin
-        self._under_way: set[Move] = set()  # taken, and not landed
-        self._unsealed: set[Move] = set()  # landed
+        self.arriving: dict[Key, Move] = {}  # moves that end on the device
+        self.filling: dict[Key, Move] = {}  # moves to the host that are not sealed
+        self.writing_out: dict[Key, Move] = {}  # moves to the disk that are not sealed
+        # keys of the host's oldest pages that have been written to disk since they are among the oldest
+        self.written_out: set[Key] = set()
+        self.has_hurried = self.has_dropped = False  # True until the copying side has noticed
+        self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has written
+        self._waiting: deque[Move] = deque()  # not taken yet
+        self._under_way: set[Move] = set()  # taken and not landed
+        self._unsealed: set[Move] = set()  # landed and not sealed
 
     def use_host(self, tier: Tier) -> None:
         self.host = tier
@@ -103,8 +108,8 @@ class Moves:
     # --- they are asked for -----------------------------------------------------------------------------------------
 
     def demote(self, pages: Sequence[tuple[Key, int, int]], *, can_wait: bool = False) -> list[Move]:
-        """Key, page, and tokens whose KV it holds, of each. → the moves of the first ones, for which the host has room,
-        in that order. `can_wait`: see Tier.prepare."""
+        """Begins to copy pages to the host; each is given as key, page, and how many tokens of KV it holds. Returns
+        moves of the first ones, in order, as far as the host has room. `can_wait`: see Tier.prepare."""
         assert self.host is not None
         owned = [(key, self.kv.pool.tenant(page)) for key, page, _ in pages]
         slots = self.host.prepare_all(owned, [page for _, page, _ in pages], can_wait=can_wait)
@@ -116,13 +121,13 @@ class Moves:
         return moves
 
     def promote(self, keys: Sequence[Key], slots: Sequence[int], pages: Sequence[int], transfer: Transfer) -> None:
-        """From these slots of the host, which are pinned."""
+        """Begins to copy these host slots, which are pinned, to device pages."""
         self.kv.protect(pages, self.kv.page_size)
         transfer.missing += len(pages)
         self._begin_promoting(sorted(zip(keys, slots, pages, strict=True), key=itemgetter(1)), transfer)
 
     def _begin_promoting(self, found: Iterable[tuple[Key, int, int]], transfer: Transfer) -> None:
-        """Key, slot and page of each; both ends are protected."""
+        """Queues promotions, each given as key, slot and page. Both ends are protected."""
         assert self.host is not None
         unproven, checksum = self._unproven[self.host], self.host.checksum
         moves = [
@@ -133,7 +138,8 @@ class Moves:
         self._waiting.extend(moves)
 
     def fetch(self, key: Key, pages: Sequence[int], transfer: Transfer, *, can_wait: bool = False) -> None:
-        """Into the one page, by way of the host, which has a slot for it. `can_wait`: see Tier.prepare."""
+        """Begins to bring a page from disk to one device page, through the host, which has a slot for it. `can_wait`:
+        see Tier.prepare."""
         assert self.host is not None and self.disk is not None
         (page,) = pages
         self.kv.protect(pages, self.kv.page_size)
@@ -148,7 +154,8 @@ class Moves:
         self._waiting.append(move)
 
     def write_out(self, key: Key) -> Move | None:
-        """None where it is on disk already, or on its way, or has no room there, or is not on the host."""
+        """Begins to copy a host page to disk. Returns None if it is not on the host, if it is on disk or on its way
+        there, or if the disk has no room for it."""
         assert self.host is not None and self.disk is not None
         source = self.host.peek(key)
         if source is None or key in self.disk:
@@ -164,14 +171,15 @@ class Moves:
     # --- what becomes of them ---------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[Move]:
-        """The first moves, so many or all that there are, for their copies to begin. Each lands or fails."""
+        """Takes up to `count` of the first waiting moves, so that their copies can begin. The caller reports each as
+        landed or failed."""
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._under_way.update(taken)
         return taken
 
     @property
     def waiting(self) -> int:
-        """How many there are to take."""
+        """How many moves can be taken."""
         return len(self._waiting)
 
     @property
@@ -179,19 +187,20 @@ class Moves:
         return bool(self._waiting or self._under_way or self._unsealed)
 
     def hurry(self, transfer: Transfer) -> None:
-        """A call waits for it, or will in a moment."""
+        """Makes the transfer urgent, because a request waits for it or is about to come."""
         if not transfer.is_urgent:
             transfer.is_urgent = self.has_hurried = True
 
     def hurry_all(self) -> None:
-        """A call waits for pages, which are on the way for somebody else, or are free when others have left."""
+        """Makes all moves from and to the device urgent: a request waits for pages that move for another session, or
+        that are free once others have left."""
         for move in chain(self.filling.values(), self.arriving.values()):
             if not move.is_hurried:
                 move.is_hurried = self.has_hurried = True
 
     def drop(self, transfer: Transfer) -> None:
-        """Nobody waits any more for what comes to the device by it. Pages whose copies have not begun do not come, and
-        are free at once."""
+        """Cancels the pages that come to the device by this transfer, because no session waits for them. Pages whose
+        copies have not begun are free at once."""
         for move in list(self.arriving.values()):
             has_begun = move in self._under_way and not move.is_queued
             if move.way is Way.PROMOTE and transfer in move.on_landing and not has_begun:
@@ -201,8 +210,8 @@ class Moves:
         self._waiting = deque(move for move in self._waiting if not move.is_dropped)
 
     def followed(self, move: Move) -> list[Transfer]:
-        """Of a page that is being promoted: whatever the device is given from now on comes behind its copy, so it is as
-        good as there. Only its source is still read, until it has landed. → transfers that are over with this."""
+        """Notes that the device can use a promoted page, because all later work is queued behind its copy. Until it has
+        landed, only its source is still protected. Returns the transfers that are over now."""
         assert move.way is Way.PROMOTE and move in self._under_way and not move.is_followed
         move.is_followed = True
         self.kv.unprotect(move.target)
@@ -210,7 +219,7 @@ class Moves:
         return _over(move.on_landing)
 
     def landed(self, move: Move) -> list[Transfer]:
-        """The bytes are at the target. → transfers that are over with this."""
+        """Notes that the bytes are at the target. Returns the transfers that are over now."""
         over: list[Transfer] = []
         if move.way is Way.PROMOTE:
             assert self.host is not None
@@ -227,7 +236,8 @@ class Moves:
         return over
 
     def sealed(self, move: Move, checksum: int) -> list[Transfer]:
-        """The checksum of what has landed in a slot: it is found there now. → transfers that are over with this."""
+        """Sets the checksum of a slot that was filled; the page can be found there now. Returns the transfers that are
+        over now."""
         self._unsealed.remove(move)
         assert self.host is not None and move.way is not Way.PROMOTE
         if move.way is Way.WRITE_OUT:
@@ -247,8 +257,9 @@ class Moves:
         return _over(others)
 
     def failed(self, move: Move, *, bad: bool) -> list[Transfer]:
-        """The bytes did not come. `bad`: those at the source are not what they were. → transfers that are over."""
-        assert not move.is_followed, "a step may have been computed with what has not come"
+        """Notes that the copy failed. `bad`: the bytes at the source are damaged. Returns the transfers that are over
+        now."""
+        assert not move.is_followed, "a step may have used a page that was not copied"
         self._under_way.remove(move)
         assert self.host is not None
         match move.way:
@@ -280,18 +291,18 @@ class Moves:
         return _over(transfers)
 
     def is_on_the_way(self, key: Key) -> bool:
-        """To the device or the host."""
+        """True if the page is moving to the device or the host."""
         return key in self.filling or key in self.arriving
 
     def has_landed(self, move: Move) -> bool:
-        """And is not sealed."""
+        """True if the move has landed and is not sealed."""
         return move in self._unsealed
 
     def check_integrity(self) -> None:
         moves = {*self._waiting, *self._under_way, *self._unsealed}
         assert {m for m in moves if m.key in self.filling and m.way in (Way.DEMOTE, Way.FETCH)} == set(
             self.filling.values()
-        ), "what fills the host and what moves there differ"
+        ), "slots that are filled and moves to the host differ"
         pages = [m.source for m in moves if m.way is Way.DEMOTE and m not in self._unsealed]
         pages += [m.target for m in moves if m.way is Way.PROMOTE and not m.is_followed]
         pages += [m.page for m in moves if m.way is Way.FETCH]
@@ -299,13 +310,14 @@ class Moves:
 
 
 def _leave(tier: Tier, move: Move, *, bad: bool) -> None:
-    """Its source. (Another move may have found it to be bad before.)"""
+    """Unpins the move's source, and abandons it if it is bad. Another move may have abandoned it before."""
     if bad and tier.peek(move.key) == move.source:
         tier.abandon(move.source)
     tier.unpin(move.source)
 
 
 def _over(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Counts one move of each transfer as ended. Returns the transfers that are over now."""
     for transfer in transfers:
         transfer.missing -= 1
     return [transfer for transfer in transfers if transfer.is_over]

@@ -1,4 +1,4 @@
-"""The disk tier's memory: a file of slots, read and written by threads, beside the table that says what is in them.
+"""The disk tier's storage: a file of slots, read and written by threads, and a file with the table of what is in them.
 
     <name>.table   0        4096                        mapped; a Tier keeps its records there
                    ┌────────┬───────────────────────┐
@@ -13,11 +13,11 @@
                    │DJPAGES1│version│ zeros │page_bytes │slots │ fingerprint │  zeros   │   little-endian
                    └────────┴───────┴───────┴───────────┴──────┴─────────────┴──────────┘
 
-Files whose header is not exactly what it would be now hold the pages of another model, and are begun anew. The owner
-holds a lock (flock) on the table for as long as it lives.
+Files with any other header belong to another model and are overwritten. The owner holds a lock (flock) on the table for
+as long as it lives.
 
-The table's blocks are reserved, so that writing a record is never a SIGBUS. The slots' are not: a full disk is an error
-of the write that finds it full. Nothing is synced. What a loss of power has torn, the checksums tell.
+The table's blocks are reserved, so that writing a record never raises SIGBUS. The blocks of slots are not: if the disk
+is full, the write fails. Nothing is synced; checksums detect pages that were torn by a loss of power.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ MAGIC = b"DJPAGES1"
 VERSION = 1
 ALIGNMENT = 4096  # of addresses, offsets and sizes under O_DIRECT; enough for every disk in use
 IN_FLIGHT = 8
-KEEP_FREE = 64 << 20  # bytes of the disk, for others and for the journal beside it: no page is written then
+# Bytes of the disk to keep free for other programs and for the journal beside it: below that, no page is written.
+KEEP_FREE = 64 << 20
 
 _HEADER = struct.Struct("<8sIIQQ64s")
 
@@ -50,16 +51,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BadPage(Exception):
-    """The slot does not hold the bytes whose checksum was asked for. Whoever wanted them computes them anew."""
+    """The slot does not hold the bytes with the expected checksum. The caller recomputes them."""
 
 
 class PageFile:
-    """Owns both files. What was asked of `read` and `write` happens in its threads, in no order; the caller leaves
-    buffer and slot alone until the Future is done.
+    """Owns both files. Its threads run `read` and `write` in any order; the caller leaves buffer and slot alone until
+    the Future is done.
 
-    Buffers are uint8, `extent` bytes, contiguous, and begin at a multiple of 4096. Checksums are of the first
-    `page_bytes` of them; the rest travels along. `table` is for one Tier of `slots`: zeros, or what the last has left.
-    `direct`: reads and writes go past the page cache.
+    Buffers are uint8, `extent` bytes, contiguous, and begin at a multiple of 4096. Checksums cover the first
+    `page_bytes` of them; the rest is written along. `table` is for one Tier of `slots`: zeros, or the records that the
+    last Tier has left. `direct` is True if reads and writes bypass the page cache.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class PageFile:
         *,
         any_size: bool = False,
     ) -> None:
-        """`fingerprint`: of the weights and the layout of their KV, at most 64 bytes. The folder is made if need be.
-        `any_size`: files that are there and have another number of slots are kept with that.
+        """`fingerprint` identifies the weights and the layout of their KV; at most 64 bytes. The folder is made if it
+        does not exist. `any_size`: existing files with another number of slots are kept, with that number.
 
-        Raises OSError: BlockingIOError where another process has these files, ENOSPC where the table has no room."""
+        Raises BlockingIOError if another process has these files open, and OSError with ENOSPC if the disk has no room
+        for the table.
+        """
         assert len(fingerprint.encode()) <= 64, f"a fingerprint of {len(fingerprint.encode())} bytes"
         self.page_bytes = page_bytes
         self.slots = slots
@@ -95,7 +98,8 @@ class PageFile:
         self._closed = False
 
     def _map(self, any_size: bool) -> Bytes:
-        """The table, adopted or begun anew. There is a header only while both files are whole."""
+        """Maps the table of the existing files, or begins new ones. The header is written last, so that it is there
+        only if both files have their full size."""
         there = os.pread(self._table_fd, ALIGNMENT, 0)
         sizes = (os.fstat(self._table_fd).st_size, os.fstat(self._pages_fd).st_size)
         slots = _slots_in(there) if any_size else self.slots
@@ -118,33 +122,34 @@ class PageFile:
         return header.ljust(ALIGNMENT, b"\0")
 
     def _sizes(self, slots: int) -> tuple[int, int]:
-        """Of table and pages."""
+        """The sizes of table and pages, in bytes."""
         return ALIGNMENT + Tier.table_bytes(slots), slots * self.extent
 
     def write(self, slot: int, source: Bytes) -> Future[int]:
-        """The checksum of what has been written. The Future raises OSError, ENOSPC where the disk is full; the slot
-        then holds anything."""
+        """Writes a page; the result is its checksum. The Future raises OSError, with ENOSPC if the disk is full; the
+        slot's contents are then undefined."""
         self._check(slot, source)
         return self._threads.submit(self._write, slot, source)
 
     def read(self, slot: int, into: Bytes, expected: int) -> Future[None]:
-        """Done when `into` holds the page whose checksum is `expected`. The Future raises BadPage, or OSError; `into`
-        then holds anything."""
+        """Reads the page with the checksum `expected`. The Future raises BadPage or OSError; the buffer's contents are
+        then undefined."""
         self._check(slot, into)
         assert into.flags.writeable
         return self._threads.submit(self._read, slot, into, expected)
 
     def close(self) -> None:
-        """Waits for what is in flight. The files stay, for the next to adopt; the Tier is not used any more."""
+        """Waits for reads and writes in flight, and closes the files. They stay for the next PageFile. The Tier must
+        not be used any more."""
         if not self._closed:
             self._closed = True
             self._threads.shutdown()
             os.close(self._pages_fd)
-            fcntl.flock(self._table_fd, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, and may live on
+            fcntl.flock(self._table_fd, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor and may live on
             os.close(self._table_fd)
 
     def remove(self) -> None:
-        """Instead of `close`: leaves no files."""
+        """Closes and removes the files."""
         if not self._closed:
             for path in self._paths:
                 path.unlink(missing_ok=True)
@@ -172,7 +177,7 @@ class PageFile:
 
 
 def allocated_bytes(folder: str, name: str) -> int:
-    """Of the disk, that the pages of that file have already."""
+    """Bytes of the disk that the file's pages take already; 0 if there is no such file."""
     try:
         return Path(folder, f"{name}.pages").stat().st_blocks * 512
     except OSError:
@@ -184,7 +189,8 @@ def _slots_in(header: bytes) -> int:
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, buffer: Bytes, offset: int) -> int:
-    """Bytes moved: fewer than the buffer's at the end of the file only. The kernel may move fewer than asked."""
+    """Moves the whole buffer, because one call may move less than asked. Returns the number of bytes: fewer only at the
+    end of the file."""
     done = 0
     while done < buffer.nbytes:
         moved = call(fd, [buffer.data[done:]], offset + done)
@@ -195,7 +201,7 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, buffer
 
 
 def _open_locked(path: Path) -> int:
-    """Raises BlockingIOError where somebody else has the lock."""
+    """Raises BlockingIOError if another process holds the lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -209,7 +215,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
-    """Past the page cache, if the filesystem can: pages are read once, into memory that is a cache itself."""
+    """Opens the file with O_DIRECT if the filesystem can. Pages are read once, into memory that is a cache itself."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

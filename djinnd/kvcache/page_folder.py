@@ -1,4 +1,4 @@
-"""The folder of page files. Those of models that are not loaded stay for the next time, while the disk has room."""
+"""The folder of page files. Files of models that are not loaded are kept for the next load while the disk has room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from djinnd.kvcache.page_file import allocated_bytes
 
 MOST = 64  # files of models that are not loaded
-LEAST_FREE = 1 / 8  # of the disk: of what is free and what such files have
+LEAST_FREE = 1 / 8  # share of the disk to keep free, out of the free bytes and the bytes of such files
 
 
 class _Abandoned(NamedTuple):
@@ -22,8 +22,9 @@ class _Abandoned(NamedTuple):
 
 
 def remove_abandoned(folder: str, but: str) -> list[str]:
-    """Removes files that nobody has open, the longest unused first, while there are too many of them or the disk is
-    short. `but`: a file that is about to be opened. → names of those that are gone. Raises OSError."""
+    """Removes files that no process has open, the longest unused first, while there are more than MOST or the disk is
+    short. `but` is the name of a file that is about to be opened. Returns the names of the removed files. Raises
+    OSError."""
     gone: list[str] = []
     with ExitStack() as locks:
         abandoned = sorted(_abandoned(folder, but, locks))
@@ -39,9 +40,10 @@ def remove_abandoned(folder: str, but: str) -> list[str]:
 
 
 def _abandoned(folder: str, but: str, locks: ExitStack) -> Iterator[_Abandoned]:
-    """Each is locked until `locks` end, so that nobody opens it meanwhile."""
+    """Yields the files that no process has open. Each is locked until `locks` are closed, so that no process opens it
+    meanwhile."""
     for table in Path(folder).glob("*.table"):
-        with suppress(OSError):  # in use, or gone
+        with suppress(OSError):  # in use or removed
             fd = os.open(table, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             locks.callback(os.close, fd)
             if table.stem != but:

@@ -1,18 +1,18 @@
-"""The pages of one model's KV pool: who holds which. Counts references; the bytes are the device's.
+"""The device's KV pages of one model: reference counts and free list. The bytes belong to the device.
 
-    page 0        scratch: rows that pad a graph's bucket read and write it; nobody is given it
+    page 0        scratch: rows that pad a graph's bucket read and write it; it is never given away
     page 1 …      free ──allocate──► held (references ≥ 1; share adds one) ──release of the last──► free
 
-A free page keeps its bytes, so whoever knows what they are may share it again. Pages that are of use so are given last,
-and of those the one that was freed first.
+A free page keeps its bytes, so a session with the same prefix can share it again. Free pages with a known prefix are
+given last, the one that was freed first before the others.
 
-A page remembers the tenant that held it last. Given to another one, it is stale until `take_stale` has handed it out to
-be zeroed, so a tenant can never read what another one left. The device zeroes the whole pool when it is made. One that
-was to be overwritten, and was not, holds whatever somebody left there: it is zeroed, too, unless its holder gives it
-back before the next step, as most do: then it is, when it is given to whoever does not overwrite it either.
+Tenants never read each other's KV. Each page remembers the tenant that held it last. If it is given to another tenant,
+it is stale until `take_stale` has returned it to be zeroed. The device zeroes the whole pool when it is made. A page
+that was to be overwritten and was not may hold KV of any tenant. It is zeroed before the next step, or, if its holder
+gives it back before that, when it is next given to a holder that does not overwrite it.
 
-It also counts: a page that is held is used by that tenant, once, however many of its sessions hold it, and until it has
-been copied where it is to go. A public page is used by nobody (ANYBODY): who has computed it may have gone long ago.
+The pool also counts pages by tenant. A held page counts once, however many sessions hold it, until its copies have
+ended. A public page counts for no tenant (`ANYBODY`), because the tenant that computed it may be gone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from collections.abc import Container, Sequence
 from djinnd.kvcache.tenancy import ANYBODY
 
 SCRATCH = 0
-_NOBODY, _SOMEBODY = -2, -3  # tenants that nobody is: of pages that no tenant has had, and that any may have
+# last tenants that match no tenant: the page is still zero, or it may hold KV of any tenant
+_NO_TENANT, _ANY_TENANT = -2, -3
 
 
 class OutOfPages(Exception):
-    """Not an error of any caller: whoever asked decides whose pages make room, or waits."""
+    """Too few pages are free. This is no error: the caller evicts sessions or waits."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed:,} pages are needed, {free:,} are free")
@@ -36,15 +37,17 @@ class OutOfPages(Exception):
 
 
 class PagePool:
+    """Allocates pages, counts references and tells which pages to zero."""
+
     def __init__(self, num_pages: int) -> None:
         """`num_pages` includes the scratch page."""
         assert num_pages >= 2, f"a pool of {num_pages} pages has none to give"
         self.capacity = num_pages - 1
         self._free = OrderedDict.fromkeys(range(1, num_pages))  # the first is given first
         self._references = [0] * num_pages
-        self._last_tenant = [_NOBODY] * num_pages
+        self._last_tenant = [_NO_TENANT] * num_pages
         self._stale: set[int] = set()
-        self._unfilled: set[int] = set()  # of those that are held
+        self._unfilled: set[int] = set()  # held pages that were to be overwritten and were not
         self._used_by = {ANYBODY: 0}  # held pages, by tenant
 
     @property
@@ -56,45 +59,46 @@ class PagePool:
         return self.capacity - len(self._free)
 
     def used_by(self, tenant: int) -> int:
-        """Pages that the tenant's sessions hold, or that are still being copied for them; each once."""
+        """How many pages the tenant's sessions hold or are still being copied for them; each page counts once."""
         return self._used_by.get(tenant, 0)
 
     def uses(self) -> dict[int, int]:
-        """The same of every tenant that holds some; of public pages under ANYBODY."""
+        """Held pages of every tenant that holds some; public pages are under `ANYBODY`."""
         return {tenant: pages for tenant, pages in self._used_by.items() if pages}
 
     def tenant(self, page: int) -> int:
-        """Of a page that is held; ANYBODY's are public ones."""
-        assert self._references[page] > 0, f"page {page} is held by nobody"
+        """The tenant of a held page; `ANYBODY` if the page is public."""
+        assert self._references[page] > 0, f"page {page} is free"
         return self._last_tenant[page]
 
     def references(self, page: int) -> int:
         return self._references[page]
 
     def allocate(self, count: int, tenant: int, *, overwritten: bool = False) -> list[int]:
-        """`count` pages with one reference each, in rising order, as neighbours travel together. `overwritten`: the
-        caller fills them whole at once, so that nothing of before is left to zero. Raises OutOfPages, and then has
+        """`count` pages with one reference each, in rising order, because adjacent pages are copied in one piece.
+        `overwritten`: the caller fills them whole at once, so they need not be zeroed. Raises OutOfPages, and has then
         changed nothing."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
         pages = sorted([self._free.popitem(last=False)[0] for _ in range(count)])
-        last_tenant, references, harmless = self._last_tenant, self._references, (_NOBODY, tenant)
+        last_tenant, references, harmless = self._last_tenant, self._references, (_NO_TENANT, tenant)
         if overwritten:
             self._stale.difference_update(pages)
         else:
             self._stale.update([page for page in pages if last_tenant[page] not in harmless])
-        for page in pages:  # hundreds, before a wake-up's first copy: no call in here
+        for page in pages:  # hundreds, before a wake-up's first copy: no function call in here
             last_tenant[page] = tenant
             references[page] = 1
         self._used_by[tenant] = self.used_by(tenant) + count
         return pages
 
     def unfilled(self, page: int) -> None:
-        """One of those given to be `overwritten`, which is held, is not."""
+        """Notes that a held page, given to be overwritten, was not."""
         self._unfilled.add(page)
 
     def share(self, pages: Sequence[int], tenant: int) -> None:
-        """Adds a reference to each, which must be the tenant's or, if free, have been; it is not free any more."""
+        """Adds a reference to each page. A page must belong to the tenant or be public. A free page is taken from the
+        free list."""
         for page in pages:
             last_tenant, count = self._last_tenant[page], self._references[page]
             assert last_tenant in (tenant, ANYBODY), f"page {page} is not tenant {tenant}'s"
@@ -104,7 +108,7 @@ class PagePool:
             self._references[page] = count + 1
 
     def make_public(self, page: int) -> None:
-        """What the page, which somebody holds, holds may be shared by all tenants, for as long as it holds that."""
+        """Lets all tenants share this held page for as long as it keeps its bytes."""
         self._used_by[self.tenant(page)] -= 1
         self._last_tenant[page] = ANYBODY
         self._used_by[ANYBODY] += 1
@@ -113,31 +117,31 @@ class PagePool:
         return self._last_tenant[page] == ANYBODY
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Adds a reference to each, which somebody holds."""
+        """Adds a reference to each of these held pages."""
         references = self._references
         for page in pages:
-            assert references[page] > 0, f"page {page} is held by nobody"
+            assert references[page] > 0, f"page {page} is free"
             references[page] += 1
 
     def release(self, pages: Sequence[int], of_use: Container[int] = ()) -> None:
-        """Takes a reference from each; a page without any is free. Those `of_use` are given last, the end of a prefix
-        before its beginning."""
+        """Takes a reference from each page; a page without references is free. Pages in `of_use` are given away last,
+        the end of a prefix before its beginning."""
         for page in reversed(pages):
             count = self._references[page]
-            assert count > 0, f"page {page} is released but nobody holds it"
+            assert count > 0, f"page {page} is released and is free"
             self._references[page] = count - 1
             if count == 1:
                 self._free[page] = None
                 self._used_by[self._last_tenant[page]] -= 1
                 if page in self._unfilled:
                     self._unfilled.remove(page)
-                    self._last_tenant[page] = _SOMEBODY
+                    self._last_tenant[page] = _ANY_TENANT
                 if page not in of_use:
                     self._free.move_to_end(page, last=False)
 
     def resize(self, num_pages: int) -> dict[int, int]:
-        """Another pool with the same holders: where each held page is there, of all that are held. The pages that
-        nobody holds are new ones, which no tenant has ever had. At least as many as are held must fit."""
+        """Changes the number of pages. Returns the new number of each held page; the caller moves the bytes. Free pages
+        count as new and zero. All held pages must fit."""
         assert self.used < num_pages, f"{self.used} pages are held, {num_pages - 1} would be left"
         held = [page for page, count in enumerate(self._references) if count]
         places = {page: page for page in held if page < num_pages}
@@ -146,7 +150,7 @@ class PagePool:
         references, last_tenant = self._references, self._last_tenant
         self.capacity = num_pages - 1
         self._references = [0] * num_pages
-        self._last_tenant = [_NOBODY] * num_pages
+        self._last_tenant = [_NO_TENANT] * num_pages
         for old, new in places.items():
             self._references[new], self._last_tenant[new] = references[old], last_tenant[old]
         self._stale = {places[page] for page in self._stale if page in places}
@@ -156,15 +160,15 @@ class PagePool:
         return places
 
     def take_stale(self) -> list[int]:
-        """The pages to zero on the device, in rising order, each told once: the caller zeroes them before the next
-        step touches the pool. None of them holds anything of its present holder yet."""
+        """The pages to zero, in rising order. The caller zeroes them before the next step uses the pool. None of them
+        holds bytes of its present holder yet."""
         stale = sorted(self._stale | self._unfilled)
         self._stale.clear()
         self._unfilled.clear()
         return stale
 
     def check_integrity(self) -> None:
-        """Asserts that every page but the scratch page is either free, once, or held. O(pages)."""
+        """Asserts that every page but the scratch page is either free, once, or held. Costs O(pages)."""
         free = self._free.keys()
         assert SCRATCH not in free and self._references[SCRATCH] == 0, "the scratch page was given away"
         for page in range(1, self.capacity + 1):

@@ -1,9 +1,9 @@
-"""Pages between the tiers: which are to move, for whom. Decides; whoever owns the bytes copies.
+"""Decides which pages move between the tiers, and for which session. The owner of the bytes copies them.
 
-KV follows from tokens, so a tier is a cache (tier.py): a page that is nowhere is computed anew, and a page that is
-there already need not be copied again. It is the same tenant's in every tier. Whatever moves (moves.py) belongs to
-transfers, each of one session: its pages leave the device, or arrive there, and it is the scheduler's to say what
-becomes of the session when the last of them has landed.
+KV follows from tokens, so a tier is a cache (tier.py): a page that no tier has is recomputed, and a page that is
+already in a tier need not be copied there. A page belongs to the same tenant in every tier. Moves (moves.py) belong to
+transfers, each of one session whose pages leave the device or come back. The scheduler decides what follows when a
+transfer is over.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
 
-WRITE_OUT_ABOVE = 0.9  # of the host tier's slots: then its oldest pages go to disk too, before they give way to others
+# Share of the host tier's slots in use above which its oldest pages are also written to disk, before they are evicted.
+WRITE_OUT_ABOVE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lower tiers have of a session, from the first of its pages that the device lacks on."""
+    """The pages of a session that lower tiers have, from the first one on that the device lacks."""
 
-    start: int  # token, at the beginning of a page
-    tokens: int  # of the session whose KV is there when these pages are
+    start: int  # first token, at the beginning of a page
+    tokens: int  # tokens of the session that have KV once these pages are back
     keys: tuple[Key, ...]
-    on_disk: int = 0  # pages that are only there
-    on_the_way: bool = False  # a page of them is arriving in a tier: it can be had in a moment
-    is_staged: bool = False  # they are what its stage had brought, too
+    on_disk: int = 0  # how many of the pages are only on disk
+    on_the_way: bool = False  # one of the pages is being copied into a tier and cannot be read yet
+    is_staged: bool = False  # the pages include those of the session's stage
 
 
 class Paging:
-    """Of one model, used by the scheduler's thread. Without tiers, nothing is ever found and nothing leaves."""
+    """Pages of one model between its tiers; used by the scheduler's thread. Without tiers, nothing is ever found and
+    nothing leaves."""
 
     def __init__(self, kv: KvManager) -> None:
         self.kv = kv
-        self.is_coming = False  # the host tier, some time
-        self.is_expected = False  # the same, in a moment, with what an earlier process has left there
+        self.is_coming = False  # the host tier will be there at some time
+        self.is_expected = False  # the host tier will be there soon, with the pages of an earlier process
         self.moves = Moves(kv)
 
     @property
@@ -52,7 +54,7 @@ class Paging:
         return self.moves.disk
 
     def use_host(self, tier: Tier) -> None:
-        """The host tier is there, with what an earlier process has left in it."""
+        """Adds the host tier, with the pages that an earlier process has left in it."""
         assert self.host is None
         self.moves.use_host(tier)
 
@@ -61,7 +63,8 @@ class Paging:
         self.moves.use_disk(tier)
 
     def close(self) -> None:
-        """Nothing is under way. The tiers stay as they are, for who comes next, and count for no tenant any more."""
+        """Closes the tiers, which no longer count for tenants; their pages stay for the next engine process. No move
+        may be under way."""
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.close()
@@ -71,10 +74,13 @@ class Paging:
     def save(
         self, session: str, keys: Sequence[Key], tokens: int, *, sealed: bool = False, can_wait: bool = False
     ) -> Transfer:
-        """Copies what the host lacks of the session's pages, which hold the KV of its first `tokens` tokens and have
-        `keys`. They stay the session's. From the first page on for which the host has no room, none is copied, and it
-        has failed. It is over when all has landed; `sealed`: when all is found there. `can_wait`: until copies can go
-        to where there is room."""
+        """Copies to the host the pages of the session that it lacks. They hold the KV of the session's first `tokens`
+        tokens and have `keys`; the session keeps them.
+
+        If the host has no room for a page, that page and those after it are not copied, and the transfer has failed.
+        The transfer is over when all pages have landed; with `sealed`, when all of them can be found there. `can_wait`:
+        see Tier.prepare.
+        """
         transfer = Transfer(session, tokens)
         if self.host is None:
             transfer.failed = bool(keys)
@@ -85,7 +91,7 @@ class Paging:
         if len(kept) == len(keys):
             self._end_first_gives_way(keys)
             return transfer
-        for slot in kept:  # does not give way to what follows
+        for slot in kept:  # so that it is not evicted for the others
             self.host.pin(slot)
         held = zip(range(0, tokens, size), keys, pages, strict=True)
         lacking = [(key, page, min(tokens - start, size)) for start, key, page in held if self.host.peek(key) is None]
@@ -111,19 +117,20 @@ class Paging:
         return transfer
 
     def _end_first_gives_way(self, keys: Sequence[Key]) -> None:
-        """The beginning of a session is worth more than what follows: it is looked for first."""
+        """Makes the first pages of a session the most recently used, so that its last pages are evicted first: a search
+        begins with the first."""
         assert self.host is not None
         for key in reversed(keys):
             self.host.find(key)
 
     def takes_freely(self, keys: Sequence[Key], tenant: int) -> bool:
-        """Whether the host could save what it lacks of these pages, and lose no page that is not elsewhere, too."""
+        """True if the host could save the pages that it lacks of these without losing a page that has no other copy."""
         lost = self.losses(keys, tenant)
         return lost is not None and not lost
 
     def losses(self, keys: Sequence[Key], tenant: int) -> list[Key] | None:
-        """The pages that would be nowhere any more, and cannot be spared, if the host saved what it lacks of these.
-        None: it could not."""
+        """The pages that would be lost, because they have no other copy and cannot be spared, if the host saved the
+        pages that it lacks of these. None if it could not save them."""
         if self.host is None:
             return None
         lacking = self.host.lacks(keys)
@@ -154,9 +161,11 @@ class Paging:
         ends: Sequence[int],
         left: Left | None = None,
     ) -> Found:
-        """What tiers have of the KV of the session's first `most` tokens, beyond that of the `computed` ones. `origin`:
-        see prefixes.py. `ends`: where a page that is filled in part may end. The last page may end behind `most`: it
-        holds the KV of what comes before, too. `left`: the first of its pages, where they are known."""
+        """Looks up which tiers have KV of the session's first `most` tokens, beyond its `computed` ones.
+
+        `origin`: see prefixes.py. `ends`: positions at which a partly filled page may end. The last page found may end
+        behind `most`, because it also holds the KV before. `left`: the session's pages when it left, if known.
+        """
         size = self.kv.page_size
         start = at = computed // size * size
         found: list[Key] = []
@@ -188,29 +197,30 @@ class Paging:
         return Found(start, max(min(at, most), computed), tuple(found), on_disk, on_the_way)
 
     def find_staged(self, keys: Sequence[Key], start: int, tokens: int) -> Found | None:
-        """These pages, with which a session of so many tokens has left, stage and all; those from token `start` on.
-        None: one of them is nowhere."""
+        """Looks up these pages, with which a session of `tokens` tokens has left together with its stage; they begin at
+        token `start`. Returns None if one of them is in no tier."""
         if self.host is None or not keys or not all(map(self._has, keys)):
             return None
         on_disk = sum(key not in self.host for key in keys)
         return Found(start, tokens, tuple(keys), on_disk, any(map(self.moves.is_on_the_way, keys)), is_staged=True)
 
     def _left_on_host(self, left: Left, start: int, most: int) -> list[Key]:
-        """The pages from token `start` on, if they hold all that is of use and the host has them all, as after most
-        waits; else none."""
+        """The pages from token `start` on, if they hold all KV that is of use and the host has all of them; else none.
+        This is the usual case after a wait."""
         assert self.host is not None
         size = self.kv.page_size
         keys = left.keys[start // size : self.kv.pages_for(min(left.tokens, most))]
-        is_all = left.tokens >= most or left.tokens % size  # behind a page that is filled in part, nothing is found
+        is_all = left.tokens >= most or left.tokens % size  # a page behind a partly filled one cannot be found
         return keys if is_all and not self.host.lacks(keys) else []
 
     def _page_ends(self, start: int, length: int, ends: Sequence[int]) -> list[int]:
-        """Where a page that starts there may end, the fullest first."""
+        """Where a page that starts at `start` may end, the fullest first."""
         full = start + self.kv.page_size
         return sorted({end for end in (full, *ends) if start < end <= min(full, length)}, reverse=True)
 
     def _has(self, key: Key) -> bool:
-        """Or on disk, from where it can be had: not by who may have nothing on the host, through which it comes."""
+        """True if the page is on the host, or is on disk and can be brought through the host: its tenant may have pages
+        there."""
         assert self.host is not None
         if key in self.host:
             return True
@@ -222,10 +232,13 @@ class Paging:
         return self.disk.tenants[slot]
 
     def load(self, session: str, tenant: int, found: Found, *, can_wait: bool = False) -> Transfer:
-        """Gives the session, which holds pages for its first `found.start` tokens, those for what was found, and brings
-        it there. Nothing of it is on its way. What is on disk comes by way of the host: it ends before the first page
-        for which the host has no slot that is not busy, and ready; `can_wait`: until it is. Raises OutOfPages, and then
-        has changed nothing."""
+        """Gives the session pages for what was found, and begins to fill them. It must hold pages for its first
+        `found.start` tokens, and none of the found pages may be moving.
+
+        Pages on disk come through the host. The transfer ends before the first page for which the host has no slot that
+        is neither busy nor unready; with `can_wait`, an unready slot will do. Raises OutOfPages, and has then changed
+        nothing.
+        """
         assert self.host is not None and not found.on_the_way and found.keys
         size = self.kv.page_size
         assert self.kv.pages_held(session) * size == found.start
@@ -236,47 +249,48 @@ class Paging:
             slots = self.host.pin_all(found.keys)
             self.moves.promote(found.keys, slots, self.kv.extend(session, tenant, slots), transfer)
             return transfer
-        self._end_first_gives_way(found.keys)  # none of them, if there is another
+        self._end_first_gives_way(found.keys)  # so that none of them is evicted for the others, if another page can be
         for key in found.keys:
             slot = self.host.peek(key)
             if slot is not None:
                 slots = [self.host.pin(slot)]
                 self.moves.promote([key], slots, self.kv.extend(session, tenant, slots), transfer)
             elif self._can_fetch(key, can_wait=can_wait):
-                pages = self.kv.extend(session, tenant, [0])  # wherever its slot will be
+                pages = self.kv.extend(session, tenant, [0])  # the place of its slot is not known yet
                 self.moves.fetch(key, pages, transfer, can_wait=can_wait)
             else:
                 transfer.tokens = found.start + transfer.missing * size
                 break
-        self._end_first_gives_way(found.keys)  # else the host's are spare when they are back: see `is_back`
+        self._end_first_gives_way(found.keys)  # this order counts until they are back and are spared, see `is_back`
         return transfer
 
     def is_back(self, keys: Sequence[Key]) -> None:
-        """A session has these pages on the device: the host can spare its own."""
+        """Notes that a session has these pages on the device: the host can spare its copies."""
         if self.host is not None:
             _spare(self.host, keys)
 
     def can_spare(self, keys: Sequence[Key]) -> None:
-        """No session needs these pages any more. Those that are public stay as they are."""
+        """Notes that no session needs these pages any more. Public pages are not spared."""
         for tier in (self.host, self.disk):
             if tier is not None:
                 _spare(tier, [key for key in keys if key not in self.kv.public])
 
     def _can_fetch(self, key: Key, *, can_wait: bool) -> bool:
-        """Not, too, where it was on the host only, and has given way to one before it."""
+        """True if the page is on disk and the host has a slot for it. False also if it was on the host only and was
+        evicted meanwhile."""
         assert self.host is not None
         source = self.disk.peek(key) if self.disk is not None else None
         return source is not None and self.host.has_room(self._tenant_on_disk(source), can_wait=can_wait)
 
     def has_room_later(self, tenant: int) -> bool:
-        """Whether the host has a slot for the tenant's pages, be it one that is not ready yet."""
+        """True if the host has a slot for a page of the tenant, even if it is not ready yet."""
         return self.host is not None and self.host.has_room(tenant, can_wait=True)
 
     # --- pages go to disk -------------------------------------------------------------------------------------------
 
     def write_out(self, session: str, keys: Sequence[Key]) -> Transfer:
-        """Copies to disk what it lacks of these pages of the session, where they are found on the host. It has failed
-        where the disk does not take all of them."""
+        """Copies these pages of the session from the host to the disk, if the disk lacks them. The transfer has failed
+        if the disk does not take all of them."""
         transfer = Transfer(session, 0)
         for key in keys:
             move = self.moves.writing_out.get(key) or self.moves.write_out(key)
@@ -288,9 +302,12 @@ class Paging:
         return transfer
 
     def write_out_oldest(self, most: int) -> int:
-        """Copies up to so many of the host's oldest pages to disk, where the host is nearly full: they will give way to
-        others. Each once, while it is one of the oldest: a disk that is smaller than they are, or where a tenant may
-        have fewer, would else be written without end. → how many."""
+        """If the host is nearly full, begins to copy up to `most` of its oldest pages to disk, because they will be
+        evicted soon. Returns how many.
+
+        A page is copied once while it is among the oldest. Otherwise a disk that is too small for them, or a tenant's
+        limit there, would cause writes without end.
+        """
         if self.host is None or self.disk is None or self.host.used < WRITE_OUT_ABOVE * self.host.capacity:
             return 0
         oldest = self.host.oldest(int((1 - WRITE_OUT_ABOVE) * self.host.capacity) + 1)
@@ -302,17 +319,17 @@ class Paging:
         return len(begun)
 
     def are_on_their_way(self, keys: Sequence[Key]) -> bool:
-        """Whether a slot is being filled with one of these pages."""
+        """True if a slot is being filled with one of these pages."""
         tiers = [tier for tier in (self.host, self.disk) if tier is not None]
         return any(key in tier and tier.peek(key) is None for tier in tiers for key in keys)
 
     def lacking_on_disk(self, keys: Sequence[Key]) -> int:
-        """How many of these pages are on the host only."""
+        """How many of these pages are on the host and not on disk."""
         assert self.host is not None and self.disk is not None
         return sum(self.host.peek(key) is not None and self.disk.peek(key) is None for key in keys)
 
     def forget_on_host(self, keys: Sequence[Key]) -> None:
-        """Of these pages, those that are on disk, and that nobody reads."""
+        """Evicts from the host these pages, if they are on disk and are not being read."""
         assert self.host is not None and self.disk is not None
         for key in keys:
             slot = self.host.peek(key)
@@ -326,7 +343,7 @@ class Paging:
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def count(self, keys: Sequence[Key]) -> tuple[int, int]:
-        """How many of these pages are on the host, and how many only on disk."""
+        """How many of these pages are on the host, and how many are only on disk."""
         elsewhere = keys if self.host is None else self.host.lacks(keys)
         nowhere = elsewhere if self.disk is None else self.disk.lacks(elsewhere)
         return len(keys) - len(elsewhere), len(elsewhere) - len(nowhere)
@@ -339,5 +356,6 @@ class Paging:
 
 
 def _spare(tier: Tier, keys: Sequence[Key]) -> None:
-    """The first of a session are worth the most, as they are looked for first: they go last."""
+    """Marks pages as spare, the last of the session first: searches begin with the first pages, so these are worth
+    most."""
     tier.spare([slot for key in reversed(keys) if (slot := tier.peek(key)) is not None])

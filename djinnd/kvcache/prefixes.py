@@ -1,20 +1,20 @@
-"""Which pages hold the KV of which prefix, so that equal prefixes of a tenant are computed and held once.
+"""Finds the pages that hold the KV of a prefix, so that equal prefixes of a tenant are computed and held once.
 
-A full page is known by a key that says all that its KV follows from: the tenant, and every token up to the page's end;
-and, where a client has given KV of its own, a salt that nobody else has.
+The key of a full page identifies everything that its KV follows from: the tenant, and every token up to the page's end.
+If a client has imported KV, a random salt is part of it.
 
     root(tenant, salt) ──tokens of page 0──► key 0 ──tokens of page 1──► key 1 ──► …   each by BLAKE2b of the one before
 
-So a tenant that asks finds its own pages only, and finds them in the order of the tokens, up to the first that nobody
-has computed. A page stays known when its last holder has dropped it, until it is given to somebody, or written into.
+So a tenant finds only its own pages, in the order of the tokens, up to the first page that is not there. A page can be
+found after its last holder has dropped it, until it is given away or written into.
 
-A prefix that an administrator has marked as public begins at a root that all tenants have in common. Where a session
-leaves it, the tenant's root comes in, so that nothing behind it is shared:
+A prefix that an administrator has marked as public begins at a root that all tenants share. Where a session leaves the
+prefix, its tenant's root comes in, so that later pages are not shared:
 
     PUBLIC ──page 0──► key 0 ──page 1──► key 1 ──root(tenant), page 2──► key 2 ──► …
 
-A page keeps the key by which it was made known. So where a prefix was marked after that, one page may be known by
-several keys, and whoever looks for it tries them all.
+A page keeps the key under which it was published. If a prefix was marked later, the same KV may have several keys, and
+a search tries them all.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ PUBLIC = blake2b(b"public", digest_size=KEY_BYTES).digest()
 
 
 def root(tenant: int, salt: bytes = b"") -> Key:
-    """With a salt it is a byte longer than a key: what begins there is never public."""
+    """The key at which a tenant's keys begin. With a salt it is one byte longer than other keys; pages behind it are
+    never public."""
     digest = blake2b(tenant.to_bytes(8, "little") + salt, digest_size=KEY_BYTES).digest()
     return digest + b"\1" if salt else digest
 
 
 def chain(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of the page that holds `tokens`, all of it, after the page of `parent`. In the place of a token there may
-    be a position's name (core/names.py): 64 bits, and negative in the upper 32, which no token is."""
+    """The key of a page with these tokens, which comes after the page with the key `parent`. In place of a token there
+    may be a position's name (core/names.py): 64 bits, with negative upper 32 bits, which no token has."""
     try:
         numbers = array("i", tokens)
     except OverflowError:
@@ -47,22 +48,23 @@ def chain(parent: Key, tokens: Sequence[int]) -> Key:
 
 
 def unshared_keys(count: int) -> list[Key]:
-    """Keys of so many pages whose KV follows from more than tokens: only who is told finds them."""
+    """Random keys for `count` pages whose KV follows from more than tokens. No other session can find them."""
     return [token_bytes(KEY_BYTES) for _ in range(count)]
 
 
 class PublicPrefixes:
-    """Of one model. What has been marked stays so for as long as this lives: keys have been made by it."""
+    """The public prefixes of one model. A prefix that is marked stays public for as long as this object lives, because
+    keys depend on it."""
 
     def __init__(self) -> None:
         self._keys: set[Key] = set()
-        self._ends: set[Key] = set()  # of these, the last one of each prefix
+        self._ends: set[Key] = set()  # the last key of each prefix
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
 
     def mark(self, tokens: Sequence[int], page_size: int) -> None:
-        """The full pages of these tokens."""
+        """Makes the full pages of these tokens public."""
         key = PUBLIC
         for start in range(0, len(tokens) - page_size + 1, page_size):
             key = chain(key, tokens[start : start + page_size])
@@ -71,13 +73,13 @@ class PublicPrefixes:
             self._ends.add(key)
 
     def next_key(self, origin: Key, parent: Key | None, tokens: Sequence[int]) -> Key:
-        """By which the page that holds `tokens` is made known, in a session that begins at `origin`, after the page of
-        `parent`, if it is not the first."""
+        """The key under which a page with `tokens` is published, in a session that begins at `origin`. `parent` is the
+        key of the page before; None for the first page."""
         return self.next_keys(origin, () if parent is None else (parent,), tokens)[0]
 
     def next_keys(self, origin: Key, parents: Sequence[Key], tokens: Sequence[int]) -> list[Key]:
-        """By which such a page may be known already, the one of `next_key` first. `parents`: the same of the page
-        before."""
+        """All keys under which such a page may be published, beginning with that of `next_key`. `parents`: all keys of
+        the page before."""
         keys = []
         for parent in parents or ([PUBLIC, origin] if len(origin) == KEY_BYTES else [origin]):
             key = chain(parent, tokens)
@@ -91,7 +93,7 @@ class PublicPrefixes:
         return keys
 
     def last_keys(self, origin: Key, last: Key | None, tokens: Sequence[int], page_size: int) -> list[Key]:
-        """All keys, as of `next_keys`, of the page that has the key `last` and is the last of these tokens'."""
+        """All keys, as of `next_keys`, of the last page of these tokens, which has the key `last`."""
         if last not in self._keys:
             return [] if last is None else [last]
         keys: list[Key] = []
@@ -101,7 +103,7 @@ class PublicPrefixes:
 
 
 class Prefixes:
-    """Of one pool. Each key has one page and each page one key."""
+    """Keys and pages of one pool. Each key has one page, and each page one key."""
 
     def __init__(self) -> None:
         self._page: dict[Key, int] = {}
@@ -114,7 +116,7 @@ class Prefixes:
         return self._page.get(key)
 
     def add(self, key: Key, page: int) -> None:
-        """Of two pages that hold the same, the first is the one that is found."""
+        """Publishes a page. If another page has the key, that one stays."""
         if key not in self._page and page not in self._key:
             self._page[key] = page
             self._key[page] = key
@@ -126,7 +128,7 @@ class Prefixes:
                 del self._page[key]
 
     def move(self, places: Mapping[int, int]) -> None:
-        """The pool has another size: of each page that is still what it was, where it is now."""
+        """Renumbers pages after the pool was resized; pages without a new number are forgotten."""
         self._key = {places[page]: key for page, key in self._key.items() if page in places}
         self._page = {key: page for page, key in self._key.items()}
 

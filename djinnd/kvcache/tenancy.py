@@ -1,17 +1,16 @@
-"""Whose the pages in one kind of tier, host or disk, are: how much each tenant has there, how much it may have, and
-which of its own pages make room for more of them.
+"""Counts and limits the bytes of each tenant in one kind of tier, host or disk, over all models.
 
-    host tier of model a ──┐                     ┌ bytes     of all slots that it has, whatever their state
+    host tier of model a ──┐                     ┌ bytes     of all its slots, whatever their state
     host tier of model b ──┼── Tenancy ─ tenant ─┼ limit     in bytes; none by default
-    host tier of model c ──┘                     └ order     of the complete ones: as they give way, see tier.py
+    host tier of model c ──┘                     └ order     in which its complete slots are evicted, see tier.py
 
-It is one for all models, as a limit is; in bytes, because their pages differ in size. At its limit, a tenant has room
-for what its own pages give up, in whichever model they are, and for nothing else: a limit never takes another tenant's
-page. Where a limit becomes less than the tenant has, its oldest pages go at once, but for those that are being filled
-or read: until they can go it has more than it may, and it gets no slot.
+Counts are in bytes because models' pages differ in size. A tenant at its limit gets room only from its own pages, of
+any model: a limit never evicts another tenant's page. If a limit becomes lower than the tenant's bytes, its oldest
+pages are evicted at once, except pages that are being filled or read. Until these can go, the tenant is above its limit
+and gets no slot.
 
-What is public is nobody's: no tenant's limit keeps it out. A tier that is closed counts no more, though its pages lie
-where they did: those of a model that sleeps are counted again, and go where they are too many, when it wakes.
+Public pages belong to no tenant and count against no limit. The pages of a closed tier do not count, although they
+still exist. When the model of a sleeping tier wakes, they count again, and are evicted if they are too many.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from djinnd.kvcache.tier import Tier
 
-ANYBODY = -1  # a tenant that all are
+ANYBODY = -1  # the tenant of public pages
 
-Place = tuple["Tier", int]  # and the slot
+Place = tuple["Tier", int]  # a tier and a slot
 
 
 class Tenancy:
-    """Used by the thread of its tiers, and told by them what becomes of their slots. All calls but `join`, `leave` and
-    `limit` are O(1), but for pinned pages and those that make room."""
+    """Belongs to the thread of its tiers, which report every change of their slots. All calls but `join`, `leave` and
+    `limit` cost O(1), plus the pinned pages that they skip and the pages that they evict."""
 
     def __init__(self) -> None:
         self._tiers: list[Tier] = []
         self._used: Counter[int] = Counter()  # bytes, by tenant
         self._limits: dict[int, int] = {}
-        self._order: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # oldest use first
-        self._spare: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # before them
+        self._order: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # the oldest use first
+        self._spare: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # these are evicted first
 
     # --- what tenants have, and may have ----------------------------------------------------------------------------
 
     def used_by(self, tenant: int) -> int:
-        """Bytes."""
+        """Bytes of the tenant."""
         return self._used[tenant]
 
     def uses(self) -> Counter[int]:
-        """Bytes of every tenant that has some; of what is public under ANYBODY."""
+        """Bytes of every tenant that has some; public pages are under `ANYBODY`."""
         return +self._used
 
     def limit_of(self, tenant: int) -> int | None:
-        """Bytes; None: as much as there is."""
+        """The tenant's limit in bytes; None: no limit."""
         return self._limits.get(tenant)
 
     def limit(self, tenant: int, nbytes: int | None) -> None:
-        """From now on; None: as much as there is."""
-        assert tenant != ANYBODY, "what is public is nobody's, and has no limit"
+        """Sets the tenant's limit in bytes; None: no limit."""
+        assert tenant != ANYBODY, "public pages belong to no tenant and have no limit"
         if nbytes is None:
             self._limits.pop(tenant, None)
         else:
@@ -63,11 +62,11 @@ class Tenancy:
             self._shed(tenant)
 
     def may_have(self, tenant: int, nbytes: int) -> bool:
-        """Whether its limit is such that it ever has room for so much."""
+        """True if the tenant's limit is at least `nbytes`."""
         return nbytes <= self._limits.get(tenant, nbytes)
 
     def making_room(self, tenant: int, nbytes: int) -> list[Place] | None:
-        """Which of the tenant's pages would have to go for so much more; None: those that can are too few."""
+        """The tenant's pages that have to be evicted for `nbytes` more; None if too few can be."""
         limit = self._limits.get(tenant)
         if limit is None or self._used[tenant] + nbytes <= limit:
             return []
@@ -80,8 +79,7 @@ class Tenancy:
             tier.abandon(slot)
 
     def _first_to_go(self, tenant: int, nbytes: int) -> list[Place]:
-        """Of the tenant's pages that nobody has pinned those that can be spared, then the least recently used, of so
-        many bytes together, or all."""
+        """The tenant's unpinned pages in the order of eviction, until they are `nbytes` together, or all of them."""
         going: list[Place] = []
         for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
             if nbytes <= 0:
@@ -94,7 +92,7 @@ class Tenancy:
     # --- what tiers say ---------------------------------------------------------------------------------------------
 
     def join(self, tier: Tier) -> None:
-        """With what is in its table, which is older than all that is here."""
+        """Adds a tier. The pages in its table count as used before all others."""
         self._tiers.append(tier)
         for slot in reversed(tier.complete_slots):
             tenant = tier.tenants[slot]
@@ -111,31 +109,31 @@ class Tenancy:
             self.freed(tenant, tier.page_bytes)
 
     def taken(self, tenant: int, nbytes: int) -> None:
-        """A slot is the tenant's."""
+        """A slot is given to the tenant."""
         self._used[tenant] += nbytes
 
     def freed(self, tenant: int, nbytes: int) -> None:
-        """And is not any more."""
+        """A slot of the tenant is free again."""
         self._used[tenant] -= nbytes
 
     def used(self, tenant: int, place: Place) -> None:
-        """The page is complete there; now the tenant's most recently used."""
+        """The page there is complete, and now the tenant's most recently used one."""
         self._spare[tenant].pop(place, None)
         self._order[tenant][place] = None
         self._order[tenant].move_to_end(place)
 
     def spared(self, tenant: int, place: Place) -> None:
-        """The page can be spared."""
+        """The page there can be spared."""
         self._order[tenant].pop(place, None)
         self._spare[tenant][place] = None
 
     def lost(self, tenant: int, place: Place) -> None:
-        """Nobody finds the page any more."""
+        """The page there cannot be found any more."""
         self._order[tenant].pop(place, None)
         self._spare[tenant].pop(place, None)
 
     def check_integrity(self) -> None:
-        """Asserts that it has counted what its tiers hold. O(slots of all tiers)."""
+        """Asserts that the counts agree with the tiers. Costs O(slots of all tiers)."""
         counted: Counter[int] = Counter()
         held: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
         for tier in self._tiers:

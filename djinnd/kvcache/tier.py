@@ -1,8 +1,8 @@
-"""The slots of one lower tier, host or disk: which page is in which, and which of them gives way to another.
+"""The slots of one lower tier, host or disk: which page is in which slot, and which pages are evicted for others.
 
-What a page holds follows from its key (prefixes.py), so a tier is a cache that may forget any page at any time: its
-tokens are computed anew. What it has not forgotten outlives the process, in a table that whoever owns the memory (the
-arena, a mapped file) hands over. The bytes of the slots are the caller's; all of this file is deciding and recording.
+The KV in a page follows from its key (prefixes.py), so a tier is a cache: it may forget any page at any time, and the
+tokens are then recomputed. The table outlives the process; the owner of the memory (the arena, or a mapped file) passes
+it in. The bytes of slots are the caller's; this file only decides and records.
 
     table    ┌──────────┬──────────┬─ … ─┬────────────────┬─────────┐
              │ record 0 │ record 1 │     │ record slots-1 │ padding │  64 bytes each, up to a multiple of 4096
@@ -16,16 +16,19 @@ arena, a mapped file) hands over. The bytes of the slots are the caller's; all o
       ▲                  │                     │
       └─────abandon──────┴─────────────────────┘
 
-A process may die between any two writes. So the state is what is written first when a slot is given away, and last when
-it is complete, by when the caller has put its bytes there: a complete record is true. Filling slots are free to the
-next process. A slot that is not `ready`, as copies cannot go there yet, is given only to who can wait. `touched` rises
-with every use; complete slots by it are the order in which they give way, which the next process goes on with. What can
-be spared goes before them, the first that could be first: what a session uses on the device, so that tiers hold more
-together than if all of one lay in the next, too (Wong and Wilkes, "My cache or yours? Making storage more exclusive",
-USENIX 2002), and what a session that is closed has left. Of that the table says nothing, as the device's pages end with
-the process. `owner` is the tenant and one, or zero where the page is public, and so nobody's: a tenant's slots are
-counted, and may be limited, together with those in other models' tiers (tenancy.py). (A machine that loses power may
-keep an old record beside new bytes: that is for the checksum.)
+The process may die between any two writes. So `state` is written first when a slot is given away, and last when it is
+complete, after the caller has written the bytes: a complete record is always true. The next process takes filling slots
+as free. After a loss of power, an old record may lie beside new bytes; the checksum detects that.
+
+`touched` rises with every use. Complete slots are evicted in its order, and the next process continues it. `owner` is
+the tenant plus one, or zero if the page is public. A tenant's slots are counted, and may be limited, together with
+those in other models' tiers (tenancy.py). A slot that is not `ready` cannot be copied to yet, and is given only to
+callers that can wait.
+
+Pages that can be spared are evicted before all others, in the order in which they were spared. These are pages that a
+session also has on the device, so that tiers hold more together than if each held the contents of the one above it
+(Wong and Wilkes, "My cache or yours? Making storage more exclusive", USENIX 2002). Pages of closed sessions are spared
+too. The table does not record this, because the device's pages end with the process.
 """
 
 from __future__ import annotations
@@ -57,12 +60,12 @@ Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 class Tier:
-    """Of one model, in one thread, which is that of all tiers of its tenancy. No call looks through the slots, but for
-    `making_room` and `oldest`, which pass over those that are pinned: as many as are being read."""
+    """One tier of one model, used by one thread, which is that of all tiers of its tenancy. No call scans all slots,
+    unless it says so. `making_room` and `oldest` skip pinned slots: as many as are being read."""
 
     @staticmethod
     def table_bytes(slots: int) -> int:
-        """A multiple of 4096."""
+        """The table's size in bytes, a multiple of 4096."""
         return -(-slots * RECORD.itemsize // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
     def __init__(
@@ -74,10 +77,12 @@ class Tier:
         *,
         are_ready: bool = True,
     ) -> None:
-        """`table`: `table_bytes(slots)` writable bytes, zeros or what an earlier Tier of as many slots has left. Its
-        complete slots are had again. Nobody else writes there for as long as this Tier lives. `tenancy`: who may have
-        how many bytes here, and in other tiers that have it too; None: one of its own. `are_ready`: the slots; else
-        none is until `make_ready`."""
+        """`table`: `table_bytes(slots)` writable bytes, either zeros or the table of an earlier Tier with as many
+        slots, whose complete slots are taken over. This Tier is the only writer while it lives.
+
+        `tenancy`: limits of tenants, shared with the other tiers that have it; None: one of its own. `are_ready`: False
+        if no slot is ready until `make_ready`.
+        """
         assert 0 < slots <= MAX_SLOTS and page_bytes > 0, f"a tier of {slots:,} slots"
         self.capacity = slots
         self.page_bytes = page_bytes
@@ -85,22 +90,23 @@ class Tier:
         records = np.frombuffer(table, RECORD, slots)
         self._state, self._key_of = records["state"], records["key"]
         self._checksum, self._touched, self._owner = records["checksum"], records["touched"], records["owner"]
-        self._slot: dict[Key, int] = {}  # of what is filling or complete
-        self._order: OrderedDict[int, None] = OrderedDict()  # the complete ones that cannot be spared, oldest use first
-        self._spare: OrderedDict[int, None] = OrderedDict()  # the others, in the order in which they could be
-        self._tenant: dict[int, int] = {}  # of all slots that are not free
+        self._slot: dict[Key, int] = {}  # slots that are filling or complete
+        self._order: OrderedDict[int, None] = OrderedDict()  # complete slots that are not spare, the oldest use first
+        # complete slots that are spare, in the order in which they were spared
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._tenant: dict[int, int] = {}  # tenant of every slot that is not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
         self._unready = set() if are_ready else set(range(slots))
         free = self._adopt()
-        self._free = free if are_ready else []  # of these, those that are ready, and those that are not
+        self._free = free if are_ready else []  # the ready ones; others are in _free_later
         self._free_later = {} if are_ready else dict.fromkeys(free)
         self._clock = len(self._order) + 1
         self.tenancy.join(self)
 
     def _adopt(self) -> list[int]:
-        """Of two slots with one key, which only a loss of power leaves, the one used last is had. → the free slots, of
-        which the last is given first"""
+        """Takes over the complete slots of the table. If two slots have one key, which happens only after a loss of
+        power, the one used last is kept. Returns the free slots; they are given away from the end."""
         complete = np.flatnonzero(self._state == COMPLETE)
         newest_first = complete[np.argsort(self._touched[complete], kind="stable")][::-1]
         for slot in newest_first.tolist():
@@ -110,59 +116,59 @@ class Tier:
                 self._tenant[slot] = int(self._owner[slot]) - 1
         lost = np.ones(self.capacity, bool)
         lost[list(self._order)] = False
-        self._state[lost & (self._state != FREE)] = FREE  # others are not written, and take no memory
-        self._touched[list(self._order)] = np.arange(1, len(self._order) + 1)  # whatever the numbers were
+        self._state[lost & (self._state != FREE)] = FREE  # free records are not written, so that they take no memory
+        self._touched[list(self._order)] = np.arange(1, len(self._order) + 1)  # renumbered, whatever the numbers were
         free: list[int] = np.flatnonzero(lost)[::-1].tolist()
         return free
 
     @property
     def used(self) -> int:
-        """Slots that are not free."""
+        """How many slots are not free."""
         return self.capacity - len(self._free) - len(self._free_later)
 
     def make_ready(self, slots: Sequence[int]) -> None:
-        """Copies can go there from now on."""
-        for slot in reversed(slots):  # the last that is free is given first
+        """Notes that these slots can be copied to from now on."""
+        for slot in reversed(slots):  # slots are given away from the end
             self._unready.discard(slot)
             if slot in self._free_later:
                 del self._free_later[slot]
                 self._free.append(slot)
 
     def __contains__(self, key: object) -> bool:
-        """Whether the page is here or, as `find` does not tell, on its way here. It is not a use."""
+        """True if the page is here or being filled in; `find` returns only complete pages. This is not a use."""
         return key in self._slot
 
     def lacks(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of these pages that are not `in` the tier."""
+        """The pages that are not `in` the tier."""
         return list(filterfalse(self._slot.__contains__, keys))
 
     def find(self, key: Key) -> int | None:
-        """The slot that holds the page, complete; now the most recently used."""
+        """The slot that holds the complete page, or None. The page is now the most recently used one."""
         slot = self.peek(key)
         if slot is not None:
             self._touch(slot)
         return slot
 
     def peek(self, key: Key) -> int | None:
-        """As `find`, but it is not a use."""
+        """Like `find`, but this is not a use."""
         slot = self._slot.get(key)
         return None if slot in self._filling else slot
 
     def pin_all(self, keys: Sequence[Key]) -> list[int]:
-        """As `pin`, of the slots of these pages, which are complete. → the slots"""
+        """Pins the slots of these pages, which must be complete, and returns the slots."""
         slots, pins = list(map(self._slot.__getitem__, keys)), self._pins
-        assert self._filling.isdisjoint(slots), "a page that is being filled is to be read"
+        assert self._filling.isdisjoint(slots), "a page that is being filled cannot be read"
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
         return slots
 
     def keys(self) -> set[Key]:
-        """Of all pages that are complete. O(slots)."""
+        """The keys of all complete pages. Costs O(slots)."""
         return set(map(self.key, self.complete_slots))
 
     @property
     def complete_slots(self) -> list[int]:
-        """In the order in which they give way. O(slots)."""
+        """Complete slots in the order of eviction. Costs O(slots)."""
         return [*self._spare, *self._order]
 
     def _is_complete(self, slot: int) -> bool:
@@ -170,25 +176,29 @@ class Tier:
 
     @property
     def tenants(self) -> Mapping[int, int]:
-        """Of every slot that is not free; of a public page's ANYBODY."""
+        """The tenant of every slot that is not free; `ANYBODY` if its page is public."""
         return self._tenant
 
     def close(self) -> None:
-        """What lies here counts for no tenant any more. The table stays as it is, for the next Tier."""
+        """Stops counting its pages for their tenants. The table stays as it is, for the next Tier."""
         self.tenancy.leave(self)
 
     def prepare(self, key: Key, tenant: int = ANYBODY, *, can_wait: bool = False) -> int | None:
-        """A slot for a page of the tenant that is not here, to be filled and then completed or abandoned. Pages that
-        nobody has pinned give way to it, the least recently used first: of the tenant's, if it has as much as it may;
-        of all, if no slot is free. None if there is no such. `can_wait`: until the slot is ready."""
+        """Returns a slot for a page that is not in the tier, to be filled and then completed or abandoned; None if
+        there is none.
+
+        If no slot is free, the first unpinned page in the order of eviction is evicted. If the tenant is at its limit,
+        it is one of the tenant's own. `can_wait`: the slot need not be ready yet.
+        """
         slots = self.prepare_all([(key, tenant)], [0], can_wait=can_wait)
         return slots[0] if slots else None
 
     def prepare_all(
         self, pages: Sequence[tuple[Key, int]], places: Sequence[int], *, can_wait: bool = False
     ) -> list[int]:
-        """As `prepare`, for the first of these pages, each a key and its tenant: as many as slots are to be had for.
-        They rise as the `places` do that the pages come from, so that neighbours can travel together."""
+        """Like `prepare`, for several pages, each given as key and tenant. Returns slots for the first of them, as many
+        as there are. The slots rise as `places`, the sources of the pages, do, so that adjacent pages are copied in one
+        piece."""
         for key, _ in pages:
             assert key not in self._slot, "the page is in the tier or on its way there"
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
@@ -208,7 +218,7 @@ class Tier:
         return slots
 
     def _take(self, tenant: int, *, can_wait: bool) -> int | None:
-        """A slot that is nobody's page yet."""
+        """A slot that holds no page, evicting pages for it if need be; None if there is none."""
         going = self.making_room(tenant, can_wait=can_wait)
         if going is None:
             return None
@@ -220,7 +230,7 @@ class Tier:
         return slot
 
     def making_room(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[Place] | None:
-        """The pages that give way when the tenant is given so many slots more; None: they are not to be had."""
+        """The pages that have to be evicted before the tenant can have `count` slots more; None if it cannot."""
         going = self.tenancy.making_room(tenant, count * self.page_bytes)
         if going is None:
             return None
@@ -235,15 +245,15 @@ class Tier:
         return going if missing <= 0 else None
 
     def has_room(self, tenant: int = ANYBODY, *, can_wait: bool = False) -> bool:
-        """Whether `prepare` has a slot to give."""
+        """True if `prepare` would return a slot."""
         return self.making_room(tenant, can_wait=can_wait) is not None
 
     def may_have(self, tenant: int) -> bool:
-        """Whether it ever may, by the tenant's limit."""
+        """True if the tenant's limit is at least one page."""
         return self.tenancy.may_have(tenant, self.page_bytes)
 
     def complete(self, slot: int, checksum: int) -> None:
-        """The page's bytes are in the slot."""
+        """Notes that the page's bytes are in the slot."""
         assert slot in self._filling, f"slot {slot} is not being filled"
         self._filling.remove(slot)
         self._checksum[slot] = checksum
@@ -251,8 +261,8 @@ class Tier:
         self._state[slot] = COMPLETE
 
     def abandon(self, slot: int) -> None:
-        """The filling has failed, or the bytes were found bad: nobody finds the page any more. The slot is free, at
-        once or when it is not pinned any more."""
+        """Drops the page, because filling the slot has failed or its bytes are bad. It can no longer be found. The slot
+        is free when it is no longer pinned."""
         is_complete = self._is_complete(slot)
         assert slot in self._filling or is_complete, f"slot {slot} holds no page"
         self._state[slot] = FREE
@@ -273,7 +283,8 @@ class Tier:
         self.tenancy.freed(self._tenant.pop(slot), self.page_bytes)
 
     def pin(self, slot: int) -> int:
-        """The page is being read and does not give way, until as many `unpin`. Neither is a use. → the slot"""
+        """Keeps the page, which is being read, from eviction until `unpin` has been called as often. Neither is a use.
+        Returns the slot."""
         assert self._is_complete(slot), f"slot {slot} is not complete"
         self._pins[slot] = self._pins.get(slot, 0) + 1
         return slot
@@ -290,8 +301,8 @@ class Tier:
         return slot in self._pins
 
     def spare(self, slots: Iterable[int]) -> None:
-        """The pages there, which are complete, can be spared: each gives way before all that cannot, until it is used
-        again; those that could be before, first."""
+        """Marks complete pages as spare: until it is used again, each is evicted before all pages that are not spare,
+        and after those that were spared before."""
         for slot in slots:
             assert self._is_complete(slot), f"slot {slot} is not complete"
             if slot not in self._spare:
@@ -303,17 +314,16 @@ class Tier:
         return slot in self._spare
 
     def checksum(self, slot: int) -> int:
-        """Of a complete slot."""
+        """The checksum of a complete slot."""
         assert self._is_complete(slot), f"slot {slot} is not complete"
         return int(self._checksum[slot])
 
     def key(self, slot: int) -> Key:
-        """Of a slot that is filling or complete."""
+        """The key of a slot that is filling or complete."""
         return bytes(self._key_of[slot])
 
     def oldest(self, count: int) -> list[int]:
-        """At most `count` slots that are complete and not pinned: those that can be spared, then the least recently
-        used ones."""
+        """The first `count` complete and unpinned slots in the order of eviction."""
         return list(islice(self._first_to_go(set()), count))
 
     def _first_to_go(self, but: Collection[int]) -> Iterator[int]:
@@ -329,10 +339,10 @@ class Tier:
         self.tenancy.used(self._tenant[slot], (self, slot))
 
     def check_integrity(self) -> None:
-        """Asserts that the table says what this object does, and every slot is in one state. O(slots)."""
+        """Asserts that the table agrees with this object, and that every slot is in one state. Costs O(slots)."""
         states = np.zeros(self.capacity, np.uint64)
         states[list(self._filling)] = FILLING
-        assert not self._spare.keys() & self._order.keys(), "a page can be spared and cannot"
+        assert not self._spare.keys() & self._order.keys(), "a page is spare and is not"
         complete = set(self.complete_slots)
         states[list(complete)] = COMPLETE
         for slot in np.flatnonzero(states != self._state).tolist():
@@ -345,9 +355,9 @@ class Tier:
         assert len(set(free)) == len(free), "a slot is free twice"
         assert self._free_later.keys() == self._unready.intersection(free), "free slots that are ready and are not"
         assert sorted([*free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
-        assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
+        assert all(count > 0 for count in self._pins.values()), "a pinned slot has no pins"
         owners = {slot: int(self._owner[slot]) - 1 for slot in held}
-        assert self._tenant.keys() == held | dropped, "slots that are somebody's and slots that are not free differ"
+        assert self._tenant.keys() == held | dropped, "slots with a tenant and slots that are not free differ"
         assert all(self._tenant[slot] == tenant for slot, tenant in owners.items()), "the table names another tenant"
         self.tenancy.check_integrity()
         touched = [*self._touched[list(self._order)].tolist(), self._clock]
