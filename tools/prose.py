@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
     "djinnd/core",
     "djinnd/device",
+    "djinnd/kvcache",
     "djinnd/messages",
     "djinnd/scheduler",
     "tools/prose.py",
