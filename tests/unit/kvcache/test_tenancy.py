@@ -133,7 +133,7 @@ def test_what_is_public_is_nobody_s() -> None:
     tenancy.limit(ALICE, 0)
     fill(tier, ANYBODY, 1)
     assert tenancy.uses() == {ANYBODY: PAGE}
-    with pytest.raises(AssertionError, match="has no limit"):
+    with pytest.raises(AssertionError, match="have no limit"):
         tenancy.limit(ANYBODY, 0)
 
 
