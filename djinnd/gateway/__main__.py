@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -45,6 +46,8 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
         server = Server(settings)
     except StartError as error:
         raise click.ClickException(str(error)) from error
+    gc.collect()
+    gc.freeze()  # what is imported lives on: a full collection, which stops every stream, need not look through it
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import AsyncGenerator
@@ -137,19 +136,19 @@ async def _earlier(request: HttpRequest, body: Body) -> tuple[Stored | None, str
 async def _events(request: HttpRequest, turn: Turn, answer: Answer) -> AsyncGenerator[bytes]:
     session, begun = "", False
     with _running.entered(request.principal, turn.name, answer) as entry:
-        try:
-            async with aclosing(stream(request, turn.body.model, turn.wanted)) as replies:
-                async for reply in replies:
-                    if isinstance(reply, Generated):
-                        finish_reason(reply.finish_reason)
-                        session = reply.session
-                    told = answer.take(reply) if begun else answer.begin() + answer.take(reply)
-                    begun = True
-                    yield told
-        except asyncio.CancelledError:
-            entry.expect_cancelled()
-            yield answer.cancelled() if begun else answer.begin()
-            answer.response["status"] = "cancelled"
+        async with (
+            aclosing(stream(request, turn.body.model, turn.wanted)) as replies,
+            aclosing(entry.until_cancelled(replies)) as uncancelled,
+        ):
+            async for reply in uncancelled:
+                if isinstance(reply, Generated):
+                    finish_reason(reply.finish_reason)
+                    session = reply.session
+                told = answer.take(reply) if begun else answer.begin() + answer.take(reply)
+                begun = True
+                yield told
+        if answer.response["status"] == "in_progress":
+            yield answer.cancelled() if begun else answer.begin() + answer.cancelled()
         await _store(request, turn, answer, session)
     yield answer.end()
 

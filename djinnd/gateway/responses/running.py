@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from djinnd.gateway.responses.reply import Answer
 
+T = TypeVar("T")
+
 
 class Entry:
-    """A response that a task works on."""
+    """A response that one task works on."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.over = asyncio.Event()
+        self.is_cancelled = False
         self._task = asyncio.current_task()
-        self._is_cancelled = False
+        self._waits = False  # the task waits for the daemon, and not for its client to read
 
     def cancel(self) -> None:
         assert self._task is not None
-        if not self._is_cancelled:
-            self._is_cancelled = True
+        if self._waits and not self.is_cancelled:
             self._task.cancel()
+        self.is_cancelled = True
 
-    def expect_cancelled(self) -> None:
-        """The task was cancelled. Raises CancelledError unless that was here, and lets the task go on then."""
+    async def until_cancelled(self, replies: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yields the replies. Ends early once the response is cancelled: at once where the task waits for a reply, else
+        when its client has taken the last one."""
+        while not self.is_cancelled:
+            try:
+                self._waits = True
+                reply = await anext(replies, None)
+            except asyncio.CancelledError:
+                self._expect_cancelled_here()
+                return
+            finally:
+                self._waits = False
+            if reply is None:
+                return
+            yield reply
+
+    def _expect_cancelled_here(self) -> None:
+        """Raises CancelledError where somebody else has cancelled the task; else lets the task go on."""
         assert self._task is not None
-        if not self._is_cancelled:
+        if not self.is_cancelled:
             raise asyncio.CancelledError
         self._task.uncancel()
 
