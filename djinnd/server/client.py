@@ -1,9 +1,9 @@
-"""One connected client: who it is, and its requests under way.
+"""One connected client: its identity, and its requests under way.
 
     connected ──Hello──► introduced ──requests──► …
         └── anything else, or nothing for limits.handshake ──► a Failure, and the connection is closed
 
-Whatever happens to a request, it gets one final reply.
+Each request gets exactly one final reply.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ from djinnd.server.windows import Windows
 
 log = logging.getLogger("djinnd.server")
 
-_LAST_WORD = 0.5  # seconds that a client whose token is valid no longer has to read why
+_LAST_WORD = 0.5  # seconds for a client to read that its token is no longer valid
 
-# By these, and by Cancel, users see and free what they hold.
+# Users see and free their resources by these requests and by Cancel.
 _ALWAYS_ADMITTED = frozenset({Ping, GetStatus, GetQuotas, CloseSession})
 
 
 class Answer(NamedTuple):
-    """A final reply and the descriptors that go with it."""
+    """A final reply with its descriptors."""
 
     message: Reply
     fds: Sequence[int] = ()
 
 
 class Work(Protocol):
-    """What an engine does for a call."""
+    """The work of an engine for a call."""
 
     @property
     def state(self) -> Literal["queued", "running", "held"]: ...
@@ -82,9 +82,13 @@ class Work(Protocol):
 
 
 class Call:
-    """A request under way. `run` is set while an engine works for it; `fds` came with it, and what is left of them at
-    its end is closed. `is_ordinary`: it is counted among the requests of its connection and its user. `nbytes`: of its
-    frame, as charged to the user."""
+    """A request under way.
+
+    - `run`: set while an engine works on it.
+    - `fds`: the descriptors that came with it. The call closes the rest of them at its end.
+    - `is_ordinary`: it counts towards the limits on unfinished requests of its connection and its user.
+    - `nbytes`: size of its frame, charged to the user.
+    """
 
     def __init__(
         self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
@@ -95,11 +99,11 @@ class Call:
         self.fds = fds
         self.is_ordinary = is_ordinary
         self.nbytes = nbytes
-        self.window_bytes = 0  # reserved
-        self.whole = self  # the call that this one is a part of
+        self.window_bytes = 0  # bytes of windows that are reserved
+        self.whole = self  # the call of which this one is a part
         self.received = time.monotonic()
         self.run: Work | None = None
-        self.fate: DjinnError = Cancelled("the request was cancelled")  # what its sender is told, if it is
+        self.fate: DjinnError = Cancelled("the request was cancelled")  # the client's error if cancelled
         self.task: asyncio.Task[Answer]
 
     def send(self, message: Piece | Progress) -> None:
@@ -114,20 +118,20 @@ class Call:
 
     @property
     def descriptor(self) -> int:
-        """The memfd that came with the request. It stays the call's, which closes it at its end. Raises
-        InvalidRequest."""
+        """The memfd that came with the request. The call keeps it, and closes it at its end. Raises InvalidRequest."""
         if len(self.fds) != 1:
             raise InvalidRequest(f"this request brings one descriptor; {len(self.fds)} came")
         expect_memfd(self.fds[0])
         return self.fds[0]
 
     def reserve_window(self, nbytes: int) -> None:
-        """The call is going to make a window of so many bytes. Raises QuotaExceeded."""
+        """Reserves room for a window of so many bytes, which the call will create. Raises QuotaExceeded."""
         self.client.windows.reserve(nbytes)
         self.window_bytes += nbytes
 
     def part(self) -> Call:
-        """A part of its work, which engines run by itself. The task that works on it makes it, and ends with it."""
+        """Creates a call for a part of this call's work that has an engine run of its own. The current task works on
+        the part, and ends with it."""
         part = Call(self.client, self.request, [], is_ordinary=False)
         task = asyncio.current_task()
         assert task is not None
@@ -135,12 +139,13 @@ class Call:
         return part
 
     def release_window(self) -> None:
-        """At its end."""
+        """Releases the reserved windows when the call ends."""
         if self.window_bytes:
             self.client.windows.release(self.window_bytes)
 
     def take_descriptors(self) -> list[int]:
-        """Those that came with the request. They are the caller's now, and are not counted any more."""
+        """Returns the descriptors that came with the request. The caller now owns them, and they are no longer
+        counted."""
         taken, self.fds = self.fds, []
         self.client.traffic.taken(len(taken))
         return taken
@@ -153,16 +158,16 @@ class Call:
 
 
 class Desk(Protocol):
-    """What all clients share."""
+    """The parts of the server that all clients share."""
 
     limits: Limits
-    unfinished: int  # requests of all clients
-    after: Callable[..., None]  # Journal.after: what clients are told goes through it
+    unfinished: int  # requests of all clients under way
+    after: Callable[..., None]  # Journal.after: orders messages to clients after the journal's writes
 
     def is_admin(self, user: int) -> bool: ...
 
     def authenticate(self, client: Client, token: str) -> Bearer:
-        """Raises NotAuthenticated, QuotaExceeded."""
+        """Returns the bearer of a token. Raises NotAuthenticated, QuotaExceeded."""
 
     def name_of(self, user: int) -> str: ...
 
@@ -177,7 +182,7 @@ class Desk(Protocol):
     def ended(self) -> None: ...
 
     def handle(self, call: Call, request: Request) -> Coroutine[Any, Any, Answer]:
-        """The final reply, or a DjinnError."""
+        """Returns the final reply, or raises a DjinnError."""
 
     def signal(self, client: Client, signal: Signal) -> None: ...
 
@@ -185,16 +190,18 @@ class Desk(Protocol):
 
 
 class Client:
+    """One connection with its user and its requests under way."""
+
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self.peer = Peer.of(sock)
-        self.bearer: Bearer | None = None  # where it has shown a token
+        self.bearer: Bearer | None = None  # set if it has shown a token
         self._desk = desk
         self._count_for(self.peer.user)
         self.calls: dict[int, Call] = {}
         self._introduced = False
-        self._leaving = False  # nothing more of it is heard
-        self._held_fds = 0  # with what the journal holds back
-        self._ordinary = 0  # of the calls: requests that are not always admitted
+        self._leaving = False  # its further messages are ignored
+        self._held_fds = 0  # descriptors of replies that wait for the journal
+        self._ordinary = 0  # number of ordinary calls: see Call
         limits = desk.limits
         self._connection = Connection(sock, self, SMALL, limits.output_bytes, True, self.traffic, limits.frame)
         loop = asyncio.get_running_loop()
@@ -206,12 +213,13 @@ class Client:
 
     @property
     def name(self) -> str:
-        """The principal's."""
+        """Name of the connection's principal."""
         return self._desk.name_of(self.user)
 
     def class_for(self, asked: Class | None) -> Class:
-        """Of a session that is to be opened. None: the highest that principal and token may have. Raises QuotaExceeded
-        where the token may not have it; whether the principal may, its tenant says."""
+        """The class of a session that is to be opened. None stands for the highest class that principal and token
+        allow. Raises QuotaExceeded if the token does not allow the class; the tenant checks what the principal may
+        have."""
         if asked is None:
             highest = self.tenant.quota.highest_class
             of_token = highest if self.bearer is None else self.bearer.highest_class or highest
@@ -220,7 +228,7 @@ class Client:
         return asked
 
     def expect_class(self, priority: Class) -> None:
-        """The connection's token may use sessions of this class. Raises QuotaExceeded."""
+        """Checks that the connection's token allows this class. Raises QuotaExceeded."""
         if self.bearer is None or (highest := self.bearer.highest_class) is None:
             return
         if CLASSES.index(priority) < CLASSES.index(highest):
@@ -230,7 +238,7 @@ class Client:
 
     @property
     def unfinished(self) -> int:
-        """Requests of all clients."""
+        """Number of requests of all clients under way."""
         return self._desk.unfinished
 
     @property
@@ -246,17 +254,19 @@ class Client:
         self._desk.after(self._connection.send, frame)
 
     def flush(self) -> None:
-        """What the journal does not hold back leaves now, and not at the end of this turn of the loop."""
+        """Sends queued replies now instead of at the end of this turn of the loop, except replies that wait for the
+        journal."""
         self._connection.flush()
 
     def cancel_calls(self, fate: DjinnError | None = None) -> None:
-        """`fate`: what the client is told of those that have no result then."""
+        """Cancels all calls. `fate` is the error that the client gets for calls without a result."""
         for call in self.calls.values():
             call.fate = fate or call.fate
             call.cancel()
 
     def dismiss(self, error: NotAuthenticated) -> None:
-        """Its token is valid no longer. It is told so if it reads, and has half a second for that."""
+        """Disconnects a client after its token has become invalid. The client gets _LAST_WORD seconds to read the
+        error."""
         if self._leaving:
             return
         self._fail(0, error)
@@ -265,17 +275,17 @@ class Client:
         asyncio.get_running_loop().call_later(_LAST_WORD, self._connection.close)
 
     def close(self, at_once: bool) -> None:
-        """Unless `at_once`, when what it has been told has left."""
+        """Closes the connection: at once, or after all replies have been sent."""
         if at_once:
             self._connection.close()
         else:
             self._leave()
 
-    # --- events of the connection -----------------------------------------------------------------------------------
+    # --- events of the connection -------------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> bool:
-        """A request is postponed while the client does not read the replies to earlier ones."""
-        traffic = self.traffic  # that the descriptors were charged to: Hello may change it
+        """Handles a message. Postpones a request while the client does not read the replies to earlier ones."""
+        traffic = self.traffic  # the descriptors were charged to this one; Hello may replace it
         if self._leaving:
             traffic.drop(fds)
             return True
@@ -292,7 +302,7 @@ class Client:
         return True
 
     def _take(self, message: ClientMessage, fds: list[int]) -> bool:
-        """Whether a call has begun, to which the descriptors belong then."""
+        """Handles a decoded message. Returns True if a call has begun, which then owns the descriptors."""
         if isinstance(message, Cancel):
             if (call := self.calls.get(message.target)) is not None:
                 call.cancel()
@@ -324,10 +334,10 @@ class Client:
         self.cancel_calls()
         self._desk.gone(self)
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def started(self, call: Call, run: Work) -> None:
-        """An engine works for the call; what it gives goes to this client, if it reads."""
+        """Called when an engine begins to work on the call. The run is held while the client does not read."""
         call.run = run
         if self._connection.congested:
             run.hold(True)
@@ -351,7 +361,7 @@ class Client:
         self.send(Welcome(id=hello.id, version=__version__, user=self.user, admin=self.is_admin, name=self.name))
 
     def _show(self, token: str) -> None:
-        """Raises NotAuthenticated, QuotaExceeded."""
+        """Authenticates the connection by a token. Raises NotAuthenticated, QuotaExceeded."""
         self.bearer = self._desk.authenticate(self, token)
         if self.bearer.user != self.user:
             self._count_for(self.bearer.user)
@@ -390,8 +400,8 @@ class Client:
         return True
 
     def _expect_room(self, is_ordinary: bool) -> None:
-        """For one more request on this connection and in the daemon. Requests that are always admitted have places of
-        their own on each connection. Raises Retry."""
+        """Checks the limits on unfinished requests of this connection and of the daemon. Requests that are always
+        admitted have a limit of their own on each connection. Raises Retry."""
         limits = self._desk.limits
         others = self._ordinary if is_ordinary else len(self.calls) - self._ordinary
         if others >= limits.requests_per_connection:
@@ -423,7 +433,7 @@ class Client:
             fds = self.windows.hand_over(fds)
         try:
             frame = encode(message, len(fds))  # type: ignore[arg-type]
-        except Exception as error:  # it holds what no message can say
+        except Exception as error:  # the reply has a value that msgpack cannot encode
             self.traffic.discard(fds)
             self._fail_ours(number, error)
             return
@@ -446,7 +456,7 @@ class Client:
         self.send(Failure(id=number, code=error.code, message=error.message, data=error.data))
 
     def _hang_up(self, error: ProtocolError) -> None:
-        """The last word to a client that does not keep to the protocol. Its requests under way are cancelled."""
+        """Ends the connection of a client that breaks the protocol: sends the error and cancels its requests."""
         log.info("client_refused fd=%d pid=%d user=%d reason=%s", self.fd, *self.peer, error)
         self._fail(0, error)
         self.cancel_calls()

@@ -1,4 +1,4 @@
-"""The connected clients, and what they share: see client.Desk."""
+"""All connected clients, and their shared state: see client.Desk."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ Handle = Callable[[Call, Request], Coroutine[Any, Any, Answer]]
 
 
 class Clients:
+    """The table of connected clients, with the accounts of their users."""
+
     def __init__(
         self,
         limits: Limits,
@@ -46,18 +48,18 @@ class Clients:
         self.after = after
         self.tenant_of = tenant_of
         self.unfinished = 0
-        self.idle = asyncio.Event()  # nothing is unfinished
+        self.idle = asyncio.Event()  # set while no request is unfinished
         self.idle.set()
         self.set_admins(admins)
         self._tokens = tokens
         self._nobody = nobody_in_particular()
         self._closer = Closer()
-        self._traffic: dict[int, Traffic] = {}  # by user; kept, as what was sent may outlive the connections
-        self._windows: dict[int, Windows] = {}  # likewise
+        self._traffic: dict[int, Traffic] = {}  # by user; never removed, as messages may outlive the connections
+        self._windows: dict[int, Windows] = {}  # by user; never removed either
         self._on_gone = on_gone
         self._clients: set[Client] = set()
         self._connections: Counter[int] = Counter()  # by user
-        self._fewer = asyncio.Event()  # set whenever a client goes
+        self._fewer = asyncio.Event()  # set when a client disconnects
 
     def __iter__(self) -> Iterator[Client]:
         return iter(list(self._clients))
@@ -66,15 +68,15 @@ class Clients:
         return len(self._clients)
 
     def set_admins(self, admins: Collection[int]) -> None:
-        """Uids, beside root and the daemon's own."""
+        """Sets the administrators' uids. root and the daemon's own uid always belong to them."""
         self._admins = {0, os.geteuid(), *admins}
 
     def is_admin(self, user: int) -> bool:
         return user in self._admins
 
     def accept(self, sock: socket.socket) -> None:
-        """Takes over a connection, or hangs up: on a user with all connections that a user may have, and on one that
-        the kernel cannot name."""
+        """Accepts a connection, or closes it: if its user has the most connections allowed, or if the kernel cannot map
+        its user."""
         user = Peer.of(sock).user
         if user == self._nobody:
             self._refuse(sock, user)
@@ -86,7 +88,8 @@ class Clients:
             self._clients.add(Client(sock, self))
 
     def authenticate(self, client: Client, token: str) -> Bearer:
-        """The connection counts for the token's principal from now on. Raises NotAuthenticated, QuotaExceeded."""
+        """Finds the bearer of a token and counts the client's connection for that principal from now on. Raises
+        NotAuthenticated, QuotaExceeded."""
         bearer = self._tokens.authenticate(token)
         limit, used = self.limits.connections_per_user, self._connections[bearer.user]
         if bearer.user != client.user and used >= limit:
@@ -120,12 +123,12 @@ class Clients:
 
     @property
     def counted(self) -> dict[int, int]:
-        """Connections by user, as the limit has them."""
+        """Number of connections by user, as limits.connections_per_user counts them."""
         return dict(+self._connections)
 
     @property
     def windows(self) -> int:
-        """That clients keep, as far as is known."""
+        """Number of windows that clients keep, as far as the server knows."""
         return sum(map(len, self._windows.values()))
 
     def begun(self) -> None:
@@ -144,7 +147,8 @@ class Clients:
         self._fewer.set()
 
     async def close(self, at_once: bool) -> None:
-        """Returns when all are gone: unless `at_once`, with all that they were to be told, if they read it in time."""
+        """Closes all connections, and returns when they are gone: at once, or after each client has read all its
+        replies or the time for that is over."""
         for client in self:
             client.close(at_once)
         while self._clients:

@@ -1,20 +1,22 @@
-"""One non-blocking socket that carries frames both ways, and descriptors with them.
+"""One non-blocking socket that carries frames both ways, with descriptors.
 
-asyncio's streams cannot pass descriptors, so this stands on add_reader and add_writer, which asyncio and uvloop share.
-What is to be sent waits in a queue that is counted in bytes:
+asyncio's streams cannot pass descriptors. So a Connection uses add_reader and add_writer, which asyncio and uvloop have
+in common.
+
+Frames to be sent wait in a queue, measured in bytes:
 
     0 ───────── LOW_WATER ───────── HIGH_WATER ───────── limit
                  calm again          congested            the next frame closes the connection
 
-A connection of a client has a Traffic, which bounds what all connections of its user hold. Its large frames wait for
-room there, a frame that does not end in time breaks the connection, and while it is congested its owner may postpone
-frames: then nothing more is read until it is calm.
+A client's connection has a Traffic, which bounds the memory of all connections of its user. A large frame waits until
+the Traffic has room for it. A frame that is not complete in time breaks the connection. While the connection is
+congested, its owner may postpone frames: then nothing more is read until it is calm.
 
-Descriptors that are given to `send` belong to the connection from then on, and are closed when they are sent or cannot
-be. Frames that are sent in one turn of the loop leave together.
+Descriptors passed to `send` belong to the connection, which closes them after they are sent or cannot be. Frames sent
+in one turn of the loop leave together.
 
-What comes is handed out FRAMES_A_TURN at a time: after so many the other connections have their turn, and nothing more
-is read until the rest has been handed out.
+In one turn of the loop at most FRAMES_A_TURN received frames are delivered. Then other connections have their turn, and
+the socket is not read until the rest is delivered.
 """
 
 from __future__ import annotations
@@ -37,36 +39,40 @@ log = logging.getLogger("djinnd.server")
 
 HIGH_WATER = 256 << 10
 LOW_WATER = 64 << 10
-LINGER = 5.0  # seconds that a closing connection has to take what waits for it
-READS_A_TURN = 2  # the second finds nothing, as a rule
-FRAMES_A_TURN = 16  # of a flood of small ones some tenth of a millisecond's work
-FRAME_COST = 256  # bytes that Python needs for a frame in the queue, beside the frame's own
-_TOGETHER = 64 << 10  # bytes of small frames that leave in one call
-_FDS_SPACE = socket.CMSG_SPACE(253 * array.array("i").itemsize)  # as many as can come: none is ever thrown away here
+LINGER = 5.0  # seconds that a closing connection gets to send its queue
+READS_A_TURN = 2  # the second read finds nothing, as a rule
+FRAMES_A_TURN = 16  # for small frames about a tenth of a millisecond of work
+FRAME_COST = 256  # bytes of Python objects for a frame in the queue, beside its content
+_TOGETHER = 64 << 10  # bytes of small frames that one system call sends
+_FDS_SPACE = socket.CMSG_SPACE(253 * array.array("i").itemsize)  # the most in one message: none is dropped
 
-_read_buffer = bytearray(32 << 10)  # shared: what is read is decoded before anything else reads. Small: a turn's work
+_read_buffer = bytearray(32 << 10)  # shared: its content is decoded before the next read. Small: one turn's work
 _read_view = memoryview(_read_buffer)
 
 
 class Events(Protocol):
-    """What a connection's owner is told. After `closed` it is told nothing more."""
+    """Calls to a connection's owner. None follows after `closed`."""
 
     def frame(self, payload: bytes, fds: list[int]) -> bool | None:
-        """The descriptors are the owner's now. False: the frame is postponed, and comes again when the connection is
-        calm."""
+        """Delivers a frame; its descriptors now belong to the owner. Returns False to postpone the frame: it is
+        delivered again when the connection is calm."""
 
     def broken(self, error: ProtocolError) -> None:
-        """The bytes are not frames, and nothing more is read. The owner closes, after a last word if it likes."""
+        """The peer has broken the protocol; nothing more is read. The owner may send a last frame, and then closes."""
 
     def congested(self, is_congested: bool) -> None: ...
 
     def closed(self) -> None:
-        """In a turn of the loop of its own."""
+        """The connection is closed. Called in a turn of the loop of its own."""
 
 
 class Connection:
-    """`accept_fds`: whether the peer may send descriptors; where it may not, the kernel throws them away. `traffic`: of
-    the client's user; None: the peer is the daemon's own. `frame_seconds`: that a frame may take to come in."""
+    """One socket with its queue of frames.
+
+    - `accept_fds`: the peer may send descriptors. If not, the kernel drops them.
+    - `traffic`: the accounts of the client's user; None if the peer is a process of the daemon.
+    - `frame_seconds`: the time in which a frame must be complete.
+    """
 
     def __init__(
         self,
@@ -91,23 +97,23 @@ class Connection:
         self._received_fds: deque[int] = deque()
         self._queue: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
-        self._flushing = False  # a flush is due, or the socket is watched for room
+        self._flushing = False  # a flush is scheduled, or the socket is watched until it is writable
         self._writing = False
         self._closing: asyncio.TimerHandle | None = None
-        self._charged_in = 0  # bytes of the frame that comes in, or is being handed out
-        self._charged_out = 0  # bytes of replies that wait
-        self._deadline: asyncio.TimerHandle | None = None  # of an unfinished frame
-        self._is_deaf = False  # nothing more is read, ever
-        self._is_behind = False  # whole frames may wait in the decoder; the socket is not read meanwhile
-        self._waits_for_room = False  # a large frame has begun; likewise
-        self._postponed: tuple[bytes, list[int]] | None = None  # likewise
-        self._is_read = True  # the socket is watched for what comes
-        self._reads_on = False  # in the next turn, whatever is said of the socket
+        self._charged_in = 0  # bytes of the frame that is being received or delivered
+        self._charged_out = 0  # bytes of queued replies
+        self._deadline: asyncio.TimerHandle | None = None  # when the unfinished frame must be complete
+        self._is_deaf = False  # reads nothing more, ever
+        self._is_behind = False  # decoded frames are still to be delivered; the socket is not read meanwhile
+        self._waits_for_room = False  # a large frame waits for Traffic; the socket is not read meanwhile
+        self._postponed: tuple[bytes, list[int]] | None = None  # the socket is not read meanwhile
+        self._is_read = True  # the socket is watched for input
+        self._reads_on = False  # reads in the next turn, even if epoll reports nothing
         self._loop.add_reader(sock, self._readable)
 
     @property
     def is_open(self) -> bool:
-        """Still takes frames to send."""
+        """True if frames can be sent."""
         return self._socket.fileno() >= 0 and self._closing is None
 
     @property
@@ -128,17 +134,17 @@ class Connection:
 
     @property
     def held_bytes(self) -> int:
-        """Of memory, for frames that wait to be sent."""
+        """Bytes of memory that the queued frames take."""
         return self._queued + FRAME_COST * len(self._queue)
 
     @property
     def queued_fds(self) -> int:
         return sum(len(fds) for _, fds in self._queue)
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Queues the frame; does nothing on a connection that is closed or closing."""
+        """Queues the frame. Does nothing if the connection is closed or closing."""
         if not self.is_open or (self.held_bytes > self.output_limit and self._overflows()):
             self._close_own(fds)
             return
@@ -155,7 +161,7 @@ class Connection:
             self._charge_out(held)
 
     def flush(self) -> None:
-        """What is queued leaves now, before whatever else this turn of the loop has to do, if the socket has room."""
+        """Sends the queue at once, before the other work of this turn of the loop, as far as the socket has room."""
         if self._queue and not self._writing:
             self._flush()
 
@@ -191,7 +197,7 @@ class Connection:
                 self._loop.call_soon(self._hand_out, _read_view[:0])
 
     def _charge_out(self, held: int) -> None:
-        """In lumps, so that it is seldom done."""
+        """Charges queued replies in steps of SMALL bytes, so that the accounts change rarely."""
         assert self._traffic is not None
         was, self._charged_out = self._charged_out, held if held > SMALL else 0
         self._traffic.replies(self, was, self._charged_out)
@@ -201,7 +207,7 @@ class Connection:
         if fds:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             count = self._socket.sendmsg([head], rights, socket.MSG_NOSIGNAL)
-            self._queue[0] = (head, [])  # they went with the first byte
+            self._queue[0] = (head, [])  # the descriptors went with the first byte
             self._close_own(fds)
             return count
         together, size = [], 0
@@ -229,11 +235,11 @@ class Connection:
             self._loop.remove_writer(self._socket)
         self._flushing = self._writing = watch
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        """Until there is nothing more, be it in turns: that a peer has gone and has left something unread, epoll says
-        as an error, and of that uvloop calls once."""
+        """Reads until the socket is empty, in several turns if necessary. If a peer has gone and left bytes unread,
+        epoll reports an error, for which uvloop calls only once."""
         for _ in range(READS_A_TURN):
             if not self._read():
                 return
@@ -246,7 +252,7 @@ class Connection:
         self._readable()
 
     def _read(self) -> bool:
-        """→ whether there may be more."""
+        """Reads once. Returns True if there may be more."""
         if not self._is_read:
             return False
         try:
@@ -283,12 +289,12 @@ class Connection:
             self._watch_input()
         except ProtocolError as error:
             self._break(error)
-        except BaseException:  # ours; a panic in Rust code is no Exception. What follows is not to wait for ever
+        except BaseException:  # ours, or a panic of Rust code, which is no Exception: the client must not hang
             log.exception("frame_failed fd=%d", self.fd)
             self.close()
 
     def _deliver(self, payload: bytes, fds: list[int]) -> bool:
-        """Whether the next frame may follow."""
+        """Passes a frame to the owner. Returns True if the next frame may follow."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -302,24 +308,24 @@ class Connection:
         return self.is_open
 
     def change_traffic(self, traffic: Traffic) -> None:
-        """From now on the connection counts for another principal. Before Hello it has only small frames, so nothing
-        but descriptors is charged."""
+        """Charges the connection to another principal from now on. Before Hello only small frames are allowed, so only
+        descriptors have been charged."""
         assert self._traffic is not None and not (self._charged_in or self._charged_out or self._waits_for_room)
         self._traffic.taken(len(self._received_fds))
         self._traffic = traffic
         self._count_received(len(self._received_fds))
 
     def take_charge(self) -> int:
-        """The bytes that are charged for the frame that is being handed out. The owner gives them back."""
+        """Returns the bytes charged for the frame that is being delivered. The caller now has to give them back."""
         charged, self._charged_in = self._charged_in, 0
         return charged
 
     def _expect_rest(self) -> None:
-        """Nothing but an unfinished frame is left in the decoder, if that. Raises ProtocolError."""
-        if not self._decoder.pending:  # descriptors come with a frame's first byte, and there is none that began
+        """Prepares for the rest of an unfinished frame, if the decoder has one. Raises ProtocolError."""
+        if not self._decoder.pending:  # descriptors come with the first byte of a frame, and no frame has begun
             self._drop_received()
             return
-        if len(self._received_fds) > MAX_FDS:  # more than the one unfinished frame may bring
+        if len(self._received_fds) > MAX_FDS:  # more than one unfinished frame may bring
             raise ProtocolError(f"{len(self._received_fds)} descriptors came that no frame announced")
         if self._traffic is None:
             return
@@ -353,7 +359,7 @@ class Connection:
         self._is_read = wanted
 
     def _stop_reading(self) -> None:
-        """For good. What has come in part is forgotten."""
+        """Ends reading for good, and drops a frame that is incomplete."""
         self._is_deaf = True
         self._watch_input()
         if self._deadline is not None:
@@ -382,7 +388,7 @@ class Connection:
             self._loop.call_soon(self._too_many_fds)
 
     def _close_own(self, fds: Sequence[int]) -> None:
-        """The daemon's, which were to be sent, or were."""
+        """Closes descriptors of the daemon that were sent, or were to be sent."""
         if self._traffic is None:
             close_fds(fds)
         else:
@@ -398,20 +404,20 @@ class Connection:
             self._received_fds.clear()
 
     def _drop_fds(self, fds: Sequence[int]) -> None:
-        """Closes descriptors that have come."""
+        """Closes descriptors that the peer has sent."""
         if self._traffic is None:
             close_fds(fds)
         else:
             self._traffic.drop(fds)
 
     def _take_fds(self, announced: int) -> list[int]:
-        """Descriptors come with their frame's first byte, so they are here before the frame is whole."""
+        """Returns the descriptors of a complete frame. They came with its first byte, so all of them are here."""
         return [self._received_fds.popleft() for _ in range(min(announced, len(self._received_fds)))]
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """At once; what waits is lost."""
+        """Closes at once; queued frames are lost."""
         if self._socket.fileno() < 0:
             return
         self._stop_reading()
@@ -430,10 +436,10 @@ class Connection:
         else:
             self._traffic.hang_up(self._socket)
             self._charge_out(0)
-        self._loop.call_soon(self._events.closed)  # later: whoever closes may be in the middle of something
+        self._loop.call_soon(self._events.closed)  # in a later turn: the caller may be in the middle of its own work
 
     def close_when_sent(self) -> None:
-        """Takes nothing more either way, and closes when what waits has left, or after LINGER seconds."""
+        """Stops reading and queuing, and closes when the queue has been sent, or after LINGER seconds."""
         if not self.is_open:
             return
         self._stop_reading()

@@ -1,7 +1,8 @@
-"""The server's end of the socket pair to one engine process, from its first word to its loss.
+"""The server's end of the socket pair to one engine process, from its first message to its loss.
 
-A run is told what happens to it and ends with exactly one of `finished`, `captured`, `logits`, `exported`, `failed` and
-`lost`; another call has a future. When the engine is lost, all of them hear of it in the same turn of the loop.
+A Run receives the events of one request to the engine. Exactly one of `finished`, `captured`, `logits`, `exported`,
+`failed` and `lost` is the last. Any other request has a future. When the engine is lost, all runs and futures hear of
+it in the same turn of the loop.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ Reply = (
     | messages.Report
 )
 
-_numbers = itertools.count(1)  # of requests: unique in the daemon, also across engines
+_numbers = itertools.count(1)  # of requests to engines: unique in the daemon's life, across engines
 
 
 class Run(Protocol):
-    """What is told of one message that `EngineClient.run` sends. Times are CLOCK_MONOTONIC."""
+    """Receives the events of one message that `EngineClient.run` has sent. Times are CLOCK_MONOTONIC."""
 
     @property
     def standing(self) -> Standing: ...
@@ -61,31 +62,31 @@ class Run(Protocol):
     def suspect(self) -> Suspect: ...
     @property
     def is_urgent(self) -> bool:
-        """Its tokens leave before those that others were given in the same step, and do not wait for their books."""
+        """True if its tokens of a step are sent before the server processes and journals the step's other tokens."""
 
     def started(self, at: float, woken: bool) -> None: ...
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
     def prompt_scored(self, message: messages.PromptScored) -> None: ...
     def tell(self) -> None:
-        """What it was given leaves now, and not at the end of this turn of the loop."""
+        """Sends the received tokens now instead of at the end of this turn of the loop."""
 
     def finished(self, message: messages.Finished) -> None: ...
     def captured(self, message: messages.Finished, fd: int) -> None:
-        """It is finished, and this is what it was to capture. The descriptor is the run's now."""
+        """The run is finished and has captured data in a memfd. The descriptor now belongs to the run."""
 
     def logits(self, message: messages.LogitsReady, fd: int) -> None:
-        """The descriptor is the run's now."""
+        """The logits are in a memfd. The descriptor now belongs to the run."""
 
     def exported(self, message: messages.KvExported, fd: int) -> None:
-        """Likewise."""
+        """The session's KV is in a memfd. The descriptor now belongs to the run."""
 
     def failed(self, error: DjinnError) -> None: ...
     def lost(self, error: DjinnError, blamed: bool) -> None:
-        """The engine is no more; `blamed`: perhaps by this run. It has ended on this engine."""
+        """The engine is lost, and the run with it. `blamed`: this run may have killed the engine."""
 
 
 class Audience(Protocol):
-    """Who hears what belongs to no request."""
+    """Receives the engine's messages that belong to no request."""
 
     def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
     def arena_filled(self, message: messages.ArenaFilled) -> None: ...
@@ -95,34 +96,35 @@ class Audience(Protocol):
 
 
 class EngineClient:
-    """`heard` counts the engine's frames; it stands still when the engine is silent. `on_lost` is called once, with
-    what may have killed the engine, before the requests fail; a call that asks for one then waits for the next."""
+    """Sends requests to one engine and dispatches its messages. `heard` counts the engine's frames, and stands still
+    while the engine is silent. `on_lost` is called once with the suspects of the engine's death, before the requests
+    fail. A request that then asks for an engine waits for the next one."""
 
     def __init__(self, sock: socket.socket, listener: Audience, on_lost: Callable[[list[Suspect]], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.Ready] = loop.create_future()
         self.lost: asyncio.Future[DjinnError] = loop.create_future()
-        self.over: asyncio.Future[None] = loop.create_future()  # the stream: nothing more will be said
+        self.over: asyncio.Future[None] = loop.create_future()  # done when the stream has ended
         self.heard = 0
-        self._tenants: dict[int, messages.TenantLimits] = {}  # as the engine was told
+        self._tenants: dict[int, messages.TenantLimits] = {}  # as last sent to the engine
         self._listener = listener
         self._on_lost = on_lost
         self._runs: dict[int, Run] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._loads: dict[int, str] = {}  # of these: the models that are being loaded
+        self._loads: dict[int, str] = {}  # by number of their Load: models that are being loaded
         self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
 
     def send(self, message: ToEngine, fds: Sequence[int] = ()) -> None:
-        """Does nothing when the engine is lost: its requests have failed, and the next engine is told anew. The
-        descriptors belong to this side's connection then, which closes them."""
+        """Sends a message. Does nothing if the engine is lost: its requests have failed, and the next engine receives
+        the whole state. The descriptors belong to the connection, which closes them."""
         self._connection.send(messages.encode(message, len(fds)), fds)
 
     def flush(self) -> None:
-        """Whatever was sent leaves now, not at the end of this turn of the loop."""
+        """Sends queued messages now instead of at the end of this turn of the loop."""
         self._connection.flush()
 
     def set_tenants(self, limits: Iterable[messages.TenantLimits]) -> None:
-        """Tells the engine those that it does not know; at first it knows of none, and nobody has any."""
+        """Sends the limits of tenants that have changed. A new engine assumes that no tenant has limits."""
         news = [each for each in limits if self._tenants.get(each.tenant, messages.TenantLimits(each.tenant)) != each]
         if news:
             self._tenants.update((each.tenant, each) for each in news)
@@ -135,7 +137,8 @@ class EngineClient:
         fds: Sequence[int] = (),
         **fields: Any,
     ) -> int:
-        """Sends such a message and answers with its number. The descriptors are the connection's then."""
+        """Sends a message of the given kind and returns its number. Its events go to `run`. The descriptors belong to
+        the connection, which closes them."""
         assert not self.lost.done()
         number = next(_numbers)
         self._runs[number] = run
@@ -143,8 +146,8 @@ class EngineClient:
         return number
 
     async def call(self, kind: type[Question], fds: Sequence[int] = (), **fields: Any) -> Any:
-        """The engine's answer to such a message; the engine lives when it comes. The descriptors are the connection's
-        then. Raises its error, or EngineLost."""
+        """Sends a request and returns the engine's answer. The engine is alive when this returns. The descriptors
+        belong to the connection, which closes them. Raises the engine's error, or EngineLost."""
         number = next(_numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         if kind is messages.Load:
@@ -164,7 +167,8 @@ class EngineClient:
         return len(self._runs)
 
     def lose(self, error: DjinnError) -> None:
-        """What waits for the engine fails, and what it still says is not heard. Does nothing the second time."""
+        """Declares the engine lost: its requests fail, and its further messages are ignored. Does nothing the second
+        time."""
         if self.lost.done():
             return
         self.lost.set_result(error)
@@ -179,10 +183,10 @@ class EngineClient:
             self.ready.cancel()
 
     def close(self) -> None:
-        """When the process is gone: before, it may have something to say and would fail to."""
+        """Closes the socket. Called when the process is gone: before that its last messages may still come."""
         self._connection.close()
 
-    # --- events of the connection -----------------------------------------------------------------------------------
+    # --- events of the connection -------------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
         if self.lost.done():
@@ -274,7 +278,7 @@ class EngineClient:
 
     def _answer_call(self, message: Reply) -> None:
         future = self._calls.get(message.request)
-        if future is not None and not future.done():  # else its caller has stopped waiting
+        if future is not None and not future.done():  # else the caller was cancelled
             future.set_result(message)
 
     def _fail_call(self, message: messages.Failed) -> None:

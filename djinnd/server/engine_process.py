@@ -18,18 +18,20 @@ from djinnd.server.nursery import Nursery
 from djinnd.server.pidfds import open_pidfd
 from djinnd.server.succession import Inherited
 
-DEVICE_REFUSED = 3  # exit status of an engine that would not do better the next time
-STOPPING = 5.0  # seconds that an engine has to end when it is asked to
-_TICK = 1.0  # seconds, at most, between looks at a silent engine
+DEVICE_REFUSED = 3  # exit status of an engine that would fail again in the same way
+STOPPING = 5.0  # seconds that an engine gets to end by itself
+_TICK = 1.0  # seconds: the longest interval between two checks for silence
 
 
 class Death(NamedTuple):
+    """Why an engine process has ended."""
+
     reason: str
-    is_final: bool  # another start would end the same way
+    is_final: bool  # the next engine would end in the same way
 
 
 class Process(Protocol):
-    """The leader of a process group. `wait`: its exit status, negative for a signal, when it has ended."""
+    """The leader of a process group. `wait` returns its exit status when it has ended, negative for a signal."""
 
     @property
     def pid(self) -> int: ...
@@ -37,14 +39,14 @@ class Process(Protocol):
 
 
 class EngineProcess:
-    """Owns the process and the client to it."""
+    """Owns an engine's process and the client to it."""
 
     def __init__(self, process: Process, client: EngineClient) -> None:
         self.client = client
         self.pid = process.pid
         self._process = process
         self._exited = asyncio.create_task(process.wait())
-        self._pidfd: int | None = None  # None: there are none here, or it has ended at once
+        self._pidfd: int | None = None  # None: the kernel has no pidfds, or the process has already ended
         with suppress(OSError):
             self._pidfd = open_pidfd(process.pid)
 
@@ -58,8 +60,8 @@ class EngineProcess:
         listener: Audience,
         on_lost: Callable[[list[Suspect]], None],
     ) -> EngineProcess:
-        """`command` is a `python -m`; appended are `--fd`, the number of its socket, and `--parent`, the pid of its
-        parent: the nursery, or without one this process. Raises OSError."""
+        """Starts an engine. `command` is a `python -m …`. Appended are `--fd`, its socket's number, and `--parent`, the
+        pid of its parent: the nursery's, or without one this process's. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -71,10 +73,10 @@ class EngineProcess:
         return cls(process, EngineClient(ours, listener, on_lost))
 
     async def watch(self, limits: Limits) -> Death:
-        """Returns when the process has ended or must be ended.
+        """Returns when the process has ended or must be killed.
 
-        Silence is counted in looks rather than by the clock: when this process itself was stopped, or late, the
-        engine is not to blame.
+        Silence is counted in checks and not by the clock: if this process itself was stopped or late, the engine is not
+        to blame.
         """
         heard, silent = 0, 0.0
         tick = min(_TICK, limits.engine_silence / 4)
@@ -89,7 +91,8 @@ class EngineProcess:
                 return Death(f"the engine gave no sign of life for {silent:g} s", is_final=False)
 
     async def _death(self) -> Death:
-        """Its exit status tells more than the end of its stream, and comes a moment after it."""
+        """Finds the reason of an engine's end. The exit status tells more than the closed stream, and comes a moment
+        later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_TICK):
                 status = await asyncio.shield(self._exited)
@@ -103,17 +106,16 @@ class EngineProcess:
         await asyncio.wait([self._exited])
 
     async def finished(self) -> None:
-        """Returns when it has nothing more to say or to do, and may be killed."""
+        """Returns when the engine has sent its last message and may be killed."""
         ends: list[asyncio.Future[Any]] = [self._exited, self.client.over]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # with whatever it has started
+            os.killpg(self.pid, signal.SIGKILL)  # with the processes that it has started
 
     async def gone(self) -> None:
-        """After `kill`: returns when nothing of it is left. A caller that is cancelled cancels nothing else: another
-        one may wait, too."""
+        """After `kill`: returns when the process is gone. Cancelling one caller does not disturb other callers."""
         await asyncio.wait([self._exited])
         self.client.close()
         if self._pidfd is not None:
@@ -122,11 +124,11 @@ class EngineProcess:
 
     @property
     def can_be_left(self) -> bool:
-        """Whether a successor could wait for its end."""
+        """True if a successor can wait for the process's end."""
         return self._pidfd is not None
 
     def hand_over(self) -> list[Inherited]:
-        """For the successor, after `kill`, where it is not gone."""
+        """After `kill`: the pidfd of a process that has not ended yet, for the successor."""
         return [] if self._pidfd is None else [Inherited(ENGINE_FD, self._pidfd)]
 
 
@@ -137,5 +139,5 @@ async def _execute(command: Sequence[str], environ: Mapping[str, str], fd: int) 
         pass_fds=[fd],
         stdin=asyncio.subprocess.DEVNULL,
         env=dict(environ),
-        start_new_session=True,  # a terminal's Ctrl-C is for the server, which then says Shutdown
+        start_new_session=True,  # a terminal's Ctrl-C goes to the server alone, which then sends Shutdown
     )

@@ -1,8 +1,8 @@
-"""From request to final reply: who handles which kind of request, and what none of them has to look at.
+"""Finds the handler of each request, and makes the checks that all requests have in common.
 
-A handler is a small coroutine, of its theme's class. It raises errors, and the client tells them. The rule for what
-reads and then acts: between finding the engine and sending to it nothing is awaited, so that what was true of session,
-model and engine is still true.
+A handler is a small coroutine of a class for its theme. It returns the final reply or raises an error, which the client
+receives. A handler awaits nothing between finding the engine and sending to it, so that session, model and engine are
+still as it found them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from djinnd.server.work_requests import WorkRequests
 
 log = logging.getLogger("djinnd.server")
 
+# Refused while the daemon stops.
 _NEW_WORK = (
     protocol.OpenSession,
     protocol.ForkSession,
@@ -69,6 +70,8 @@ _NEW_WORK = (
     protocol.GetTrace,
     protocol.Restart,
 )
+# Change something that the journal stores: refused if it cannot be written. Closing a session gives room back, and is
+# always allowed.
 _CHANGES = (
     protocol.OpenSession,
     protocol.ForkSession,
@@ -87,8 +90,9 @@ _CHANGES = (
     protocol.WithdrawPrefix,
     protocol.KeepRecord,
     protocol.DropRecord,
-)  # of what the journal has; closing gives room, and is none
+)
 
+# Changes that make the journal larger: refused at the user's limit.
 _GROWS = (
     protocol.OpenSession,
     protocol.ForkSession,
@@ -99,13 +103,15 @@ _GROWS = (
     protocol.AddEdit,
     protocol.AddBreakpoint,
     protocol.RunFunctions,
-)  # of those, what makes the journal larger
+)
 
-# A set is asked in a twentieth of a microsecond; isinstance asks each Struct's metaclass, which takes two in all.
+# A lookup in a set takes 0.05 us; isinstance calls each Struct's metaclass, which takes 2 us in all.
 _is_new_work, _changes, _grows = (frozenset(kinds).__contains__ for kinds in (_NEW_WORK, _CHANGES, _GROWS))
 
 
 class Handlers:
+    """The handlers by type of request."""
+
     def __init__(
         self,
         sessions: SessionTable,
@@ -205,7 +211,7 @@ class Handlers:
         return await self._handlers[type(request)](call, request)
 
     def signal(self, client: Client, signal: protocol.Signal) -> None:
-        """It is one-way: nobody is told what is wrong with it."""
+        """Handles a one-way message. Errors are only logged, as there is no reply."""
         try:
             signal.validate()
             session = self._sessions.lookup(signal.session, client)
@@ -217,7 +223,7 @@ class Handlers:
 
     def _tell_signal(self, session: SessionRecord, signal: Signal) -> None:
         engine = self._models.engine_of(session)
-        if engine is not None and session in self._sessions:  # else nothing of it is on a device
+        if engine is not None and session in self._sessions:  # else no engine has any of its pages
             engine.send(signal)
-            if not signal.waits:  # the session's pages are on their way while its next call is still being read
+            if not signal.waits:  # the pages travel while the session's next call is still being read
                 engine.flush()

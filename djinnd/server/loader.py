@@ -1,7 +1,7 @@
-"""A model's ways onto an engine and off it: its load, its way to sleep, and its unload.
+"""Loads a model onto an engine, puts it to sleep, and unloads it.
 
-Each is a task, `Model.changing`. A model has one at a time, which goes on also when nobody waits for it any more. The
-states that they lead to are drawn in models.py.
+Each change is a task, `Model.changing`. A model has at most one at a time, which continues if its callers are
+cancelled. The states are drawn in models.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class Loader:
-    """Of Models. `models`: all that there are at the time; `gone` is called with one that is loaded no more, or could
-    not be; `page_folder`: for the pages that engines keep on disk, which outlive the daemon."""
+    """Changes the state of models. `models` iterates over all known models. `gone` is called with a model that has been
+    unloaded or could not be loaded. `page_folder` holds the pages that engines keep on disk; it outlives the daemon."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Loader:
         self._gone = gone
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
-        """What loading the model would come to. Raises ModelNotFound, and what the engine refuses."""
+        """Computes what loading the model would take. Raises ModelNotFound, and the engine's refusals."""
         files = await self._folders.files_of(model)
         engine = await self._engine_for(model.name)
         fields = model.load_fields(files, model.placed(placing))
@@ -84,7 +84,7 @@ class Loader:
 
     @property
     def trials(self) -> set[Model]:
-        """See LoadDeaths."""
+        """Models that are loaded one at a time after an engine's death. See LoadDeaths."""
         return self._deaths.trials
 
     def load(self, model: Model) -> None:
@@ -94,8 +94,8 @@ class Loader:
         model.changing.add_done_callback(_seen)
 
     def sleep(self, model: Model) -> None:
-        """Has the engine give back all device memory of a model that is ready and that nobody calls. Its sessions stay,
-        and so does what the arena has of it; pages that are on the device leave it, as far as the host has room."""
+        """Makes the engine free all device memory of a ready model without calls. Its sessions and its objects in the
+        arena stay. Its pages move from the device to the host, as far as the host has room."""
         assert model.engine is not None and model.changing is None
         engine, model.engine, model.state = model.engine, None, "asleep"
         self._arena.rest(model.name)
@@ -103,7 +103,7 @@ class Loader:
         model.changing.add_done_callback(_seen)
 
     async def unload(self, model: Model) -> None:
-        """Of a model without sessions. Raises InvalidRequest while it is being loaded."""
+        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
         if model.changing is not None and model.state == "asleep":
             await model.join()
         if model.changing is not None:
@@ -122,15 +122,15 @@ class Loader:
                 model.changing.cancel()
 
     async def close(self) -> None:
-        """After `stop`. Returns when nothing changes any more."""
+        """After `stop`: returns when no change is under way."""
         changes = [model.changing for model in self._models if model.changing is not None]
         await asyncio.gather(*changes, self._folders.hub.close(), return_exceptions=True)
 
-    # --- load -------------------------------------------------------------------------------------------------------
+    # --- load ---------------------------------------------------------------------------------------------------------
 
     async def _load(self, model: Model, wakes: bool) -> None:
-        """Between the engine's word that it has the model and telling it of prefixes and sessions nothing is awaited:
-        whoever finds the model ready finds its sessions open there."""
+        """Loads the model and opens its sessions. Nothing is awaited between the engine's reply and opening the
+        sessions: each caller that finds the model ready finds its sessions open."""
         try:
             self._expect_load(model)
             files = await self._folders.files_of(model)
@@ -157,7 +157,7 @@ class Loader:
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
 
     def _expect_load(self, model: Model) -> None:
-        """Raises QuotaExceeded where too many engines have died over models of the user that has brought it."""
+        """Raises QuotaExceeded if too many engines have died over models of the model's owner."""
         if not model.is_configured and model.owner is not None:
             self._user_deaths.expect_load(model.owner, time.monotonic())
 
@@ -180,13 +180,14 @@ class Loader:
         return loaded
 
     async def _left_by_others(self) -> None:
-        """Returns when models that are on their way out have given their device memory back."""
+        """Returns when models that sleep or unload have given back their device memory."""
         leaving = [model.changing for model in self._models if model.changing is not None and model.is_leaving]
         if leaving:
             await asyncio.wait(leaving)
 
     async def _load_failed(self, model: Model, error: Exception, wakes: bool) -> None:
-        """One that was asleep, and only lacks memory, an engine or its user's right, sleeps on."""
+        """Sets the state after a failed load. A model that was asleep stays so if it only lacked memory, an engine, or
+        its owner's quota."""
         message = error.message if isinstance(error, DjinnError) else repr(error)
         log.error("model_failed model=%s error=%s", model.name, message)
         sleeps_on = wakes and isinstance(error, OutOfMemory | EngineLost | QuotaExceeded)
@@ -196,23 +197,23 @@ class Loader:
         keep = sleeps_on or isinstance(error, EngineLost)
         await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
         if not isinstance(error, OutOfMemory | QuotaExceeded | Retry):
-            self._folders.close(model)  # they may be what is wrong
+            self._folders.close(model)  # they may be the fault
         if sleeps_on:
             self._arena.rest(model.name)
-        elif not is_set_aside:  # or nobody would know why
+        elif not is_set_aside:  # a model that is set aside stays known, with the reason
             self._gone(model)
 
     def _disk_folder(self, model: Model) -> str:
-        """Pages of weights that a client shares are not kept: the next weights of that name may be others, and nothing
-        would tell."""
+        """Folder for pages on disk. None for a model that a client shares: later weights of that name may differ, which
+        could not be detected."""
         return str(self._page_folder) if model.share is None else ""
 
-    # --- off the engine ---------------------------------------------------------------------------------------------
+    # --- off the engine -----------------------------------------------------------------------------------------------
 
     async def _fall_asleep(self, model: Model, engine: EngineClient) -> None:
         log.info("model_falls_asleep model=%s keep_alive=%g", model.name, model.keep_alive)
         try:
-            with suppress(EngineLost):  # then its memory is given back, too
+            with suppress(EngineLost):  # then its memory is free, too
                 await engine.call(Unload, model=model.name, keep_pages=True)
         finally:
             model.changing = None
@@ -232,6 +233,7 @@ class Loader:
 
 
 def open_in(engine: EngineClient, session: SessionRecord) -> None:
+    """Opens a session on an engine."""
     engine.set_tenants([session.tenant.limits])
     engine.send(
         Open(
@@ -249,4 +251,4 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
 
 def _seen(change: asyncio.Task[None]) -> None:
     if not change.cancelled():
-        change.exception()  # nobody may be waiting for it
+        change.exception()  # the caller may have been cancelled: marks the error as seen

@@ -1,4 +1,4 @@
-"""A model as the server knows it: how it is to be loaded, where it is, and who waits for it. See models.py."""
+"""A model as the server sees it: how it is loaded, where it is, and which requests wait for it. See models.py."""
 
 from __future__ import annotations
 
@@ -30,39 +30,43 @@ OnLoading = Callable[[Loading], None]
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """`info` and `text` are set when it is ready for the first time, and stay.
+    """State of one model.
 
-    `used`, CLOCK_MONOTONIC: when it was last asked for, or was ready, or a session of it that has gone last had a call;
-    `in_use` counts what keeps it awake beside the calls of its sessions. See keep_alive.py."""
+    `info` and `text` are set when the model is first ready, and stay.
+
+    `used` (CLOCK_MONOTONIC) is the last time of: a request for the model, the end of its load, the last call of a
+    session that has been closed. `in_use` counts work beside the calls of sessions that keeps the model awake. See
+    keep_alive.py.
+    """
 
     name: str
     source: config.Model
     kv: KvSizes
     placing: Placing
-    keep_alive: float  # seconds; 0: it never goes to sleep
-    template: str = ""  # for chats, that a load has brought
+    keep_alive: float  # seconds of idleness before it sleeps; 0: never
+    template: str = ""  # chat template that came with a load; empty: the checkpoint's
     state: ModelState = "available"
     error: str = ""
-    failed_at: float = 0.0  # when it was last not loaded, because of that error
-    load_deaths: int = 0  # of engines that died while it was being loaded, since it was last loaded: see load_deaths.py
+    failed_at: float = 0.0  # when the last load failed with `error`
+    load_deaths: int = 0  # engines that died during a load of it since it was last ready: see load_deaths.py
     info: ModelInfo | None = None
     text: ModelText | None = None
     is_configured: bool = False  # by an administrator, or shipped with djinnd
     engine: EngineClient | None = None  # while it is ready
-    changing: asyncio.Task[None] | None = None  # its load, its way to sleep, or its unload
+    changing: asyncio.Task[None] | None = None  # a load, a transition to sleep, or an unload
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)
-    files: ModelFiles | None = None  # of its checkpoint; see Folders
-    passed: ModelFiles | None = None  # those that an inspection has let pass
-    marks: Marks | None = None  # of these, or of those that it had in an earlier daemon
-    ledger: Ledger | None = None  # that is charged for them
+    files: ModelFiles | None = None  # the checkpoint's open files; see Folders
+    passed: ModelFiles | None = None  # the files that passed inspection
+    marks: Marks | None = None  # identity of `files`, or of the files that an earlier daemon had
+    ledger: Ledger | None = None  # the ledger that is charged for `files`
     payer: Ledger | None = None  # the ledger that is charged for the model and its shared memory, from its load on
-    owner: int | None = None  # the user that has brought it, and may decide about it; None: administrators alone
-    users: set[int] | None = None  # that have proven that they may read its files; None: it is everybody's
-    share: Share | None = None  # where its weights are, of a model that a client shares
+    owner: int | None = None  # the user that brought it, and may load and unload it; None: only administrators may
+    users: set[int] | None = None  # users that have proved that they may read its files; None: all users may use it
+    share: Share | None = None  # location of the weights, if a client shares the model
     used: float = field(default_factory=time.monotonic)
     in_use: int = 0
-    next_look: asyncio.TimerHandle | None = None  # of KeepAlive
+    next_look: asyncio.TimerHandle | None = None  # timer of KeepAlive
 
     @classmethod
     def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> Model:
@@ -70,44 +74,44 @@ class Model:
         return cls(name, source, sizes, source.placing, source.keep_alive, is_configured=is_configured)
 
     def forget_wishes(self) -> None:
-        """What somebody wanted otherwise than configured."""
+        """Resets to the configuration all settings that requests have changed."""
         self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
         self.keep_alive, self.template = self.source.keep_alive, ""
 
     def is_open_to(self, client: Client) -> bool:
-        """Whether this client may use the model, and know of it."""
+        """True if this client may use the model, and know that it exists."""
         if self.share is not None:
             return self.share.is_open_to(client)
         return self.users is None or client.user in self.users or client.is_admin
 
     def is_of(self, client: Client) -> bool:
-        """Whether this client may say how the model is loaded, and unload it."""
+        """True if this client may load and unload the model."""
         if self.share is not None:
             return self.share.is_of(client)
         return client.is_admin or client.user == self.owner
 
     @property
     def opener(self) -> int:
-        """The user for whose sake its files are read."""
+        """The user for whom its files are read."""
         if self.share is not None:
             return self.share.user
         return os.geteuid() if self.owner is None else self.owner
 
     @property
     def described(self) -> tuple[ModelInfo, ModelText]:
-        """Of a model that has been ready."""
+        """`info` and `text` of a model that has been ready."""
         assert self.info is not None and self.text is not None
         return self.info, self.text
 
     def placed(self, wish: Placing | None) -> Placing:
-        """Where its blocks are to go. Weights that a client shares lie as they do, and there is no other copy of
-        them."""
+        """The placing of its blocks for a load. A shared model keeps its form of packing and its host copy, because the
+        client's memory holds the only copy of its weights."""
         if wish is None or self.share is None:
             return wish or self.placing
         return replace(wish, packing=self.share.placing.packing, keep_host=True)
 
     def load_fields(self, files: ModelFiles, placing: Placing) -> dict[str, Any]:
-        """What Load and Plan have in common. The files go with them."""
+        """The fields that Load and Plan have in common. The open files travel with the message."""
         return {
             "model": self.name,
             "path": files.folder,
@@ -121,12 +125,12 @@ class Model:
 
     @property
     def is_leaving(self) -> bool:
-        """It is giving its device memory back."""
+        """True while the model is giving back its device memory."""
         return self.changing is not None and self.state in ("asleep", "available")
 
     async def join(self, on_loading: OnLoading = lambda _: None, missed: asyncio.Future[None] | None = None) -> None:
-        """Waits for the change that is under way, which goes on also when the caller goes; or until `missed` is done,
-        which raises what was missed."""
+        """Waits until the change under way ends. The change continues if the caller is cancelled. Returns earlier if
+        `missed` is done, and raises its error."""
         changing = self.changing
         assert changing is not None
         if self.progress is not None:

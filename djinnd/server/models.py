@@ -1,4 +1,4 @@
-"""The models: which there are, who may use them, and where they are.
+"""The models that the daemon knows, who may use each, and where each one is.
 
     available ──load──► loading ──► ready ──engine lost──► loading …
         ▲                  │          └─no call for its keep_alive─► asleep ──call──► loading …
@@ -6,9 +6,8 @@
         │                  └─two engines died─► set aside ──djinnctl load──► loading …
         └──────── unload ── of a model that is ready, failed, asleep or set aside
 
-Whoever needs a model that is not ready joins its one load (see loader.py) and is told how it goes. A model that is
-ready on an engine has all its sessions open there: that is how sessions come back after the loss of an engine, and from
-a model's sleep.
+Requests for a model that is not ready share one load (see loader.py) and receive its progress. Each session of a ready
+model is open on its engine. This is how sessions come back after the loss of an engine, and when a model wakes up.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class Models:
-    """Owns the models' arena. It is the Owner of the engines: what they say about loading comes here. `page_folder`:
-    see Loader."""
+    """The table of models. Owns their arena, and receives from the engines, as their Owner, the messages about models.
+    `page_folder`: see Loader."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Models:
         is_admin: Callable[[int], bool],
         ledger_of: Callable[[int], Ledger],
     ) -> None:
-        """`hub`: whether clients may name hub ids. `is_admin`: whether a user is an administrator."""
+        """`hub`: clients may name hub ids. `is_admin` tells if a user is an administrator."""
         self._known = known_models(configured)
         self._models = {
             name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
@@ -113,20 +112,21 @@ class Models:
         return iter(list(self._models.values()))
 
     def follow(self, limits: config.Limits) -> None:
-        """From now on."""
+        """Applies new limits."""
         self._folders.follow(limits)
         self._user_deaths.limits = limits
 
     def find(self, name: str) -> Model:
-        """Raises ModelNotFound. A hub id becomes a known model when somebody loads it."""
+        """Finds a model by its name. A hub id becomes a known model when a client loads it. Raises ModelNotFound."""
         if name in self._models:
             return self._models[name]
         return Model.configured(name, model_named(name, self._known, self._has_hub), is_configured=name in self._known)
 
     async def named(self, name: str, client: Client) -> Model:
-        """What the client means by it. A folder is opened for that, here or by the client: see Folders. A hub id that
-        the daemon's own user has fetched with `djinnctl pull` is its folder, for this user: native clients find it
-        themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest, Retry."""
+        """Finds the model that a client names. If it names a folder, the folder is opened, here or by the client (see
+        Folders). For the daemon's own user, a hub id that `djinnctl pull` has fetched stands for its folder: native
+        clients find the folder themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest,
+        Retry."""
         if name.startswith("/") and name not in self._known:
             return await self._folders.named(name, client)
         if client.user == os.geteuid() and not self.is_known(name) and is_hub_id(name):
@@ -139,16 +139,17 @@ class Models:
         return model
 
     async def hand_over(self, client: Client, request: HandOverFiles, fds: list[int]) -> Model:
-        """See Folders.take."""
+        """Takes the open files of a client's checkpoint. See Folders.take."""
         return await self._folders.take(client, request.folder, request.names, request.others, fds)
 
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
-        """The engine that has the session open, if there is one."""
+        """The engine on which the session is open, or None."""
         model = self.model_of(session)
         return None if model is None else model.engine
 
     def tell(self, session: SessionRecord, message: ToEngine) -> None:
-        """The engine that has the session, if there is one: the next one is told the session as it is."""
+        """Sends a message about a session to its engine. Without an engine nothing is sent: the next engine receives
+        the session's state when it opens the session."""
         engine = self.engine_of(session)
         if engine is not None:
             engine.send(message)
@@ -163,24 +164,25 @@ class Models:
         return model.name in self._known
 
     def find_open(self, name: str, client: Client) -> Model:
-        """For a new session. Raises ModelNotFound also for what the client may not use, or nobody may any more."""
+        """Finds a model for a new session. Raises ModelNotFound, also if the client may not use the model or its owner
+        has withdrawn it."""
         model = self.find_visible(name, client)
         expect_open(model)
         return model
 
     def find_visible(self, name: str, client: Client) -> Model:
-        """Raises ModelNotFound also for what the client may not see."""
+        """Finds a model by its name. Raises ModelNotFound, also if the client may not see the model."""
         model = self.find(name)
         if not model.is_open_to(client):
-            return Model.configured(name, model_named(name, self._known, self._has_hub))  # raises: as if it were not
+            return Model.configured(name, model_named(name, self._known, self._has_hub))  # raises ModelNotFound
         return model
 
     def visible(self, client: Client) -> list[Model]:
         return [model for model in self if model.is_open_to(client)]
 
     def preload(self, adopted: Iterable[str] = ()) -> None:
-        """What is configured so, and what an earlier daemon had loaded: its blocks, or its pages, are in the arena.
-        What slept there goes on sleeping."""
+        """At startup: loads the models that the configuration preloads, and the models of `adopted`, for which an
+        earlier daemon has left weights or pages in the arena. An adopted model that was asleep stays asleep."""
         adopted = list(adopted)
         self._restore(adopted)
         for name in adopted:
@@ -200,7 +202,7 @@ class Models:
                 self._load(model)
 
     def _restore(self, adopted: list[str]) -> None:
-        """Models that users had brought to an earlier daemon, as far as there is something of them."""
+        """Restores the models that users brought to an earlier daemon and that still have sessions or arena objects."""
         sessions = [session for session in self._sessions if session.is_servable and session.model.startswith("/")]
         used = {*adopted, *(session.model for session in sessions)} - self._known.keys()
         for record in self._records.read():
@@ -209,7 +211,7 @@ class Models:
                 model.owner, model.users, model.marks = record.owner, set(record.users), record.files
                 model.template = record.template
         for session in sessions:
-            if session.model not in self._models:  # of a daemon that had no records
+            if session.model not in self._models:  # left by a daemon without model records
                 model = Model.configured(session.model, config.Model(path=session.model))
                 self._models[session.model] = model
                 model.owner, model.users = session.user, {session.user}
@@ -224,15 +226,16 @@ class Models:
         user: int | None = None,
         template: str = "",
     ) -> EngineClient:
-        """The engine that has the model, which is loaded if need be: with so much for its pages, its blocks placed so,
-        awake for so long and with this chat template, and as configured where that says nothing. A model that nobody
-        knows yet, from the hub, is then that user's. Raises ModelNotFound, and what loading raises; EngineLost where
-        there is no engine for limits.engine_wait.
+        """Returns the engine that has the model; loads the model first if necessary.
 
-        Requests wait while a configured model is loaded again after an engine's death: if one of them killed this
-        engine, too, the model would be set aside for it.
+        `kv`, `placing`, `keep_alive` and `template` override the configuration for this load. A model of the hub that
+        was not known before belongs to `user`. Raises ModelNotFound, the errors of a load, and EngineLost if there is
+        no engine for limits.engine_wait.
 
-        The engine lives, and has the model, until the caller waits for something else.
+        After an engine's death, requests wait while configured models are loaded again one by one (`trials`). If a
+        request had killed the new engine during such a load, the model would be blamed and set aside.
+
+        The engine is alive and has the model until the caller next awaits.
         """
         while (model := self.find(name)).engine is None or self._loader.trials:
             if model.engine is not None:
@@ -256,12 +259,13 @@ class Models:
         return model.engine
 
     async def _trials_ended(self) -> None:
-        """Raises EngineLost where there has been no engine for limits.engine_wait."""
+        """Waits until no configured model is on trial. Raises EngineLost if there was no engine for
+        limits.engine_wait."""
         for model in list(self._loader.trials):
             try:
                 await self._join(model, lambda _: None)
             except DjinnError:
-                if model in self._loader.trials:  # it is not the load that has failed: there is no engine
+                if model in self._loader.trials:  # the load has not failed: there is no engine
                     raise
 
     async def _join(self, model: Model, on_loading: OnLoading) -> None:
@@ -273,25 +277,25 @@ class Models:
             missed.add_done_callback(_seen)
 
     async def _engine_missed(self, name: str) -> None:
-        """Raises EngineLost when there has been no engine for limits.engine_wait."""
+        """Returns never. Raises EngineLost when there was no engine for limits.engine_wait."""
         while True:
             engine = await self._engine_for(name)
             await asyncio.wait([engine.lost])
 
     def try_again(self, model: Model) -> None:
-        """One that is set aside: it may be loaded, and over one more death it is set aside again."""
+        """Makes a model that is set aside available for one more load. One more death sets it aside again."""
         assert model.state == "set aside"
         model.state, model.load_deaths = "available", MOST_DEATHS - 1
 
     def set_keep_alive(self, model: Model, seconds: float) -> None:
-        """Of a model that is loaded, being loaded, or asleep."""
+        """Sets the idle time after which a model sleeps. The model is loaded, being loaded, or asleep."""
         model.keep_alive = seconds
         self._loader.keep_alive.begin(model)
 
     async def once_ready(self, session: SessionRecord) -> Model:
-        """The session's, which has been ready. An earlier daemon's session loads it, and finds out whether its tokens
-        and edits still are the model's. Raises SessionLost, ModelNotFound, TokenOutOfRange, InvalidRequest, and what
-        loading raises."""
+        """Returns the session's model, after it has been ready once. For a session of an earlier daemon this loads the
+        model and checks that the session's tokens and edits fit it. Raises SessionLost, ModelNotFound, TokenOutOfRange,
+        InvalidRequest, and the errors of a load."""
         session.expect_model()
         if self.find(session.model).info is None:
             await self.ready(session.model)
@@ -303,14 +307,14 @@ class Models:
         return model
 
     def idle_seconds(self, model: Model) -> float:
-        """Since its last call, of a model that is loaded, or asleep; else 0."""
+        """Seconds since the model's last call, if it is loaded or asleep; else 0."""
         if model.state not in ("ready", "asleep"):
             return 0.0
         return idle_seconds(model, self._sessions.of_model(model.name))
 
     @contextmanager
     def in_use(self, session: SessionRecord) -> Iterator[None]:
-        """The model does not go to sleep meanwhile, though there is no call on the session, which an engine has."""
+        """Keeps the model awake during the block, for work on an open session that is not a call."""
         model = self._models[session.model]
         model.in_use += 1
         try:
@@ -320,15 +324,15 @@ class Models:
             model.used = time.monotonic()
 
     def session_closed(self, session: SessionRecord) -> None:
-        """When its last call was is known no more."""
+        """Remembers when the closed session had its last call, for the model's keep-alive."""
         model = self._models.get(session.model)
         if model is not None:
             last = session.used if session.call is None else time.monotonic()
             model.used = max(model.used, last)
 
     async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
-        """What loading the model would come to; 0 and None: as configured, and the device's own budget. Raises
-        ModelNotFound, and what the engine refuses."""
+        """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
+        budget. Raises ModelNotFound, and the engine's refusals."""
         try:
             return await self._loader.plan(model, memory_bytes, kv_bytes, placing)
         finally:
@@ -336,23 +340,23 @@ class Models:
                 self._forget_unless_used(model)
 
     async def unload(self, model: Model) -> None:
-        """Of a model without sessions. Raises InvalidRequest while it is being loaded."""
+        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
         await self._loader.unload(model)
 
     def add_shared(self, share: Share) -> Model:
-        """A model that is known until `drop`."""
+        """Adds the model that a client shares. It is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
         model = self._models[share.model] = Model.configured(share.model, source)
         model.placing, model.share, model.owner = share.placing, share, share.user
         return model
 
     async def drop(self, share: Share) -> None:
-        """Unloads and forgets the share's model, if there is one. It has ended, and has no sessions."""
+        """Unloads and forgets a share's model, if it is known. The share has ended and has no sessions."""
         model = self._models.get(share.model)
         if model is None or model.share is not share:
             return
         while model.changing is not None:
-            with suppress(Exception):  # whoever began to load it is told
+            with suppress(Exception):  # reported to the request that began the load
                 await asyncio.shield(model.changing)
         try:
             await self.unload(model)
@@ -362,25 +366,27 @@ class Models:
             self._prefixes.forget_shared(share.model)
 
     def stop(self) -> None:
-        """Nothing is loaded any more."""
+        """Ends all loads; none begins after this."""
         self._closing = True
         self._loader.stop()
 
     async def close(self, keep_blocks: bool = False) -> None:
-        """After `stop`, when the engine is gone. Returns when the arena is empty, or left to the next daemon."""
+        """Called after `stop`, when the engine is gone. Returns when the arena is empty, or is left to the next
+        daemon."""
         await self._loader.close()
         await self._granting.close(keep_blocks)
         await self._records.close()
 
     def set_tenants(self, limits: Collection[TenantLimits]) -> None:
-        """In every engine that has sessions."""
+        """Sends the tenants' limits to each engine that has a model."""
         for engine in {model.engine for model in self if model.engine is not None}:
             engine.set_tenants(limits)
 
-    # --- what engines say: see supervisor.Owner ---------------------------------------------------------------------
+    # --- messages from engines: see supervisor.Owner ------------------------------------------------------------------
 
     def engine_lost(self, suspects: Collection[Suspect]) -> bool:
-        """What was ready is loaded again as soon as there is an engine; its sessions follow."""
+        """Loads each model that was ready again on the next engine; its sessions follow. Returns True if models of one
+        user are to blame for the engine's death."""
         user = self._blamed_user(suspects)
         if user is not None:
             self._user_deaths.count(user, time.monotonic())
@@ -395,8 +401,8 @@ class Models:
         return user is not None
 
     def _blamed_user(self, suspects: Collection[Suspect]) -> int | None:
-        """The user that the death counts for. None: configured models alone are to blame, or several users, or an
-        administrator."""
+        """The user to whom the death is charged. None if only configured models, several users or an administrator are
+        to blame."""
         models = [self._models.get(each.model) for each in suspects]
         if all(model is None or model.is_configured for model in models):
             return None
@@ -406,7 +412,7 @@ class Models:
         return None if users or user is None or self._is_admin(user) else user
 
     def described(self, infos: Iterable[ModelInfo]) -> None:
-        """The engine has moved blocks of its models."""
+        """Stores the new descriptions of models after the engine has moved their blocks."""
         for info in infos:
             model = self._models.get(info.name)
             if model is not None and model.engine is not None:
@@ -435,11 +441,11 @@ class Models:
     # ----------------------------------------------------------------------------------------------------------------
 
     def payer_of(self, user: int | None) -> Ledger | None:
-        """The ledger that is charged for models of this user. Administrators' and configured models are nobody's."""
+        """The ledger that is charged for this user's models. None for administrators and for configured models."""
         return None if user is None or self._is_admin(user) else self._ledger_of(user)
 
     def _charge(self, model: Model) -> None:
-        """Before it is loaded; it counts until it is known no more. Raises QuotaExceeded."""
+        """Charges the model to its owner before the load; it counts until it is forgotten. Raises QuotaExceeded."""
         payer = self.payer_of(model.owner)
         if payer is not model.payer:
             if payer is not None:
@@ -448,7 +454,7 @@ class Models:
             model.payer = payer
 
     def _adopt_charges(self, model: Model) -> None:
-        """It is there, whatever the limits say."""
+        """Charges an adopted model to its owner even beyond the limits, because its memory is already in use."""
         payer = self.payer_of(model.owner)
         if payer is not None:
             payer.add(MODELS, 1)
@@ -460,7 +466,8 @@ class Models:
         self._loader.load(model)
 
     def _forget_unless_used(self, model: Model) -> None:
-        """What callers name themselves, or want otherwise than configured, is known only as long as it is of use."""
+        """Drops settings that differ from the configuration, and forgets a model that users brought, unless it still
+        has sessions or is shared."""
         if self._sessions.of_model(model.name) or model.share is not None:
             return
         model.forget_wishes()
@@ -475,9 +482,9 @@ class Models:
 
 
 def expect_open(model: Model) -> None:
-    """Raises ModelNotFound where new sessions of it are not to be: its client has taken it back."""
+    """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
     if model.share is not None and model.share.ended:
-        raise ModelNotFound(f"{model.name} is not there any more: who shared it has taken it back")
+        raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
 
 
 def _release(model: Model) -> None:
@@ -488,4 +495,4 @@ def _release(model: Model) -> None:
 
 def _seen(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        task.exception()  # nobody waits for it any more
+        task.exception()  # no caller awaits it any more: marks the error as seen

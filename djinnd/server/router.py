@@ -1,4 +1,4 @@
-"""Which engine has which model. One engine now; what places models on several belongs here."""
+"""Finds the engine for a model. There is one engine now; the placement of models on several belongs here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from djinnd.server.supervisor import Supervisor
 
 
 class Router:
+    """Maps models to engines."""
+
     def __init__(self, supervisors: list[Supervisor]) -> None:
         assert len(supervisors) == 1, "placement on several engines is not there yet"
         self.supervisors = supervisors
 
     async def engine_for(self, model: str) -> EngineClient:
-        """The engine that has, or is to have, the model; waits for it. Raises as Supervisor.engine."""
+        """Returns the engine that has the model or will load it; waits until it is ready. Raises the errors of
+        Supervisor.engine."""
         return await self.supervisors[0].engine()
 
     async def next_engine_for(self, model: str) -> EngineClient:
-        """The same, however long that takes."""
+        """Returns the engine for the model like engine_for, but waits without a limit."""
         return await self.supervisors[0].next_engine()

@@ -1,11 +1,13 @@
-"""The server's life: startup, main loop, shutdown.
+"""The daemon's server process: startup, main loop, shutdown.
 
-The first SIGTERM or SIGINT drains: no new work; what runs may finish within limits.shutdown_grace, and is cancelled
-then. The second ends everything at once. Either way no engine, shared memory or socket file is left. SIGHUP has the
-configuration read again: what of it can change at once does, and the rest waits for a restart.
+The first SIGTERM or SIGINT drains: no new request is accepted, and requests under way may finish within
+limits.shutdown_grace before they are cancelled. The second signal ends everything at once. Either way no engine, shared
+memory or socket file is left. SIGHUP makes the server read its configuration again. Settings that can change at once
+do; the others wait for a restart.
 
-A restart drains too. What it leaves is for the successor, which is this process again: the listening socket, the
-nursery, the engine that the kernel is not done with, and after a warm one the complete objects of the arena.
+A restart drains too, and then executes this program again in the same process, the successor. The successor inherits
+the listening socket, the nursery and an engine that has not quite ended. After a warm restart it also adopts the
+complete objects of the arena.
 """
 
 from __future__ import annotations
@@ -59,15 +61,21 @@ from djinnd.server.texts import Texts
 
 log = logging.getLogger("djinnd.server")
 
-_BEAT = 1.0  # seconds, at most, between words to systemd
-_CANCELLING = 5.0  # seconds for cancelled requests to end
-_GATEWAY_END = 5.0  # seconds for the gateway to end after that
+_BEAT = 1.0  # seconds: the longest interval between notifications to systemd
+_CANCELLING = 5.0  # seconds that cancelled requests get to end
+_GATEWAY_END = 5.0  # seconds that the gateway then gets to end
 
 
 class Server:
-    """`engine_command` starts an engine, see Supervisor; `nursery_command` what engines are forked from, see Nursery;
-    `inspect_command` what looks at checkpoints, see Inspector; `read_config` reads the configuration again, from where
-    it came, and raises ConfigError. Raises StartError where it can get no socket."""
+    """Builds the parts of the daemon, connects them, and runs them from start to stop.
+
+    - `engine_command` starts an engine (see Supervisor).
+    - `nursery_command` starts the process that forks engines (see Nursery).
+    - `inspect_command` starts the process that inspects checkpoints (see Inspector).
+    - `read_config` reads the configuration again from its source; it raises ConfigError.
+
+    Raises StartError if the listening socket cannot be had.
+    """
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class Server:
         read_config: Callable[[], Config],
         gateway: GatewayProcess | None = None,
     ) -> None:
-        self._config = config  # as it holds
+        self._config = config  # in force now: after a reload, `at_restart` settings keep their old values
         self._gateway = gateway or GatewayProcess([])
         self._read_config = read_config
         self._stopping = stopping
@@ -180,8 +188,8 @@ class Server:
         self._metrics = MetricsSocket(config.metrics, Metrics(self._status, self._sessions))
 
     async def serve(self) -> list[Inherited]:
-        """Until it is asked to stop. Answers with what a successor is to have; with nothing where there is to be none.
-        Raises StartError where no engine comes up, or journal or the socket for metrics cannot be had."""
+        """Runs until the server is asked to stop. Returns the descriptors for the successor; an empty list if there is
+        no successor. Raises StartError if no engine starts, or the journal or the metrics socket cannot be opened."""
         beating = asyncio.create_task(self._beat())
         try:
             self._startup()
@@ -197,7 +205,7 @@ class Server:
 
     def _startup(self) -> None:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
-        kept = self._journal.open()  # first of all: the state directory is this daemon's then
+        kept = self._journal.open()  # first: locks the state directory for this daemon
         self._tokens.start()
         self._name_unknown_users()
         self._metrics.start()
@@ -211,10 +219,10 @@ class Server:
         self._models.preload(adopted)
 
     async def _main_loop(self) -> None:
-        """Clients, engine and timers have their own callbacks: here is only what the whole waits for."""
+        """Waits for a request to stop or to reload. Clients, engines and timers run in callbacks of their own."""
         await _first(self._stopping.asked.wait(), self._supervisor.settled())
         if self._supervisor.failure:
-            raise StartError(f"no engine, because {self._supervisor.failure}: the log has its own account")
+            raise StartError(f"no engine, because {self._supervisor.failure}: see the log for the details")
         if self._supervisor.state == "ready":
             self._notifier.tell(READY=1)
             log.info("djinnd_ready socket=%s", self.address)
@@ -225,7 +233,7 @@ class Server:
                 await self._reload()
 
     async def _reload(self) -> None:
-        """What is wrong with the new configuration is logged, and the old one holds."""
+        """Reads the configuration again. If it has faults, logs them and keeps the old configuration."""
         self._stopping.reload.clear()
         self._notifier.tell_reloading()
         try:
@@ -269,7 +277,8 @@ class Server:
         self._name_unknown_users()
 
     def _name_unknown_users(self) -> None:
-        """A quota's user that is neither a Unix user nor a token's name may be a slip of the pen, or come later."""
+        """Logs a warning for each user of a quota that is neither a Unix user nor the name of a token. It may be a
+        typing error, or the user may be added later."""
         for rule, quota in self._config.quotas.items():
             for user in quota.users:
                 if isinstance(user, str) and not self._tokens.has_name(user):
@@ -280,7 +289,7 @@ class Server:
         if self._stopping.restart is None:
             self._notifier.tell(STOPPING=1)
         else:
-            self._notifier.tell_reloading()  # until READY, the successor's
+            self._notifier.tell_reloading()  # until the successor says READY
         log.info("djinnd_draining requests=%d restart=%s", self._clients.unfinished, self._stopping.restart or "no")
         self._gateway.stop()
         await self._drain()
@@ -314,16 +323,18 @@ class Server:
         return []
 
     async def _restart(self, restart: Restart) -> None:
-        """Raises InvalidRequest with what is wrong with the configuration that the successor would read."""
+        """Asks for a restart. Raises InvalidRequest, with the faults, if the successor could not read the
+        configuration."""
         try:
             await asyncio.to_thread(self._read_config)
         except ConfigError as error:
             raise InvalidRequest(f"the daemon goes on, as it could not start again: {error}") from error
-        self._status.is_draining = True  # before the caller is answered, so that what it sees next is true
+        self._status.is_draining = True  # before the reply, so that the caller's next request sees it
         self._stopping.ask_restart(restart)
 
     async def _drain(self) -> None:
-        """What runs may finish, for a while; then it is cancelled, which takes a step. What is paused would never."""
+        """Lets requests under way finish within limits.shutdown_grace, then cancels the rest. Requests of paused
+        sessions are cancelled at once, as they would never finish."""
         for session in self._sessions:
             if session.is_paused and session.call is not None:
                 session.call.cancel()
@@ -333,8 +344,8 @@ class Server:
         await _first(self._clients.idle.wait(), self._stopping.now.wait(), timeout=_CANCELLING)
 
     async def _stop_engine(self) -> None:
-        """Bringing the pages of sessions to where the successor finds them takes longer than just ending. Letting go of
-        its memory may take the kernel longer still: that is waited for by the successor's engine."""
+        """Stops the engine. Before a warm restart the engine gets more time, because it saves the pages of sessions for
+        the successor. The kernel may take longer still to free the engine's memory: the successor waits for that."""
         restart = self._stopping.restart
         grace = max(STOPPING, self._config.limits.shutdown_grace) if restart == "warm" else STOPPING
         began = time.monotonic()
@@ -348,8 +359,8 @@ class Server:
         log.info("engine_stopped seconds=%.3f", time.monotonic() - began)
 
     async def _beat(self) -> None:
-        """The watchdog is fed while there is an engine, or the next one has a time: a back-off of minutes is no reason
-        to restart the daemon, an end of the supervision is one."""
+        """Notifies systemd of status and watchdog. The watchdog is fed as long as the supervisor runs. A back-off of
+        minutes between two engines is no reason to restart the daemon; an ended supervisor is."""
         notifier = self._notifier
         while True:
             is_sound = self._status.is_draining or not self._supervisor.is_over
@@ -371,12 +382,12 @@ class Server:
 
 
 def _differing(one: Config, other: Config) -> str:
-    """Keys at the top."""
+    """Names the top-level keys in which two configurations differ, separated by commas."""
     return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
 
 
 def _make_folder(path: Path) -> None:
-    """In the state directory. Raises StartError."""
+    """Creates a folder in the state directory. Raises StartError."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -386,10 +397,10 @@ def _make_folder(path: Path) -> None:
 async def run(
     config: Config, read_config: Callable[[], Config], http: str | None = None, file: Path | None = None
 ) -> list[Inherited]:
-    """See Server, and Server.serve. `http`: the address of a gateway that comes and goes with the daemon, and reads the
-    rest of its configuration from `file`; None: there is none."""
+    """Runs the daemon; returns as Server.serve does. `http` is the address of a gateway process that starts and stops
+    with the daemon and reads the rest of its configuration from `file`; None starts no gateway."""
     stopping = Stopping()
-    with stopping.by_signals():  # before there is anything that would be left behind
+    with stopping.by_signals():  # before anything exists that a signal could leave behind
         commands = (engine_command(config), nursery_command(config), inspect_command())
         gateway = GatewayProcess(gateway_command(config, http, file) if http else [])
         return await Server(config, *commands, stopping, read_config, gateway).serve()
@@ -420,12 +431,13 @@ def _log_options(config: Config) -> list[str]:
 
 
 def _engine_environ(config: Config) -> dict[str, str]:
-    """Compiled kernels outlive the daemon, unless somebody has another place for them."""
+    """Sets the folder for compiled Triton kernels, which outlive the daemon. The environment may name another
+    folder."""
     return {"TRITON_CACHE_DIR": f"{config.state_dir}/triton", **os.environ}
 
 
 async def _first(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
-    """Returns when one of them does, or the time is over."""
+    """Returns when one of the coroutines returns, or after `timeout` seconds. Cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -1,6 +1,6 @@
-"""The sessions of all users: who they belong to, and their tokens, which are the session. Engines have copies.
+"""The sessions of all users. The server owns a session's tokens; engines have copies.
 
-The journal has them too, and hears of every change: see journal.py. What an earlier daemon has left begins as detached.
+The journal stores each change (see journal.py). Sessions that an earlier daemon has left begin as detached.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ from djinnd.server.quotas import Quotas, Tenant
 
 log = logging.getLogger("djinnd.server")
 
-_SWEEP = 60.0  # seconds, at most, that a session is there beyond its time to live
+_SWEEP = 60.0  # seconds: the most that a session outlives its time to live
 
-# What a session counts as in the journal, beside its edits.
+# Bytes that a session is charged in the journal, without its edits.
 SESSION_BYTES = 512
 TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """`tokens`: every prompt's and every generated token that stays; who appends calls `changed` before it is told.
-    `shared`: its model is one that a client shares. `salt`: some of its KV was a client's; the journal does not have
-    it. `kept`: the daemon keeps it for a program that knows no sessions, see conversations.py. `is_paused` outlives the
-    engine, and not the daemon. `woken_at`: when its client last said that it will compute, 0 where it has said since
-    that it waits. Times are CLOCK_MONOTONIC."""
+    """State of one session. Times are CLOCK_MONOTONIC.
+
+    - `tokens`: the tokens of all prompts and all generated tokens that stay. After appending, call `changed` before the
+      tokens are sent to the client.
+    - `shared`: a client shares the session's model.
+    - `salt`: not empty if some of its KV came from a client. Such a session is not in the journal.
+    - `kept`: set if the daemon keeps it for a program that does not know sessions; see conversations.py.
+    - `is_paused`: survives the loss of an engine, and ends with the daemon.
+    - `woken_at`: when its client last announced a call; 0 if the client has announced a wait since.
+    """
 
     id: str
     user: int
@@ -56,30 +61,30 @@ class SessionRecord:
     used: float
     journal: Journal
     latency: SessionLatency
-    tenant: Tenant  # the user's
+    tenant: Tenant  # of `user`
     shared: bool = False
     salt: bytes = b""
     kept: Kept | None = None
-    is_lost: bool = False  # with the engine that had KV which nobody can compute
-    is_restored: bool = False  # by this daemon, and not used yet: its model's checkpoint may have changed meanwhile
+    is_lost: bool = False  # its engine died with KV of a client, which cannot be computed again
+    is_restored: bool = False  # from the journal and not used yet: the checkpoint may have changed
     is_paused: bool = False
-    is_orphan: bool = False  # its shared model went with an earlier daemon; one of that name now is another
+    is_orphan: bool = False  # its shared model went with an earlier daemon; a model of that name is another one
     tokens: list[int] = field(default_factory=list)
-    journalled: int = 0  # see Journalled
+    journalled: int = 0  # number of tokens that the journal has; see Journalled
     edits: EditList = field(default_factory=EditList)
-    part_bytes: int = 0  # of its edits and breakpoints in the journal
-    charged: int = 0  # journal bytes, to the tenant's ledger
+    part_bytes: int = 0  # bytes of its edits and breakpoints in the journal
+    charged: int = 0  # journal bytes that are charged to the tenant's ledger
     is_closed: bool = False
     breakpoints: BreakpointList = field(default_factory=BreakpointList)
-    due_from: int = FOREVER  # see Session in core
+    due_from: int = FOREVER  # first position to be computed next; see Session in core
     woken_at: float = 0.0
     attached: set[Client] = field(default_factory=set)
-    call: Call | None = None  # that works on it
-    grace: asyncio.TimerHandle | None = None  # runs while nobody is attached
+    call: Call | None = None  # the call that uses the session
+    grace: asyncio.TimerHandle | None = None  # runs while no client is attached
 
     @contextmanager
     def in_use(self, call: Call) -> Iterator[None]:
-        """For the length of one call. Raises SessionBusy."""
+        """Reserves the session for one call. Raises SessionBusy."""
         self.expect_idle()
         self.call = call
         try:
@@ -90,24 +95,24 @@ class SessionRecord:
             self.charge_journal()
 
     def called(self, received: float) -> None:
-        """A call that was received then is about to run: its latency is measured."""
+        """Starts the latency measurement of a call that was received at `received` and is about to run."""
         self.latency.called(received, self.woken_at if self.woken_at > self.used else received)
 
     def changed(self) -> None:
-        """Tokens were appended, if there are any that the journal has not heard of."""
+        """Tells the journal that tokens were appended. Does nothing if the journal has them all."""
         if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
 
     @property
     def journal_bytes(self) -> int:
-        """What it has in the journal."""
+        """Bytes that the session takes in the journal."""
         if self.salt:
             return 0
         return SESSION_BYTES + TOKEN_BYTES * len(self.tokens) + self.part_bytes
 
     def charge_journal(self) -> None:
-        """To the tenant, as much as it has there now. What is new there had to have room before. A call's tokens are
-        charged when it ends: a step of many sessions takes no longer for it."""
+        """Charges the tenant for the session's present size in the journal. The caller has checked that there is room.
+        A call's tokens are charged when the call ends, so that a step of many sessions takes no longer."""
         if self.is_closed:
             return
         grown = self.journal_bytes - self.charged
@@ -120,8 +125,8 @@ class SessionRecord:
 
     @property
     def fixed(self) -> int:
-        """Its first tokens, whose KV was a client's, for all that is known here: it cannot be computed again. What has
-        stopped came behind that."""
+        """Number of first tokens that cannot be cut, as their KV may have come from a client and cannot be computed
+        again. Tokens behind a breakpoint's hit were generated here."""
         if not self.salt:
             return 0
         last, hit = now(len(self.tokens)), self.breakpoints.hit
@@ -135,7 +140,7 @@ class SessionRecord:
             self.journal.edited(self.id, edit, names)
 
     def inherit(self, parent: SessionRecord) -> None:
-        """Edits and breakpoints, of a fork that has none yet."""
+        """Copies the parent's edits and breakpoints to this session, a new fork."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
         self._grew(parent.part_bytes)
         if not self.salt:
@@ -152,7 +157,7 @@ class SessionRecord:
             self.journal.edits_ended(self.id, numbers, at)
 
     def recount(self) -> None:
-        """Edits or breakpoints were given to it, or went."""
+        """Updates the size in the journal after edits or breakpoints were restored or removed."""
         self.part_bytes = self.edits.nbytes + PART_BYTES * self.breakpoints.count
         self.charge_journal()
 
@@ -173,7 +178,7 @@ class SessionRecord:
             self.journal.breakpoints_ended(self.id, numbers)
 
     def stopped(self, hit: HitInfo | None) -> None:
-        """Its last call has, there; None: it is at no hit any more."""
+        """Records where the last call stopped at a breakpoint; None if the session is at no breakpoint."""
         self.breakpoints.hit = hit
         if hit is not None:
             self.due_from = hit.first
@@ -199,21 +204,21 @@ class SessionRecord:
 
     @property
     def is_free(self) -> bool:
-        """A conversation may go on with it."""
+        """True if a conversation may continue on this session."""
         return self.call is None and self.is_servable and not self.is_paused
 
     @property
     def is_plain(self) -> bool:
-        """What it generates follows from its tokens alone."""
+        """True if its output follows from its tokens alone."""
         return not (self.edits.edits or self.breakpoints.breakpoints or self.salt)
 
     @property
     def is_servable(self) -> bool:
-        """False: no engine can have it any more."""
+        """False if no engine can serve it any more."""
         return not (self.is_orphan or self.is_lost)
 
     def expect_model(self) -> None:
-        """Raises ModelNotFound, SessionLost where it is not servable."""
+        """Raises ModelNotFound or SessionLost if the session is not servable."""
         if self.is_lost:
             raise SessionLost(
                 f"session {self.id} had KV from a client, which was lost with the engine: read its tokens, and hand "
@@ -229,8 +234,8 @@ class SessionRecord:
 
 
 class SessionTable:
-    """`on_close` is called with each session that goes, when the table has it no more. `limits` may be replaced.
-    `latency`: of all sessions that there were."""
+    """All open sessions. `on_close` is called with each session after it was removed from the table. `limits` may be
+    replaced. `latency` is measured over all sessions, also closed ones."""
 
     def __init__(
         self, limits: Limits, quotas: Quotas, on_close: Callable[[SessionRecord], None], journal: Journal
@@ -251,18 +256,19 @@ class SessionTable:
         return len(self._sessions)
 
     def __contains__(self, session: SessionRecord) -> bool:
-        """Whether it is open."""
+        """True if the session is open."""
         return self._sessions.get(session.id) is session
 
     def visible(self, client: Client) -> list[SessionRecord]:
-        """The client's own; all of them for an administrator."""
+        """The client's sessions; all sessions for an administrator."""
         return [s for s in self if s.user == client.user or client.is_admin]
 
     def of_model(self, model: str) -> list[SessionRecord]:
         return [s for s in self if s.model == model and s.is_servable]
 
     def lookup(self, session_id: str, client: Client) -> SessionRecord:
-        """Raises SessionNotFound; the answer is the same for unknown sessions and other users'."""
+        """Finds a client's session. Raises SessionNotFound, with the same message if the id is unknown or the session
+        is another user's."""
         session = self._sessions.get(session_id)
         if session is None or (session.user != client.user and not client.is_admin):
             raise SessionNotFound(
@@ -278,8 +284,8 @@ class SessionTable:
         return sum(s.user == user for s in self._sessions.values())
 
     def expect_room(self, user: int, priority: Class) -> Tenant:
-        """For a session of this class. Raises NotPermitted where the user, or the daemon, has all sessions that it may
-        have; QuotaExceeded."""
+        """Checks that the user may open one more session of this class. Raises NotPermitted at the daemon's limits, and
+        QuotaExceeded at the user's quota."""
         own, tenant = self.count(user), self._quotas.tenant(user, time.monotonic())
         tenant.expect_session(own, priority)
         if own >= self.limits.sessions_per_user:
@@ -292,7 +298,8 @@ class SessionTable:
         return self._quotas.tenant(user, time.monotonic())
 
     def make_room(self, user: int, nbytes: int, sessions: int = 0) -> None:
-        """For so many bytes more in the journal, and so many more sessions, of the user's: kept sessions give way."""
+        """Closes kept sessions of the user, the longest idle first, until its limits allow so many more journal bytes
+        and sessions, or no kept session is left."""
         tenant = self._quotas.tenant(user, time.monotonic())
         most = tenant.most_sessions(self.limits.sessions_per_user)
         while (
@@ -315,7 +322,8 @@ class SessionTable:
         return max(0, most - self.count(user) + len(self.conversations.idle(user)))
 
     def keep(self, session: SessionRecord, kept: Kept) -> None:
-        """The daemon keeps it for its user's next call, and no more of that kind than limits.conversations_per_user."""
+        """Keeps the session for the next call of its user. Closes the longest idle kept session beyond
+        limits.conversations_per_user."""
         is_new, session.kept = session.kept is None, kept
         if is_new:
             self.conversations.add(session)
@@ -327,13 +335,13 @@ class SessionTable:
             self.close(longest_idle)
 
     def close_kept(self, model: str) -> None:
-        """Those that are idle: nobody but the daemon wants them."""
+        """Closes the model's idle sessions that only the daemon keeps."""
         for session in self.of_model(model):
             if session.kept is not None and session.call is None:
                 self.close(session)
 
     def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
-        """There is room in the journal for so many bytes more of the tenant's. Raises QuotaExceeded."""
+        """Checks that the journal has room for so many more bytes of the tenant. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
         self.expect_disk(tenant, nbytes)
 
@@ -344,7 +352,7 @@ class SessionTable:
         expect_space(tenant, nbytes, self._quotas, reserve, free)
 
     def recomputed(self, user: int, tokens: int) -> None:
-        """An engine has computed tokens of the user's sessions again."""
+        """Charges the user for tokens that an engine has computed again."""
         now = time.monotonic()
         self._quotas.tenant(user, now).charge(tokens, now)
 
@@ -356,11 +364,11 @@ class SessionTable:
         clock: float,
         conversations: Mapping[str, Conversed] | None = None,
     ) -> None:
-        """At start: what the journal has, detached. Edits, breakpoints and conversations: by session. `clock`: the
-        journal's time. Limits hold for what is opened after that."""
+        """Restores the sessions of the journal, at startup. They begin as detached, also if they exceed the limits.
+        Edits, breakpoints and conversations are keyed by session id. `clock` is the journal's time."""
         now = time.monotonic()
         for was in kept:
-            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # of an older version: wall clocks
+            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # older versions wrote wall clocks
             latency, tenant = SessionLatency(self.latency), self._quotas.tenant(was.user, now)
             session = SessionRecord(
                 was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal, latency, tenant
@@ -376,7 +384,7 @@ class SessionTable:
                 if hit.end == len(session.tokens):
                     session.due_from = hit.first
                 else:
-                    session.breakpoints.hit = None  # a call that went on from there was cut short
+                    session.breakpoints.hit = None  # a call that continued from the hit was cut short
             self._sessions[session.id] = session
             conversed = (conversations or {}).get(was.id)
             if conversed is None:
@@ -395,7 +403,7 @@ class SessionTable:
         salt: bytes = b"",
         attached: bool = True,
     ) -> SessionRecord:
-        """Attached to the client, unless the daemon is to keep it. Raises as expect_room."""
+        """Opens a session, attached to the client if `attached`. Raises the errors of expect_room."""
         self.make_room(client.user, 0 if salt else SESSION_BYTES, sessions=1)
         tenant = self.expect_room(client.user, priority)
         if not salt:
@@ -417,16 +425,16 @@ class SessionTable:
         return session
 
     def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:
-        """A session with the parent's tokens, edits and breakpoints, attached to the client. Raises SessionBusy, and as
-        expect_room; and NotPermitted where the parent is another user's, for an administrator too: users share no
-        pages."""
+        """Opens a session with the parent's tokens, edits and breakpoints, attached to the client. Raises SessionBusy,
+        NotPermitted, and the errors of expect_room. Not even an administrator may fork another user's session, because
+        users share no pages."""
         parent.expect_idle()
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
         parent.used = time.monotonic()
         self.make_room(parent.user, parent.journal_bytes + SESSION_BYTES, sessions=1)
         if parent.is_closed:
-            raise SessionBusy(f"session {parent.id} would have to give way to its fork: close another session first")
+            raise SessionBusy(f"session {parent.id} was closed to make room for its fork: close others first")
         self.expect_journal(parent.tenant, parent.journal_bytes)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
@@ -442,7 +450,7 @@ class SessionTable:
             session.grace = None
 
     def set_class(self, session: SessionRecord, priority: Class) -> None:
-        """Raises QuotaExceeded where it is above what the session's user may have."""
+        """Changes the session's scheduling class. Raises QuotaExceeded if the user's quota does not allow the class."""
         session.tenant.expect_class(priority)
         if priority == session.priority:
             return
@@ -452,8 +460,8 @@ class SessionTable:
         log.info("session_class session=%s user=%d class=%s", session.id, session.user, priority)
 
     def detach(self, client: Client) -> None:
-        """The client's connection is gone. What nobody else is attached to is closed when its grace time is over, or
-        when its user has more of that kind than limits.detached_per_user."""
+        """Detaches a client after its connection has closed. A session without clients is closed when its grace time is
+        over, or earlier if its user has more than limits.detached_per_user of them."""
         users = set()
         for session in self:
             if client in session.attached:
@@ -465,7 +473,7 @@ class SessionTable:
             self._close_detached(user)
 
     def leave(self) -> None:
-        """When the journal is closed: the sessions are the next daemon's."""
+        """Forgets the sessions, after the journal was closed. The next daemon restores them."""
         for session in self:
             if session.grace is not None:
                 session.grace.cancel()
@@ -474,7 +482,7 @@ class SessionTable:
         self._sessions.clear()
 
     def close(self, session: SessionRecord) -> None:
-        """A call that works on it is cancelled. Does nothing where the session is closed."""
+        """Closes the session and cancels its call. Does nothing if the session is already closed."""
         if self._sessions.pop(session.id, None) is None:
             return
         if session.grace is not None:
@@ -491,15 +499,15 @@ class SessionTable:
         self._on_close(session)
 
     def _detached(self, session: SessionRecord) -> None:
-        """Nobody is attached to it any more. One that is kept needs nobody."""
+        """Starts the grace time of a session without clients. A kept session has none: it needs no client."""
         if session.kept is not None:
             return
         loop = asyncio.get_running_loop()
         session.grace = loop.call_later(self.limits.session_grace, self.close, session)
 
     def _close_detached(self, user: int) -> None:
-        """The longest unused of those that the user has too many of. What a restart has left is not counted: whoever
-        had it is about to come back."""
+        """Closes the user's longest unused detached sessions beyond limits.detached_per_user. Sessions that a restart
+        has left do not count: their clients are about to come back."""
         detached = [s for s in self if s.user == user and not (s.attached or s.kept or s.is_restored)]
         excess = len(detached) - self.limits.detached_per_user
         if excess > 0:
@@ -508,7 +516,8 @@ class SessionTable:
                 self.close(session)
 
     def _close_expired(self) -> None:
-        """Now and then, those that were not used for their time to live: 0 is none, and may be another one later."""
+        """Closes the sessions that were not used for their time to live, and calls itself again within _SWEEP. A time
+        to live of 0 means no limit; a reload may change it."""
         limit, now = self.limits.session_ttl or math.inf, time.monotonic()
         kept_limit = self.limits.conversation_ttl or math.inf
         for session in self:

@@ -1,10 +1,10 @@
-"""Keeps one engine alive.
+"""Keeps one engine alive: starts the next one when an engine dies.
 
     starting ──Ready──► ready ──dies, silent, garbled──► lost ──delay──► starting …
         └────── the first engine refuses the device ───────────────────► failed
 
-There is always a next engine: only the very first one may refuse its device for good, which is a fault of the
-configuration. A call that needs an engine waits for the next one, up to limits.engine_wait.
+Only the first engine may refuse its device for good, because that is a fault of the configuration. After any other
+death a next engine is started. A call that needs an engine waits for it up to limits.engine_wait.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ log = logging.getLogger("djinnd.server")
 
 EngineState = Literal["starting", "ready", "lost", "failed"]
 
-_SHORTEST, _LONGEST = 0.25, 120.0  # seconds: the second delay, which doubles with each death, and the longest one
-_LONGEST_FOR_A_USER = 2.0  # seconds, where one user's models are to blame: soon they are loaded no more
-_QUIET = 60.0  # seconds without a death, after which the delays begin anew
+_SHORTEST, _LONGEST = 0.25, 120.0  # seconds: second delay, doubled at each death, and longest delay
+_LONGEST_FOR_A_USER = 2.0  # seconds: longest delay if one user's models are to blame, which soon are loaded no more
+_QUIET = 60.0  # seconds without a death after which the delays start from 0 again
 
 
 class BackOff:
-    """How long to wait before the next start of an engine. Times come from the caller."""
+    """Computes the delay before the next engine is started. The caller gives the times, in seconds."""
 
     def __init__(self) -> None:
         self._delay = 0.0
-        self._quiet_from = -math.inf  # a death after this finds a quiet engine
+        self._quiet_from = -math.inf  # a death after this time resets the delay
 
     def died(self, at: float, over_a_user: bool = False) -> float:
-        """Seconds until the next start: 0 at first, then twice as long from death to death. `over_a_user`: see
-        Owner.engine_lost."""
+        """Returns the seconds until the next start: 0 at first, then doubled from death to death. `over_a_user`: the
+        models of one user are to blame, see Owner.engine_lost."""
         if at >= self._quiet_from:
             self._delay = 0.0
         else:
@@ -57,19 +57,20 @@ class BackOff:
 
 
 class Owner(Audience, Protocol):
-    """Who has models on the engine."""
+    """The owner of the models on an engine, which the supervisor informs."""
 
     def engine_lost(self, suspects: Collection[Suspect]) -> bool:
-        """Before the calls under way fail; whoever asks for an engine from now on waits for the next one. Returns
-        whether models that one user has brought are to blame: such deaths are counted, and end by themselves."""
+        """Called before the requests under way fail. Requests from now on wait for the next engine. Returns True if
+        models of one user are to blame. Such deaths are counted, and end when the user's models are no longer
+        loaded."""
 
     def described(self, infos: Iterable[ModelInfo]) -> None:
-        """What the engine now says of its models, without having been asked about them."""
+        """Called when the engine has sent new descriptions of its models without being asked."""
 
 
 class Supervisor:
-    """`command` starts an engine; see EngineProcess.start. It is given its budget of device memory as `--memory`. The
-    first of them waits until `last` is gone."""
+    """Starts, watches and replaces engines. `command` starts an engine (see EngineProcess.start) and receives its
+    budget of device memory as `--memory`. The first engine waits until `last`, the earlier daemon's engine, is gone."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class Supervisor:
     ) -> None:
         self.state: EngineState = "starting"
         self.restarts = 0
-        self.told: Ready | None = None  # what the last engine said of itself
+        self.told: Ready | None = None  # description of the latest engine
         self._command = command
-        self._memory = memory  # of the next engine too; 0: the engine decides
+        self._memory = memory  # bytes, for the next engine too; 0: the engine decides
         self._changes: set[asyncio.Task[BudgetSet]] = set()
         self._environ = environ
         self._nursery = nursery
@@ -94,16 +95,16 @@ class Supervisor:
         self._scheduling = scheduling
         self._owner = owner
         self._last = last
-        self.failure = ""  # why no engine will ever come
-        self._last_death = ""  # of the engine before
-        self._died_over_a_user = False  # the last engine: see Owner.engine_lost
+        self.failure = ""  # why no engine will ever be ready
+        self._last_death = ""  # reason of the previous engine's death
+        self._died_over_a_user = False  # by the previous engine: see Owner.engine_lost
         self._next_start = 0.0  # when the next engine is started, on the loop's clock; while the state is "lost"
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
         self._task: asyncio.Task[None] | None = None
 
     def set_scheduling(self, scheduling: Scheduling) -> None:
-        """Of this engine and of those after it."""
+        """Sets the scheduling rules of this engine and of all later ones."""
         self._scheduling = scheduling
         if self.state == "ready":
             self._tell_scheduling()
@@ -118,8 +119,8 @@ class Supervisor:
         self._task.add_done_callback(_ended)
 
     async def stop(self, keep_pages: bool = False) -> None:
-        """Ends supervision and asks the engine to end, too; what waits for it fails. `keep_pages`: the next engine is
-        to find the pages of sessions."""
+        """Ends the supervision and asks the engine to end; calls that wait for it fail. `keep_pages`: the engine saves
+        the pages of sessions for the next engine."""
         if self._task is None:
             return
         self._task.cancel()
@@ -129,38 +130,38 @@ class Supervisor:
             self._process.client.lose(ShuttingDown("the daemon is stopping: try again when it is back"))
 
     async def exited(self) -> None:
-        """After `stop`: returns when the engine has ended by itself."""
+        """After `stop`: returns when the engine's process has ended by itself."""
         if self._process is not None:
             await self._process.exited()
 
     async def finished(self) -> None:
-        """After `stop`: returns when the engine has done what it is to do at its end."""
+        """After `stop`: returns when the engine has finished its work at shutdown."""
         if self._process is not None:
             await self._process.finished()
 
     def kill(self) -> None:
-        """After `stop`."""
+        """After `stop`: kills the engine's process."""
         if self._process is not None:
             self._process.kill()
 
     async def gone(self) -> None:
-        """After `kill`: returns when nothing of any engine is left."""
+        """After `kill`: returns when no engine process is left."""
         await self._last.gone()
         if self._process is not None:
             await self._process.gone()
 
     @property
     def can_be_left(self) -> bool:
-        """After `kill`: whether a successor could wait for what is left, instead of this process."""
+        """After `kill`: True if a successor can wait for the engine's end instead of this process."""
         return self._process is None or self._process.can_be_left
 
     def hand_over(self) -> list[Inherited]:
-        """After `kill`, for the successor."""
+        """After `kill`: the descriptors of ending engines, for the successor."""
         return self._last.hand_over() + (self._process.hand_over() if self._process is not None else [])
 
     async def engine(self) -> EngineClient:
-        """The engine that is ready, waiting for it up to limits.engine_wait. Raises EngineLost; DjinnError where none
-        will come."""
+        """Returns the ready engine; waits for it up to limits.engine_wait. Raises EngineLost after that, DjinnError if
+        no engine will come."""
         try:
             async with asyncio.timeout(self.limits.engine_wait):
                 return await self.next_engine()
@@ -168,7 +169,7 @@ class Supervisor:
             raise self._no_engine() from None
 
     async def next_engine(self) -> EngineClient:
-        """The engine that is ready, however long that takes. Raises DjinnError where none will come."""
+        """Returns the ready engine, without a limit on the wait. Raises DjinnError if no engine will come."""
         while self.state not in ("ready", "failed"):
             await self._settled.wait()
         if self.state == "failed":
@@ -177,7 +178,7 @@ class Supervisor:
         return self._process.client
 
     def _no_engine(self) -> EngineLost:
-        """For a call that has waited long enough."""
+        """The error for a call that has waited for limits.engine_wait."""
         waited, why = f"{self.limits.engine_wait:g}", f" since {self._last_death}" if self._last_death else ""
         if self.state != "lost":
             return EngineLost(f"an engine is being started, for more than {waited} s now{why}: try again later")
@@ -190,12 +191,12 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether supervision has ended: there is no engine, and none will come."""
+        """True if the supervision has ended: there is no engine, and none will come."""
         return self._task is not None and self._task.done()
 
     async def set_budget(self, memory_bytes: int) -> BudgetSet:
-        """Of this engine and of those after it; the change goes on also when the caller goes. Raises as `engine`, and
-        OutOfMemory with the figure that the budget could go down to."""
+        """Sets the budget of device memory of this engine and of all later ones. The change continues if the caller is
+        cancelled. Raises the errors of `engine`, and OutOfMemory with the least budget that is possible."""
         change = asyncio.create_task(self._set_budget(await self.engine(), memory_bytes))
         self._changes.add(change)
         change.add_done_callback(self._changed)
@@ -217,7 +218,7 @@ class Supervisor:
     def _changed(self, change: asyncio.Task[BudgetSet]) -> None:
         self._changes.discard(change)
         if not change.cancelled():
-            change.exception()  # nobody may be waiting for it
+            change.exception()  # the caller may have been cancelled: marks the error as seen
 
     # --- one engine after another -----------------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ class Supervisor:
         self._settled.set()
 
     async def _live(self) -> Death:
-        """Starts an engine and stays with it until it is gone."""
+        """Starts an engine and returns when it is gone."""
         self._died_over_a_user = False
         try:
             command = [*self._command, "--memory", str(self._memory)]

@@ -196,7 +196,7 @@ def test_a_model_that_was_taken_back_stays_for_the_sessions_that_have_it(daemon:
     with djinn.Session("mine", address=address) as s:
         handle.close()
         handle.close()
-        with pytest.raises(djinn.ModelNotFound, match="who shared it has taken it back"):
+        with pytest.raises(djinn.ModelNotFound, match="its client has withdrawn it"):
             djinn.Session("mine", address=address)
         with pytest.raises(djinn.ModelNotFound):
             djinn.load("mine", address=address)
