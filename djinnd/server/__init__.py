@@ -1,1 +1,2 @@
-"""The process that clients talk to: asyncio on uvloop, no torch. It knows sessions and users; engines do the work."""
+"""The process that clients connect to: asyncio on uvloop, without torch. It owns sessions and users; engines
+compute."""

@@ -1,4 +1,4 @@
-"""What a request may ask: checked here, before an engine sees anything. Values in, an error or nothing out."""
+"""Checks of requests before an engine sees them. Each function takes values, and returns nothing or raises an error."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS_BYTES = 4 << 20  # of a reply: 87,000 tokens with the 5 likeliest of each
+MAX_PROMPT_LOGPROBS_BYTES = 4 << 20  # of a reply: 87,000 tokens with their 5 likeliest
 MAX_LOGITS_BYTES = 1 << 30
-MAX_POINTS = 1024  # names of a request
+MAX_POINTS = 1024  # names in a request
 MAX_POINT_LENGTH = 256  # characters
 MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
 
 
 def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
-    """What can be seen before the prompt is in tokens. `lacking`: why the model takes no text; "" where
-    it takes some. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
+    """Checks everything that is known before the prompt is tokenised. `lacking`: why the model takes no text; empty if
+    it takes text. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
     request.sampling.validate()
     if [request.text, request.token_ids, request.chat].count(None) < 2:
         raise InvalidRequest("give the prompt as text, as token ids or as a chat, not as two of them")
@@ -63,8 +63,8 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
 
 
 def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:
-    """How many tokens a call may generate whose prompt fits. A call that goes on from a hit has been measured when it
-    began, and gets what is left. Raises InvalidRequest."""
+    """Returns the number of tokens that a call may generate behind its prompt, which fits. A call that continues from a
+    breakpoint was checked when it began, and gets the room that is left. Raises InvalidRequest."""
     room, wanted = model.max_context - session_tokens - prompt_tokens, request.max_tokens
     if not isinstance(wanted, int):
         most = room if wanted is None else min(DEFAULT_TOKENS, room)
@@ -92,8 +92,8 @@ def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, mode
 def check_prompt(
     prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int, *, is_text: bool = False
 ) -> None:
-    """`room`: tokens that must fit behind the prompt. `is_text`: the model's own tokenizer has made them of a text.
-    Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    """Checks the length and the tokens of a prompt. `room` is the number of tokens that must fit behind it. `is_text`:
+    the model's own tokenizer has produced the tokens. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not prompt and not session_tokens:
         raise InvalidRequest("the session is empty: the first call needs a prompt")
     length = session_tokens + len(prompt)
@@ -110,7 +110,7 @@ def check_prompt(
 
 
 def check_tokens(tokens: Sequence[int], model: ModelInfo, *, is_text: bool = False) -> None:
-    """Raises TokenOutOfRange. The wire carries no negative ones."""
+    """Raises TokenOutOfRange. Negative ids cannot be encoded on the wire."""
     highest = max(tokens, default=0)
     if highest >= model.vocab:
         told = f"{model.name} has {model.vocab:,} tokens, 0 to {model.vocab - 1}"
@@ -125,7 +125,8 @@ def check_tokens(tokens: Sequence[int], model: ModelInfo, *, is_text: bool = Fal
 
 
 def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str, Point]:
-    """Name → point, each name once, of a star one for each block. `field`: of the request. Raises InvalidRequest."""
+    """Maps each name to its point; a name with * maps to one point for each block. `field` is the request's field, for
+    errors. Raises InvalidRequest."""
     wanted = list(dict.fromkeys(names))
     if len(wanted) > MAX_POINTS:
         told = f"{len(wanted):,} points are too many: at most {MAX_POINTS:,} names; a * stands for every block"
@@ -138,7 +139,7 @@ def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str
 
 
 def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> None:
-    """Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    """Checks a forward pass. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not request.token_ids:
         raise InvalidRequest("a forward pass needs at least one token", field="token_ids")
     check_prompt(request.token_ids, session_tokens, model, room=0)
@@ -154,19 +155,19 @@ def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> No
 
 
 def check_truncate(length: int, session_tokens: int) -> None:
-    """Raises InvalidRequest."""
+    """Checks the length to which a session is to be cut. Raises InvalidRequest."""
     if not 0 <= length <= session_tokens:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
 
 
 def check_pause(request: PauseSession) -> None:
-    """Raises InvalidRequest."""
+    """Checks the tier of a pause. Raises InvalidRequest."""
     if request.tier == "device":
         raise InvalidRequest("a paused session's pages leave the device: pause it to host or disk", field="tier")
 
 
 def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -> int:
-    """How many tokens such a request makes public. Raises InvalidRequest."""
+    """Returns the number of tokens that the request makes public: whole pages only. Raises InvalidRequest."""
     wanted = session_tokens if request.tokens is None else request.tokens
     if wanted > session_tokens:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens, not {wanted:,}", field="tokens")
@@ -181,13 +182,13 @@ def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -
 
 
 def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
-    """Raises InvalidRequest."""
+    """Checks the sizes and times of a load. Raises InvalidRequest."""
     if request.kv_bytes < 0:
-        raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be 0 (as the daemon sees fit) or a size")
+        raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be a size, or 0: the daemon decides")
     for name in ("host_kv_bytes", "disk_kv_bytes"):
         nbytes = getattr(request, name, None)
         if nbytes is not None and nbytes < 0:
-            raise InvalidRequest(f"{name} is {nbytes}; it must be a size, or nothing (as the daemon sees fit)")
+            raise InvalidRequest(f"{name} is {nbytes}; it must be a size, or None: the daemon decides")
     if request.placing is not None:
         request.placing.validate()
     keep_alive = getattr(request, "keep_alive_s", None)
@@ -197,27 +198,27 @@ def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
 
 
 def check_plan(request: PlanModel) -> None:
-    """Raises InvalidRequest."""
+    """Checks the memory sizes of a plan. Raises InvalidRequest."""
     check_load(request)
     if request.memory_bytes < 0:
         raise InvalidRequest(f"memory_bytes is {request.memory_bytes}; it must be 0 (the device's budget) or a size")
 
 
 def check_share(request: ShareModel) -> None:
-    """Raises InvalidRequest."""
+    """Checks the settings of a shared model. Raises InvalidRequest."""
     check_load(request)
     if not request.placing.keep_host:
-        raise InvalidRequest("of a shared model the copy on the host is the only one: keep_host must be True")
+        raise InvalidRequest("keep_host must be True: the copy on the host is a shared model's only one")
 
 
 def check_budget(memory_bytes: int) -> None:
-    """Raises InvalidRequest."""
+    """Checks a budget of device memory. Raises InvalidRequest."""
     if memory_bytes < 1:
         raise InvalidRequest(f"memory_bytes is {memory_bytes}; a budget must be 1 byte or more", field="memory_bytes")
 
 
 def check_trace(request: GetTrace) -> None:
-    """Raises InvalidRequest."""
+    """Checks the length of a trace. Raises InvalidRequest."""
     if not 1 <= request.steps <= MAX_TRACE_STEPS:
         raise InvalidRequest(f"steps is {request.steps}; it must be from 1 to {MAX_TRACE_STEPS}", field="steps")
     if not 0 < request.seconds <= MAX_TRACE_SECONDS:  # NaN is neither
@@ -226,7 +227,7 @@ def check_trace(request: GetTrace) -> None:
 
 
 def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
-    """Of a call with prompt_logprobs. `may_stop`: the session has breakpoints that the call may come to. Raises
+    """Checks a call with prompt_logprobs. `may_stop`: the call may reach a breakpoint of the session. Raises
     InvalidRequest."""
     if may_stop:
         told = "a call with prompt_logprobs stops nowhere, and the session has breakpoints: remove them, or fork before"

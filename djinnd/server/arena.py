@@ -1,17 +1,18 @@
-"""The arena: POSIX shared-memory objects that hold models' weights and pages of their sessions, and outlive engine and
-daemon. A model has one object of each, at most.
+"""The arena: shared-memory objects that hold the weights of models and pages of their sessions. They outlive engines,
+and a killed daemon. A model has at most one object for weights and one for pages.
 
-An object is a header (arena_header.py) and the payload. The owner holds a lock (flock) on each of its objects for as
-long as it lives, so whether an owner lives is the kernel's word and holds across pid namespaces; pid and start time in
-the header are for people and for `djinnctl doctor`.
+An object is a header (arena_header.py) and the payload. The owner holds a lock (flock) on each of its objects as long
+as it lives. So the kernel knows if an owner lives, also across pid namespaces. The pid and start time in the header are
+for people and for `djinnctl doctor`.
 
     weights    filling ──the engine has filled it──► complete ◄──the model sleeps, and is granted again──► asleep
-    pages      complete as soon as they are reserved: the table they begin with says which of them are whole
+    pages      complete as soon as they are reserved: a table at their beginning says which pages are whole
 
-An object that its owner has left complete is adopted by the next daemon with the same state directory: that is what
-makes one daemon the successor of another, where several run on a machine.
+A daemon adopts the complete objects that an earlier daemon with the same state directory has left. The state directory
+tells several daemons on one machine apart.
 
-All of its memory is reserved before anybody maps the object: a full /dev/shm is an error here and never a SIGBUS later.
+All memory of an object is reserved before a process maps it. So a full /dev/shm is an error here, and not a SIGBUS
+later.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from djinnd.server.shared_objects import PREFIX, SHM, own_objects
 
 log = logging.getLogger("djinnd.server")
 
-Key = tuple[str, Holding]  # the model's name, and what of it
+Key = tuple[str, Holding]  # name of the model, kind of content
 
 
 @dataclass(slots=True)
 class _Object:
     name: str
-    fd: int  # holds the lock
+    fd: int  # holds the owner's lock
     header: Header
 
     @property
@@ -58,24 +59,21 @@ class Grant(NamedTuple):
     name: str
     offset: int
     complete: bool
-    identity: str = ""  # of weights that are complete
+    identity: str = ""  # of complete weights
 
 
 class Arena:
-    """Owns this daemon's objects. `grant` blocks while memory is reserved; it belongs in a thread.
-
-    `state_dir` is the daemon's: see `adopt`.
-    """
+    """Owns the shared-memory objects of this daemon. `grant` blocks while it reserves memory, and belongs in a thread.
+    The state directory decides which objects `adopt` takes."""
 
     def __init__(self, state_dir: str) -> None:
         self._state_dir = os.path.abspath(state_dir)
         self._objects: dict[Key, _Object] = {}
 
     def adopt(self) -> list[str]:
-        """At start, before this daemon has objects: takes over those whose owner is gone and which are complete and of
-        this state directory; removes what is left of that and of use to nobody, and what no daemon will come for.
-        Answers with the models that it then has something of.
-        """
+        """Takes over the complete objects of this state directory that no daemon owns, and returns the names of their
+        models. Removes incomplete ones, and objects of state directories that are gone. Called at startup, before
+        `grant`."""
         for name, fd in own_objects(SHM, PREFIX):
             if not self._take(f"/{name}", fd):
                 os.close(fd)
@@ -84,11 +82,9 @@ class Arena:
     def grant(
         self, model: str, nbytes: int, fingerprint: str, holds: Holding = "weights", *, any_size: bool = False
     ) -> Grant:
-        """The object for a model's weights or pages, for one engine to map. One that holds them already is handed out
-        again; with `any_size`, also where it has another size than `nbytes`.
-
-        Raises OutOfMemory with the figures where /dev/shm has no room.
-        """
+        """Returns the object for a model's weights or pages, for one engine to map. An object that holds them already
+        is reused; its size must be `nbytes` unless `any_size`. Raises OutOfMemory, with the sizes, if /dev/shm has no
+        room."""
         there = self._objects.get((model, holds))
         if there is not None and not _fits(there.header, fingerprint, None if any_size else nbytes):
             log.info(
@@ -104,36 +100,38 @@ class Arena:
         return Grant(there.name, HEADER_BYTES, there.header.is_whole, there.header.identity)
 
     def bytes_to_grant(self, model: str, nbytes: int, fingerprint: str, holds: Holding, *, any_size: bool) -> int:
-        """Of shared memory that the object will have which `grant` hands out."""
+        """Bytes of shared memory that the object of such a `grant` will have."""
         there = self._objects.get((model, holds))
         if there is not None and _fits(there.header, fingerprint, None if any_size else nbytes):
             return there.nbytes
         return HEADER_BYTES + nbytes
 
     def is_complete(self, model: str) -> bool:
-        """Whether there is something of the model, and all of it is complete."""
+        """True if the model has objects, and all of them are complete."""
         there = self._objects_of(model)
         return bool(there) and all(each.header.is_whole for each in there)
 
     def is_asleep(self, model: str) -> bool:
-        """Whether `rest` was the last that was said of the model, by this daemon or the one before it."""
+        """True if `rest` was called last for the model, by this daemon or the one before."""
         there = self._objects_of(model)
         return bool(there) and all(each.header.state is State.ASLEEP for each in there)
 
     def rest(self, model: str) -> None:
-        """No engine has the model, and what there is of it stays; the next daemon is not to load it at its start."""
+        """Marks the model's objects as asleep: they stay without an engine, and the next daemon does not load them at
+        start."""
         for there in self._objects_of(model):
             if there.header.is_whole:
                 there.write_header(there.header._replace(state=State.ASLEEP))
 
     def complete(self, model: str, identity: str = "") -> None:
-        """The engine has filled the object of the model's weights, with those of this identity."""
+        """Marks the model's weights as complete, after the engine has filled them. `identity` is that of the
+        weights."""
         there = self._objects[model, "weights"]
         there.write_header(there.header._replace(state=State.COMPLETE, identity=identity))
 
     def remove(self, model: str, holds: Holding | None = None) -> None:
-        """What `holds` says of the model; None: everything. Does nothing where there is no such object. Who still maps
-        it keeps the memory until it lets go."""
+        """Removes the model's object of one kind, or all of them. Does nothing if there is none. A process that still
+        maps an object keeps its memory until it unmaps it."""
         for there in self._objects_of(model):
             if holds in (None, there.header.holds):
                 del self._objects[model, there.header.holds]
@@ -141,7 +139,7 @@ class Arena:
                 os.close(there.fd)
 
     def remove_incomplete(self, model: str) -> None:
-        """What of the model an engine has left behind half filled."""
+        """Removes the objects of the model that an engine has filled only in part."""
         for there in self._objects_of(model):
             if not there.header.is_whole:
                 self.remove(model, there.header.holds)
@@ -151,7 +149,7 @@ class Arena:
             self.remove(model)
 
     def leave(self) -> None:
-        """Instead of `close`: what is complete stays, for the next daemon to adopt."""
+        """Called instead of `close`: keeps complete objects for the next daemon to adopt."""
         for model in self.models:
             self.remove_incomplete(model)
         for there in self._objects.values():
@@ -163,7 +161,7 @@ class Arena:
         return sum(there.nbytes for there in list(self._objects.values()))
 
     def nbytes_of(self, model: str, holds: Holding) -> int:
-        """0 where there is no such object."""
+        """Size of the model's object; 0 if there is none."""
         there = self._objects.get((model, holds))
         return 0 if there is None else there.nbytes
 
@@ -172,10 +170,8 @@ class Arena:
         return {model for model, _ in list(self._objects)}
 
     def findings(self) -> list[str]:
-        """What this daemon's objects in /dev/shm and its own account of them do not agree on.
-
-        Another thread may be creating or removing one: only what the account said before and after counts.
-        """
+        """Lists differences between this daemon's table and its objects in /dev/shm. Other threads may create and
+        remove objects meanwhile, so only names that are in the table before and after count."""
         before, present, after = self._names(), _owned_by(os.getpid()), self._names()
         missing = [f"arena object {name} is gone" for name in sorted((before & after) - present)]
         return missing + [f"arena object {name} belongs to no model" for name in sorted(present - before - after)]
@@ -187,7 +183,8 @@ class Arena:
         return [there for (name, _), there in list(self._objects.items()) if name == model]
 
     def _create(self, model: str, nbytes: int, fingerprint: str, holds: Holding) -> _Object:
-        """In the account before it has a header, so that the audit knows whatever has one."""
+        """Creates an object. It is in the table before it has a header, so that `findings` knows each object with a
+        header."""
         _check_room(model, HEADER_BYTES + nbytes, holds)
         name, fd = self._open_new(model)
         owner = (os.getpid(), start_ticks(os.getpid()))
@@ -195,7 +192,7 @@ class Arena:
         there = self._objects[model, holds] = _Object(name, fd, header)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there.write_header(header)  # before the memory: without it nobody would ever remove the object
+            there.write_header(header)  # before the memory: without a header it would never be removed
             os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
             if holds == "pages":
                 there.write_header(header._replace(state=State.COMPLETE))
@@ -207,20 +204,22 @@ class Arena:
         return there
 
     def _open_new(self, model: str) -> tuple[str, int]:
-        """Name and descriptor. Nobody can know the name before, and take it."""
+        """Creates a shared-memory object; returns its name and descriptor. The name is random, so that no process can
+        take it before."""
         digest = hashlib.sha256(model.encode()).hexdigest()[:12]
         while True:
             name = f"/{PREFIX}{os.getpid()}-{digest}-{secrets.token_hex(8)}"
             with suppress(posix_ipc.ExistentialError):
                 return name, posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
 
-    # --- what other daemons have left -------------------------------------------------------------------------------
+    # --- objects of earlier daemons -----------------------------------------------------------------------------------
 
     def _take(self, name: str, fd: int) -> bool:
-        """Whether the object is this daemon's from now on, and with it the descriptor, which holds the lock."""
+        """Adopts an object if it is fit. Returns True if it, and the descriptor with the lock, now belong to this
+        daemon."""
         data = os.pread(fd, HEADER_BYTES, 0)
         if not data and _has_no_maker(name) and _lock(fd):
-            _discard(name, "its daemon has died before it wrote anything there")
+            _discard(name, "its daemon died before it wrote a header")
         if not data.startswith(MAGIC) or self._is_for_another(data) or not _lock(fd):
             return False
         data = os.pread(fd, HEADER_BYTES, 0)  # as its owner left it
@@ -237,21 +236,21 @@ class Arena:
         return True
 
     def _is_for_another(self, data: bytes) -> bool:
-        """A daemon with another state directory adopts it or removes it, if that is still there. Looked at before the
-        lock is tried: that daemon may be starting just now."""
+        """True if the object belongs to another state directory that exists. The daemon there adopts or removes it.
+        Checked before the lock is tried, because that daemon may be starting now."""
         with suppress(ValueError):
             header = Header.unpack(data)
             return header.state_dir != self._state_dir and os.path.isdir(header.state_dir)
         return False
 
     def _unfit(self, data: bytes, stat: os.stat_result) -> str:
-        """Why an object that nobody owns is not to be adopted."""
+        """Why an object without an owner must not be adopted; empty if it may be."""
         try:
             header = Header.unpack(data)
         except ValueError as error:
             return str(error)
         if not header.is_whole:
-            return f"the {header.holds} of {header.model} were not brought in to their end"
+            return f"the {header.holds} of {header.model} are incomplete"
         if header.state_dir != self._state_dir:
             return f"its daemon's state directory {header.state_dir} is gone"
         if stat.st_size != HEADER_BYTES + header.payload:
@@ -265,7 +264,7 @@ def _fits(header: Header, fingerprint: str, nbytes: int | None) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    """False while its owner lives, and where it has been removed in between."""
+    """Tries to lock an object. Returns False if its owner lives, or if the object was removed meanwhile."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -274,13 +273,13 @@ def _lock(fd: int) -> bool:
 
 
 def _has_no_maker(name: str) -> bool:
-    """Whether no process has the pid that an object's name begins with."""
+    """True if the process that has created the object, by the pid in its name, is gone."""
     pid = name.removeprefix(f"/{PREFIX}").partition("-")[0]
     return pid.isdecimal() and not os.path.exists(f"/proc/{pid}")
 
 
 def _owned_by(pid: int) -> set[str]:
-    """The names of the objects whose header says so."""
+    """Names of the objects that have this owner in their header."""
     owner, names = (pid, start_ticks(pid)), set()
     for name, fd in own_objects(SHM, PREFIX):
         with open(fd, "rb") as file, suppress(OSError, ValueError):
@@ -294,7 +293,7 @@ def _check_room(model: str, nbytes: int, holds: Holding) -> None:
     if nbytes > free:
         raise _no_room(model, nbytes, free, holds)
     bound = tightest()
-    if bound is not None and nbytes > bound.left:  # the kernel would kill a process, and return no error
+    if bound is not None and nbytes > bound.left:  # beyond it the kernel kills a process instead of returning an error
         what = model if holds == "weights" else f"host_kv of {model}"
         raise OutOfMemory(
             f"{what} needs {nbytes:,} bytes of host memory and {bound.name} leaves {bound.left:,}: "
@@ -322,7 +321,7 @@ def _no_room(model: str, nbytes: int, free: int, holds: Holding) -> OutOfMemory:
 
 
 def _discard(name: str, why: str) -> None:
-    """What another daemon has left."""
+    """Removes an object that another daemon has left."""
     log.info("arena_removed name=%s reason=%s", name, why)
     with suppress(PermissionError):
         _unlink(name)

@@ -1,7 +1,7 @@
-"""Which user's ledger each object of the arena is charged to.
+"""Charges the objects of the arena to users' ledgers.
 
-The charge is made before the object is created and follows the object's size after every change of it. Objects of
-models that an administrator has configured or brought are in nobody's ledger, and not here.
+An object is charged before it is created, and again whenever its size changes. Objects of models that an administrator
+has configured or loaded are not charged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Charge(NamedTuple):
 
 
 class ArenaCharges:
-    """Belongs to the event loop."""
+    """The charges of all objects. Used on the event loop only."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._charges: dict[Key, Charge] = {}
 
     def reserve(self, key: Key, ledger: Ledger | None, nbytes: int) -> None:
-        """The object is going to have so many bytes, which this ledger pays for, and no other one any more. `settle`
-        follows. Raises QuotaExceeded, and changes nothing then."""
+        """Charges the ledger for an object that is about to have `nbytes`, instead of the ledger that paid before.
+        `settle` must follow. Raises QuotaExceeded; then nothing has changed."""
         before = self._charges.get(key)
         had = before.nbytes if before is not None and before.ledger is ledger else 0
         if ledger is not None and nbytes > had:
@@ -41,13 +41,13 @@ class ArenaCharges:
             self._charges[key] = Charge(ledger, max(nbytes, had))
 
     def adopt(self, model: str, ledger: Ledger) -> None:
-        """The objects of a model that an earlier daemon has left: they are there, whatever the limit says."""
+        """Charges the existing objects of an adopted model, even beyond the limit."""
         for holds in HOLDINGS:
             self._charges[model, holds] = Charge(ledger, 0)
         self.settle(model)
 
     def settle(self, model: str) -> None:
-        """The model's objects have changed."""
+        """Updates the charges after the model's objects have changed."""
         for holds in HOLDINGS:
             charge = self._charges.pop((model, holds), None)
             if charge is None:

@@ -1,13 +1,14 @@
-"""How an object of the arena begins: whose it is, what it holds, and whether it is whole.
+"""The header of an object of the arena: its owner, its content, and its state.
 
     byte 0       8     16            24      28    32            40         48          112     128     2048        4032
          ┌────────┬─────┬─────────────┬───────┬─────┬─────────────┬──────────┬───────────┬───────┬───────┬───────────┬──
          │DJARENA1│ pid │ start ticks │version│state│payload bytes│generation│fingerprint│ holds │ model │ state dir │ …
          └────────┴─────┴─────────────┴───────┴─────┴─────────────┴──────────┴───────────┴───────┴───────┴───────────┴──
-    and up to byte 4096, where the payload begins, the identity.
 
-Numbers are little-endian, texts UTF-8 and filled up with zeros. pid and start ticks (field 22 of /proc/<pid>/stat)
-name the owner; the pid in an object's name is its creator's.
+The last field, up to byte 4096, is the identity. The payload begins at byte 4096.
+
+Numbers are little-endian. Texts are UTF-8, padded with zeros. pid and start ticks (field 22 of /proc/<pid>/stat) name
+the owner; the pid in an object's name is its creator's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HEADER_BYTES = _HEADER.size
 class State(IntEnum):
     FILLING = 1
     COMPLETE = 2
-    ASLEEP = 3  # complete, of a model that no engine had when its daemon was last heard of
+    ASLEEP = 3  # complete; no engine had the model when its daemon last wrote the header
 
 
 class Header(NamedTuple):
@@ -37,12 +38,12 @@ class Header(NamedTuple):
     version: int
     state: State
     payload: int  # bytes
-    generation: int  # how many engines have been given this object
-    fingerprint: str  # sha256 of what the payload follows from, in hex
+    generation: int  # number of times that the object was granted
+    fingerprint: str  # sha256, in hex, of all that determines the payload's layout
     holds: Holding
     model: str
-    state_dir: str  # of the daemon
-    identity: str = ""  # of weights that are complete: sha256 of all that was read, in hex
+    state_dir: str  # the daemon's
+    identity: str = ""  # of complete weights: sha256, in hex, of all bytes read
 
     @property
     def is_whole(self) -> bool:
@@ -53,7 +54,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Raises ValueError where the bytes are no header of this version."""
+        """Decodes a header. Raises ValueError if the bytes are no header of this version."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("no arena header")
         _, pid, ticks, version, state, payload, generation, *texts = _HEADER.unpack_from(data)
@@ -68,6 +69,7 @@ class Header(NamedTuple):
 
 
 def start_ticks(pid: int) -> int:
-    """Field 22 of /proc/<pid>/stat: with the pid it names a process for good."""
+    """Start time of a process in clock ticks: field 22 of /proc/<pid>/stat. With the pid it names a process
+    uniquely."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat[stat.rindex(")") + 2 :].split()[19])

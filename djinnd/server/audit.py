@@ -1,4 +1,4 @@
-"""The audit of the server's tables, against each other and against what the engine and the kernel say."""
+"""Compares the server's tables with each other, with the engine's report and with the kernel's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FDS = Path("/proc/self/fd")
 
 
 def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena: Arena) -> Iterator[str]:
-    """One line for each thing that is not as it must be."""
+    """Yields a line for each contradiction between the server's tables."""
     connected = set(clients)
     for session in sessions:
         if not session.attached <= connected:
@@ -36,13 +36,14 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
         yield f"{under_way} requests are under way, {clients.unfinished} are counted"
     idle = {model.name for model in models if model.engine is None and model.changing is None}
     kept = {model.name for model in models if model.state in ("failed", "asleep") and arena.is_complete(model.name)}
-    of_nobody = arena.models & idle - kept  # what an engine died over, or what sleeps, is kept for the next load
+    of_nobody = arena.models & idle - kept  # complete weights stay for the next load, also after a death or in sleep
     yield from (f"the arena holds blocks of {name}, which is not loaded" for name in sorted(of_nobody))
     yield from arena.findings()
 
 
 def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[str]:
-    """`expected`: the sessions of ready models when the report was asked for."""
+    """Compares the sessions of the server with the engine's report. `expected`: the sessions of ready models when the
+    report was requested."""
     here, there = {session.id for session in expected}, {use.session for use in report.sessions}
     yield from (f"session {name} is not known to the engine" for name in sorted(here - there))
     yield from (f"the engine has session {name}, which is closed" for name in sorted(there - here))
@@ -50,9 +51,9 @@ def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[
 
 
 def audit_descriptors(clients: Clients, sharing: Sharing, address: str, files: Collection[int] = ()) -> Iterator[str]:
-    """Every accepted connection that this process holds is a client's, and memfds are weights that somebody shares,
-    wait to be sent, or are about to. (Or have come with a request that is under way.) `files`: of checkpoints, some of
-    which may be memfds."""
+    """Checks the open descriptors of this process. Each accepted connection must be a client's. Each memfd must be
+    shared weights, wait to be sent, or belong to a request under way. `files` are those of checkpoints, some of which
+    may be memfds."""
     known = {client.fd for client in clients}
     held = {fd for fd in map(int, os.listdir(_FDS)) if _is_accepted(fd, address)}
     yield from (f"descriptor {fd} is a connection of no client" for fd in sorted(held - known))
@@ -77,4 +78,4 @@ def _target(fd: int) -> str:
     try:
         return os.readlink(_FDS / str(fd))
     except FileNotFoundError:
-        return ""  # the listing's own
+        return ""  # the descriptor of the listing itself

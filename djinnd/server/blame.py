@@ -1,8 +1,8 @@
-"""Which requests may have killed an engine that has died.
+"""Decides which requests may have killed an engine that has died.
 
-Nobody can know it. But a request that has given a token on that engine has shown that it can, and one that waits was
-not in the step. So the requests without a token yet are blamed, where there are any. No request is blamed where a model
-was being loaded: a load kills engines more often.
+This cannot be known. But a request that has produced a token on that engine can be computed, and a waiting request was
+not in the step. So the requests without a token are blamed, if there are any. If a model was being loaded, no request
+is blamed, because loads kill engines more often.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
-MOST_DEATHS = 2  # of engines for which one request may be blamed before it ends
+MOST_DEATHS = 2  # of engines that are blamed on a request before it fails
 
 
 class Standing(IntEnum):
-    """Of a request on one engine."""
+    """State of a request on one engine."""
 
-    WAITS = 0  # held or paused: it has no row
-    PROVEN = 1  # it has given a token
-    UNPROVEN = 2  # it has given none yet
+    WAITS = 0  # held or paused: it has no row in a step
+    PROVEN = 1  # it has produced a token
+    UNPROVEN = 2  # it has produced no token yet
 
 
 class Suspect(NamedTuple):
     """A request, or the load of a model, that may have killed an engine."""
 
     model: str
-    user: int | None  # of the request; None: the model was being loaded
+    user: int | None  # the request's; None: the model was being loaded
 
 
 def blamed_standing(standings: Collection[Standing], loads: bool) -> Standing | None:
-    """The requests with this standing are blamed for the death. None: no request is. `loads`: a model was being
-    loaded."""
+    """The standing of the requests that are blamed for an engine's death; None if no request is blamed. `loads`: a
+    model was being loaded."""
     worst = max(standings, default=Standing.WAITS)
     return None if loads or worst is Standing.WAITS else worst

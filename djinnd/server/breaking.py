@@ -1,5 +1,5 @@
-"""Breakpoints of sessions are added, ended and told. The record has them, and the journal; each call brings the engine
-those that it may meet: see breakpoint_list.py."""
+"""Handlers that add, end and list breakpoints of sessions. The session and the journal store them. Each call brings the
+engine the breakpoints that it may reach: see breakpoint_list.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class Breaking:
+    """The requests about breakpoints."""
+
     def __init__(self, sessions: SessionTable, models: Models, functions: Functions) -> None:
         self._sessions = sessions
         self._models = models

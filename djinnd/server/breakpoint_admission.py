@@ -1,4 +1,5 @@
-"""What a breakpoint may be, and which calls may stop or go on: checked here. Values in, a value or an error out."""
+"""Checks of breakpoints, and of calls that may stop at one or continue from one. Each function takes values, and
+returns a value or raises an error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from djinnd.server.sessions import SessionRecord
 
 
 def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: ModelInfo) -> Breakpoint:
-    """The next one of a session that has those. Raises InvalidRequest."""
+    """Returns the session's next breakpoint, as requested. Raises InvalidRequest."""
     if request.every < 1:
         raise InvalidRequest(f"every is {request.every}; it must be 1 or more", field="every")
     if request.every > 1 and request.when == "prefill":
@@ -26,7 +27,7 @@ def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: Mo
     extents = None
     if request.positions is not None:
         if request.every > 1:
-            raise InvalidRequest("positions say already which ones: leave every away", field="every")
+            raise InvalidRequest("positions already name each place: leave every out", field="every")
         check_positions(request.positions, model)
         extents = tuple(extents_at(request.positions, each_its_own=False))
     points = admission.points_named([request.point], model, "point")
@@ -39,7 +40,7 @@ def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: Mo
 
 
 def check_room(breakpoint: Breakpoint, breakpoints: BreakpointList, limits: Limits) -> None:
-    """For one more in a session that has those. Raises QuotaExceeded."""
+    """Checks that the session may have one more breakpoint. Raises QuotaExceeded."""
     used, most = breakpoints.count, limits.breakpoints_per_session
     if used + breakpoint.count > most:
         raise QuotaExceeded(
@@ -54,7 +55,8 @@ def check_room(breakpoint: Breakpoint, breakpoints: BreakpointList, limits: Limi
 
 
 def numbers_to_end(request: EndBreakpoints, breakpoints: BreakpointList) -> list[int]:
-    """Those of them that are there. Raises InvalidRequest for a number that the session never gave."""
+    """Numbers of the requested breakpoints that exist. Raises InvalidRequest for a number that the session never
+    gave."""
     there = [each.number for each in breakpoints.breakpoints]
     if request.breakpoints is None:
         return there
@@ -67,7 +69,7 @@ def numbers_to_end(request: EndBreakpoints, breakpoints: BreakpointList) -> list
 
 
 def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitInfo | None:
-    """From which the call goes on; None where it begins as any. Raises InvalidRequest."""
+    """The hit from which the call continues; None if it does not continue from one. Raises InvalidRequest."""
     if not request.resume:
         if request.hit is not None:
             raise InvalidRequest("a call with a hit goes on from there: it needs resume", field="hit")
@@ -87,8 +89,8 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     hit = session.breakpoints.hit if request.hit is None else request.hit
     if hit is None:
         raise InvalidRequest(
-            "the session is at no hit: its last call did not stop at a breakpoint, or something has happened to its "
-            "tokens since; resume(from_=hit) goes back to one",
+            "the session is at no hit: its last call did not stop at a breakpoint, or its tokens have "
+            "changed since; resume(from_=hit) goes back to one",
             field="resume",
         )
     assert model.points is not None
@@ -106,8 +108,8 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
 def reach_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
 ) -> Reach:
-    """Of a call that may run on the session, behind its first `kept` tokens; None: behind all. Raises InvalidRequest as
-    `hit_of`."""
+    """The range of positions that a call may compute behind the first `kept` tokens of the session; None: behind all of
+    them. Raises the errors of `hit_of`."""
     hit, length = hit_of(request, session, model), len(session.tokens) if kept is None else kept
     end = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     if hit is not None:
@@ -118,7 +120,7 @@ def reach_of(
 
 
 def stops_of(request: Generate, reach: Reach, breakpoints: BreakpointList, model: ModelInfo) -> list[Stop]:
-    """Where such a call may stop; one that captures runs to its end. Raises InvalidRequest."""
+    """The places where a call may stop. A call that captures does not stop. Raises InvalidRequest."""
     if request.capture:
         return []
     stops = breakpoints.stops(reach)
@@ -143,7 +145,7 @@ def stops_of(request: Generate, reach: Reach, breakpoints: BreakpointList, model
 
 
 def _check_between_blocks(name: str, point: Point, model: PointMap) -> None:
-    """Raises InvalidRequest with the nearest point at which a call can stop."""
+    """Raises InvalidRequest, with the nearest possible point, if a call cannot stop at this point."""
     if point.where == "resid":
         return
     block = model.blocks - 1 if point.is_behind else point.block

@@ -1,7 +1,7 @@
-"""The breakpoints of a session as the server keeps them, where its last call has stopped, and where the next one will.
+"""The breakpoints of a session as the server stores them, where the last call has stopped, and where the next one will.
 
-What a breakpoint is about depends on the call: which positions are its prompt's, and which are generated. So each call
-brings the engine its own stops.
+A breakpoint may apply to prompt positions or to generated positions only. Which positions these are depends on the
+call, so each call brings the engine its own stops.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from djinnd.core.stops import Stop
 
 
 class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
-    """`block`: before which it stops. `extents`: positions at which it does, if they are what `when` and `every` say;
-    ascending, apart."""
+    """Stops calls before block `block`. `extents`: the positions where it stops, if `when` and `every` select them too;
+    ascending, without overlap."""
 
     number: int
-    point: str  # as it was asked for
+    point: str  # as the client has named it
     block: int
     when: When = "always"
     every: int = 1
-    extents: tuple[Extent, ...] | None = None  # None: at all
+    extents: tuple[Extent, ...] | None = None  # None: all positions
 
     @property
     def count(self) -> int:
-        """As limits.breakpoints_per_session counts: of its spans."""
+        """Number of its spans, as limits.breakpoints_per_session counts."""
         return 1 if self.extents is None else len(self.extents)
 
     @property
@@ -40,19 +40,20 @@ class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Positions [first, end) that a call may run, if it generates as much as it may: up to `prompt_end` the prompt's,
-    then generated ones, of which there are some before `length` where the call goes on from a `hit`."""
+    """The positions [first, end) that a call may compute if it generates as many tokens as it may. Positions before
+    `prompt_end` are the prompt's, the others are generated. A call that continues from a `hit` has generated positions
+    before `length` too."""
 
     first: int
     prompt_end: int
-    length: int  # of the session when the call begins
+    length: int  # the session's tokens when the call begins
     end: int
     hit: HitInfo | None = None
 
 
 class BreakpointList(msgspec.Struct, array_like=True):
-    """`given`: the last number. `hit`: where the session's last call has stopped, for as long as nothing has happened
-    to its tokens since."""
+    """All breakpoints of a session. `given` is the last number given. `hit` is where the last call has stopped, unless
+    the tokens have changed since."""
 
     breakpoints: tuple[Breakpoint, ...] = ()
     given: int = 0
@@ -67,7 +68,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
         self.breakpoints = tuple(each for each in self.breakpoints if each.number not in numbers)
 
     def copy(self) -> BreakpointList:
-        """Of a fork, which is at no hit."""
+        """The breakpoints for a fork, which is at no hit."""
         return BreakpointList(self.breakpoints, self.given)
 
     @property
@@ -75,7 +76,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
         return sum(each.count for each in self.breakpoints)
 
     def stops(self, reach: Reach) -> list[Stop]:
-        """Of such a call, one for each block at which it may stop, ascending."""
+        """The places where such a call may stop: the first position of each block, in ascending order of blocks."""
         found: dict[int, int] = {}
         for each in self.breakpoints:
             position = _stops_at(each, reach)
@@ -84,7 +85,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
         return [Stop(block, position) for block, position in sorted(found.items())]
 
     def met(self, block: int, end: int, reach: Reach) -> Breakpoint:
-        """The first of them for which a call has stopped before that block, with positions up to `end`."""
+        """The first breakpoint that has stopped a call before this block, at a position before `end`."""
         for each in self.breakpoints:
             if each.block == block and (position := _stops_at(each, reach)) is not None and position < end:
                 return each
@@ -92,8 +93,8 @@ class BreakpointList(msgspec.Struct, array_like=True):
 
 
 def _stops_at(breakpoint: Breakpoint, reach: Reach) -> int | None:
-    """The first position at which it stops such a call, which ends there. None: it does not. Positions that wait at a
-    hit stop at later blocks only."""
+    """The first position at which the breakpoint stops such a call; None if it does not. Positions that wait at a hit
+    stop only at later blocks."""
     hit, prompt_end = reach.hit, reach.prompt_end
     low = prompt_end if breakpoint.when == "decode" else 0
     high = prompt_end if breakpoint.when == "prefill" else reach.end

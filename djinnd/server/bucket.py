@@ -1,12 +1,12 @@
-"""A bucket: what may be taken of something that flows in at a rate, and is saved up only so far."""
+"""A token bucket: limits how much may be taken of something that flows in at a rate."""
 
 from __future__ import annotations
 
 
 class Bucket:
-    """`rate` a second flow in, up to `size`; it begins full. Who is let in while there is something may take more than
-    that, and the next has to wait until it is made up for: in t seconds no more than size + t x rate is taken, but for
-    what the last that were let in took. Times come from the caller."""
+    """`rate` per second flows in, up to `size`; the bucket begins full. A caller is admitted while the level is above 0
+    and may take more than the level; the next caller waits until the level is above 0 again. So in t seconds at most
+    size + t * rate is taken, plus the excess of the last callers. Callers give the times, in seconds."""
 
     def __init__(self, rate: float, size: float, at: float) -> None:
         self._rate = rate
@@ -14,7 +14,7 @@ class Bucket:
         self._at = at
 
     def resize(self, rate: float, size: float, at: float) -> None:
-        """What is there stays, as far as it fits."""
+        """Changes rate and size. Keeps the level, up to the new size."""
         self._fill(at)
         self._rate, self._size = rate, size
         self._level = min(self._level, size)
@@ -24,12 +24,12 @@ class Bucket:
         self._level -= amount
 
     def level(self, at: float) -> float:
-        """What is there; below 0: what has to flow in before there is anything."""
+        """The present level. Below 0 it is the amount that must flow in first."""
         self._fill(at)
         return self._level
 
     def wait_s(self, at: float) -> float:
-        """Until more may be taken; 0: at once."""
+        """Seconds until more may be taken; 0 if it may be now."""
         return max(0.0, -self.level(at) / self._rate)
 
     def _fill(self, at: float) -> None:

@@ -1,4 +1,4 @@
-"""What one call has to do with breakpoints: where it may stop, what it goes on from, and how its reply names a hit."""
+"""The breakpoints of one call: where it may stop, where it continues from, and how its reply describes a hit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from djinnd.server.sessions import SessionRecord
 
 @dataclass(frozen=True, slots=True)
 class CallBreakpoints:
-    """`resume_block`: the call goes on from where one has stopped before that block, if it does."""
+    """`resume_block`: the block before which an earlier call has stopped, if this call continues from there."""
 
     stops: list[Stop]
     resume_block: int | None
     _reach: Reach
-    _breakpoints: BreakpointList  # which stay as they are while the call runs
+    _breakpoints: BreakpointList  # unchanged while the call runs
     _width: int
 
     def hit(self, message: Finished) -> HitInfo:
@@ -38,7 +38,7 @@ class CallBreakpoints:
         )
 
     def told(self, capture: Capture, hit: HitInfo) -> Captured:
-        """To the client, of what came with the hit."""
+        """Describes to the client the activation that came with the hit."""
         return Captured(
             dtype=capture.dtype,
             first=hit.first,
@@ -52,8 +52,8 @@ class CallBreakpoints:
 def breakpoints_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
 ) -> CallBreakpoints:
-    """Of a call that may run on the session, behind its first `kept` tokens; None: behind all. Raises InvalidRequest
-    where it can not go on from a hit, and where it could stop and must not."""
+    """The breakpoints of a call behind the session's first `kept` tokens; None: behind all of them. Raises
+    InvalidRequest if the call cannot continue from a hit, or could stop where it must not."""
     reach = breakpoint_admission.reach_of(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
     assert model.points is not None

@@ -1,4 +1,4 @@
-"""What one call captures: which points, how much memory that takes, and how its reply names what has come."""
+"""The capture of one call: its points, the memory it takes, and how the reply describes it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from djinnd.messages import Capture
 from djinnd.server import admission
 from djinnd.server.sessions import SessionRecord
 
-MAX_CAPTURE_BYTES = 1 << 30  # of a call
+MAX_CAPTURE_BYTES = 1 << 30  # in one call
 
 
 class Capturing:
-    """`points`: what the engine is to capture; a point that the request names twice is captured once."""
+    """`points` are the points that the engine captures. A point that the request names twice is captured once."""
 
     def __init__(self, names: dict[str, Point], model: PointMap) -> None:
         self.points = list(dict.fromkeys(names.values()))
-        self.nbytes = 0  # of its window, at the most
+        self.nbytes = 0  # largest size of its window
         self._names = names
         self._model = model
 
     @property
     def width(self) -> int:
-        """Of all points together."""
+        """Sum of the points' widths."""
         return sum(map(self._model.width_at, self.points))
 
     def told(self, capture: Capture, positions: int) -> Captured:
-        """To the client, of what the engine has captured; the session has the first `positions` of its positions."""
+        """Describes to the client what the engine has captured. `positions`: how many of its positions the session
+        keeps."""
         offsets = dict(zip(self.points, capture.offsets, strict=True))
         return Captured(
             dtype=capture.dtype,
@@ -47,9 +48,8 @@ class Capturing:
 def capturing_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
 ) -> Capturing | None:
-    """None where the request captures nothing. It is one that may run on the session, behind its first `kept` tokens;
-    None: behind all. Raises InvalidRequest for names
-    that the model does not have, and for more than MAX_CAPTURE_BYTES."""
+    """The capture of a call behind the session's first `kept` tokens; None: behind all of them. Returns None if the
+    request captures nothing. Raises InvalidRequest for unknown points, and for more than MAX_CAPTURE_BYTES."""
     if not request.capture:
         return None
     names = admission.points_named(request.capture, model, "capture")
@@ -72,8 +72,8 @@ def capturing_of(
 
 
 def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, length: int) -> int:
-    """Positions that the call computes at the most. It begins where positions are due, or else with the prompt, or with
-    the last token; the last token that it generates is computed by the next call."""
+    """The most positions that the call computes. It begins at the first position that is due, else at the prompt, else
+    at the last token. The last generated token is computed by the next call."""
     first = min(session.due_from, length if prompt_tokens else now(length))
     last = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     return last - first

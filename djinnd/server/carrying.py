@@ -1,4 +1,4 @@
-"""The loss of an engine is not the caller's business: a run goes on with the next engine, from the token where it was.
+"""Continues runs on the next engine after an engine was lost, from the token where they were. Callers notice a delay.
 
     submitted ──► ended: the answer
         │  ▲
@@ -6,9 +6,9 @@
         ▼  │ its turn, when the model is ready again
       waiting ──► cancelled; no engine for limits.engine_wait; its model cannot be loaded; blamed for two deaths
 
-The session has every token, and random numbers follow from seed and position: so the same tokens come. Runs come back
-one after another, each until its first token, so that one that kills the engine again is alone with its guilt: see
-blame.py.
+The session has every token, and random numbers follow from seed and position: the run goes on as it would have. Runs
+return one after another, each until its first token. So a run that kills the next engine too was alone, and is blamed
+rightly: see blame.py.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from djinnd.server.client import Answer, Call
 from djinnd.server.models import Models
 from djinnd.server.runs import Interrupted, SessionRun
 
-_TURN = 5.0  # seconds, at most, that others wait for a run's first token on a new engine
+_TURN = 5.0  # seconds: the longest time that other runs wait for one run's first token on a new engine
 
 
 class Carrying:
-    """Of all runs."""
+    """Waits for runs and moves them from a lost engine to the next one."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._turn = asyncio.Lock()
 
     async def answer(self, call: Call, run: SessionRun) -> Answer:
-        """The answer of a run that an engine has just been given. Raises its error."""
+        """Returns the answer of a run that was just submitted to an engine. Raises the run's error."""
         call.client.started(call, run)
         try:
             while True:
                 try:
                     return await run.done
                 except Interrupted as lost:
-                    if run.is_cancelled:  # nobody waits for what the next engine would say
+                    if run.is_cancelled:  # no caller needs more tokens
                         raise asyncio.CancelledError from lost
                     answer = run.completed(self._context(run))
                     if answer is not None:
@@ -57,8 +57,8 @@ class Carrying:
             return answer
 
     async def _carry_on(self, run: SessionRun, error: DjinnError) -> None:
-        """Returns when another engine has the run. Raises an error where none will: the session keeps what the client
-        was told."""
+        """Returns when another engine has the run. Raises an error if that is not possible; the session then keeps the
+        tokens that the client has received."""
         try:
             if not isinstance(error, EngineLost):
                 raise error
@@ -72,7 +72,8 @@ class Carrying:
             raise
 
     async def _rejoin(self, run: SessionRun) -> bool:
-        """Waits for the model, and then for the run's turn. False: the engine was lost meanwhile."""
+        """Waits for the model and for the run's turn, and submits the run. Returns False if the engine was lost
+        meanwhile."""
         await self._models.ready(run.session.model)
         async with self._turn:
             run.session.expect_model()
@@ -90,7 +91,8 @@ class Carrying:
         return model.info.max_context if model is not None and model.info is not None else 0
 
     def _tell_length(self, run: SessionRun) -> None:
-        """An engine may have opened the session with more tokens while the run waited."""
+        """Sends the engine the session's length. An engine may have opened the session with more tokens while the run
+        waited."""
         self._models.tell(run.session, Truncate(run.session.id, len(run.session.tokens)))
 
 

@@ -1,4 +1,4 @@
-"""What a model's name stands for: what is configured, the model that ships with djinnd, a folder, or a hub id."""
+"""Resolves the name of a model: a configured model, the model that ships with djinnd, a folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def known_models(configured: Mapping[str, config.Model]) -> dict[str, config.Mod
 
 
 def model_named(name: str, known: Mapping[str, config.Model], hub: bool) -> config.Model:
-    """What a caller means by `name`, which is no folder. Raises ModelNotFound with what there is."""
+    """The model that a name stands for; the name is no folder. Raises ModelNotFound with the names that exist."""
     if name in known:
         return known[name]
     if hub and is_hub_id(name):

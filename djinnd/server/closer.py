@@ -1,8 +1,8 @@
 """Closes descriptors that came from clients, in threads.
 
-close(2) may take as long as a stranger likes: a socket lingers over data that nobody reads, the last descriptor of a
-memfd frees gigabytes. So the event loop closes nothing but small memfds. Each user has a lane of its own with at most
-EACH threads, so descriptors that linger delay only their sender's.
+close(2) may take as long as a stranger likes: a socket may linger over unread data, and the last descriptor of a memfd
+frees gigabytes. So the event loop closes only small memfds. Each user has a lane with at most EACH threads: descriptors
+that linger delay only other descriptors of their sender.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 THREADS = 32
-EACH = 2  # threads of one lane
-QUICK_BYTES = 4 << 20  # that a memfd may hold to be closed at once: freeing them takes about a millisecond
+EACH = 2  # of one lane
+QUICK_BYTES = 4 << 20  # a memfd up to this size is closed on the event loop: freeing it takes about a millisecond
 
 
 class Closer:
+    """The threads that close descriptors. Lanes share them."""
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # for what follows, and for the lanes
+        self._lock = threading.Lock()  # guards the members below, and the lanes
         self._threads = 0
-        self._waiting: deque[Lane] = deque()  # one entry for each thread that a lane wants and cannot have
+        self._waiting: deque[Lane] = deque()  # an entry for each thread that a lane could not get
 
     def lane(self) -> Lane:
         return Lane(self)
 
     def start(self, lane: Lane) -> None:
-        """Has a thread work at the lane, now or when one has time."""
+        """Lets a thread work on the lane, at once or when one is free."""
         with self._lock:
             if lane.threads >= EACH or not lane.fds:
                 return
@@ -56,13 +58,13 @@ class Closer:
             close_quietly(fd)
             try:
                 self._loop.call_soon_threadsafe(closed)
-            except RuntimeError:  # the loop is closed: the daemon ends
+            except RuntimeError:  # the loop is closed: the daemon is ending
                 return
 
 
 class Lane:
-    """One user's. `fds`: descriptors that no thread has taken yet, each with what is called in the loop when it is
-    closed."""
+    """The descriptors of one user. `fds`: descriptors that no thread has taken yet, each with the callback that the
+    event loop runs after it was closed."""
 
     def __init__(self, closer: Closer) -> None:
         self.fds: deque[tuple[int, Callable[[], None]]] = deque()
@@ -70,7 +72,8 @@ class Lane:
         self._closer = closer
 
     def close(self, fds: Iterable[int], closed: Callable[[], None] = lambda: None) -> None:
-        """`closed` is called for each of them, at once for those that take no time."""
+        """Closes descriptors. `closed` is called for each of them: at once if it was closed here, else after a thread
+        has."""
         for fd in fds:
             if _is_quick(fd):
                 os.close(fd)
@@ -81,7 +84,7 @@ class Lane:
 
 
 def _is_quick(fd: int) -> bool:
-    """Whether it is a small memfd. F_GET_SEALS does no I/O on any kind of file, and fstat does none on a memfd."""
+    """True if it is a small memfd. F_GET_SEALS does no I/O on any kind of file, and fstat does none on a memfd."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         return os.fstat(fd).st_blocks * 512 <= QUICK_BYTES
@@ -90,12 +93,12 @@ def _is_quick(fd: int) -> bool:
 
 
 def close_quietly(fd: int) -> None:
-    """Whatever close(2) says, the descriptor is gone afterwards."""
+    """Closes a descriptor. It is gone afterwards, also if close(2) returns an error."""
     with suppress(OSError):
         os.close(fd)
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Of the daemon's own."""
+    """Closes descriptors of the daemon itself."""
     for fd in fds:
         os.close(fd)

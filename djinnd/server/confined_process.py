@@ -1,9 +1,9 @@
-"""One confined child process as the server sees it: started, ready, ended. See djinnd/confinement.
+"""One confined child process, from its start to its end, as the server sees it. See djinnd/confinement.
 
-    starting ──its first word──► ready ──► asked, again and again
-        └── too late ──► killed       └── nonsense, a signal, its own end ──► ended
+    starting ──its first message──► ready ──► asked, again and again
+        └── too late ──► killed       └── garbage, a signal, its own end ──► ended
 
-Whatever ends it, `_over` is called once, with the error for those that wait for it.
+However it ends, `_over` is called once, with the error for the requests that wait for it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from djinnd.server.engine_process import Process
 
 log = logging.getLogger("djinnd.server")
 
-_HUNG_UP = 1.0  # seconds from the end of its connection to its own
-# Of the daemon's environment. A tenant can read all of what its process has.
+_HUNG_UP = 1.0  # seconds that it gets to end after it has closed its connection
+# The variables that the child gets of the daemon's environment. A tenant can read all of the child's environment.
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class ConfinedProcess:
-    """`command` is a `python -m`; appended are its user, the memory that it may take, this process's pid and the number
-    of its socket. `gone` is done when nothing is left of it."""
+    """Starts, watches and kills a confined process. `command` is a `python -m …`. Appended are its user, its memory
+    limit, this process's pid and the number of its socket. `gone` is done when the process has ended."""
 
-    _event: ClassVar[str]  # in the log
-    _name: ClassVar[str]  # in errors
-    _doer: ClassVar[str]  # in errors: who is to blame for its end
+    _event: ClassVar[str]  # in log events
+    _name: ClassVar[str]  # in errors: the process
+    _doer: ClassVar[str]  # in errors: the program that is to blame for its end
     _error: ClassVar[type[DjinnError]]
-    _start: ClassVar[float]  # seconds from its start to its first word
+    _start: ClassVar[float]  # seconds from its start to its first message
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ConfinedProcess:
         max_output: int,
     ) -> None:
         self.user = user
-        self._end: DjinnError | None = None  # why it takes no more
+        self._end: DjinnError | None = None  # why it accepts no more requests
         self._is_ready = False
         self._pid = 0
         self._hung_up: asyncio.TimerHandle | None = None
@@ -60,20 +60,20 @@ class ConfinedProcess:
         self.gone = asyncio.create_task(self._live([*command, *whose], environ, theirs))
 
     async def end(self) -> None:
-        """Returns when it is gone."""
+        """Kills the process, and returns when it is gone."""
         self.kill()
         await asyncio.wait([self.gone])
 
     def kill(self) -> None:
         raise NotImplementedError
 
-    # --- for subclasses ---------------------------------------------------------------------------------------------
+    # --- for subclasses -----------------------------------------------------------------------------------------------
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
         raise NotImplementedError
 
     def _over(self, error: DjinnError) -> None:
-        """It takes no more. Called once."""
+        """Called once, when it accepts no more requests."""
         raise NotImplementedError
 
     def _kill(self, error: DjinnError) -> None:
@@ -86,30 +86,30 @@ class ConfinedProcess:
         self._kill(self._error(f"{reason}; its process was ended"))
 
     async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> Process:
-        """Raises OSError."""
+        """Starts the process. Raises OSError."""
         return await asyncio.create_subprocess_exec(
             *command,
             *("--parent", str(os.getpid()), "--fd", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=asyncio.subprocess.DEVNULL,
             env=environ,
-            start_new_session=True,  # a terminal's Ctrl-C is for the server
+            start_new_session=True,  # a terminal's Ctrl-C goes to the server alone
         )
 
-    # --- events of the connection -----------------------------------------------------------------------------------
+    # --- events of the connection -------------------------------------------------------------------------------------
 
     def broken(self, error: ProtocolError) -> None:
-        self._fail(f"{self._doer} has said to the daemon what means nothing: {error.message}")
+        self._fail(f"{self._doer} has sent the daemon garbage: {error.message}")
 
     def congested(self, is_congested: bool) -> None:
         pass
 
     def closed(self) -> None:
-        """The status that it is about to end with says more."""
+        """Waits for the exit status, which says more, before it reports the closed connection."""
         told = f"{self._doer} has closed its connection to the daemon"
         self._hung_up = asyncio.get_running_loop().call_later(_HUNG_UP, self._fail, told)
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- its life -----------------------------------------------------------------------------------------------------
 
     async def _live(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> None:
         try:
@@ -121,7 +121,7 @@ class ConfinedProcess:
         self._pid = process.pid
         log.info("%s_started user=%d pid=%d", self._event, self.user, process.pid)
         late = asyncio.get_running_loop().call_later(self._start, self._too_late)
-        if self._end is not None:  # it was ended before it was there
+        if self._end is not None:  # it was killed before it was started
             self._kill(self._end)
         status = await process.wait()
         self._pid = 0
@@ -142,24 +142,24 @@ class ConfinedProcess:
             self._over(error)
 
     def _account(self, status: int) -> str:
-        """Of a process that has ended by itself."""
+        """The error's text for a process that has ended by itself."""
         if not self._is_ready:
-            return f"{self._name} has ended before it was ready: the daemon's log has its account"
+            return f"{self._name} has ended before it was ready: see the daemon's log"
         if status >= 0:
             return f"{self._doer} has ended its process, with status {status}"
         if -status == signal.SIGSYS:
             return (
-                f"{self._doer} was ended by the kernel, of which it had asked what {self._doer[4:]}s may not do: start "
-                "processes or threads, open sockets, reach into other processes"
+                f"{self._doer} was ended by the kernel for a system call that {self._doer[4:]}s may not make: they "
+                "cannot start processes or threads, open sockets, or reach into other processes"
             )
         if -status == signal.SIGKILL:
-            return f"{self._doer} was killed, as the kernel does where the machine's memory ends"
+            return f"{self._doer} was killed, which the kernel does when the machine is out of memory"
         return f"{self._doer}'s process died by {signal.Signals(-status).name}"
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time of a process, by the kernel's clock for it: clock_getcpuclockid(3), which Python has not. None where it
-    has ended, or `pid` is 0."""
+    """CPU time of a process, from its kernel clock: clock_getcpuclockid(3), which Python lacks. None if the process has
+    ended, or `pid` is 0."""
     try:
         return time.clock_gettime((~pid << 3) | 2) if pid else None
     except OSError:
@@ -167,5 +167,5 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def sparse_environ() -> dict[str, str]:
-    """For a confined process: what Python and the libraries need of the daemon's."""
+    """The variables of the daemon's environment that Python and the libraries need in a confined process."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _ONE_THREAD

@@ -1,4 +1,4 @@
-"""What is asked of the daemon as a whole: how it is, and what only its administrators may change or see."""
+"""Handlers of requests about the daemon as a whole: its status, and what only administrators may see or change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from djinnd.server.supervisor import Supervisor
 
 
 class DaemonRequests:
-    """`restart` begins one. Raises InvalidRequest where the next daemon could not start."""
+    """`restart` begins a restart. It raises InvalidRequest if the next daemon could not start."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class DaemonRequests:
         self._supervisor = supervisor
         self._status = status
         self._begin_restart = restart
-        self._notes = notes  # what administrators should know
+        self._notes = notes  # messages for administrators
 
     async def ping(self, call: Call, request: protocol.Ping) -> Answer:
         return Answer(Done(id=call.id))
@@ -56,7 +56,7 @@ class DaemonRequests:
             expect_admin(call, "see the quotas of all users")
         users = {call.client.user, *(session.user for session in self._sessions if request.all)}
         uses = await self._status.quota_uses(sorted(users))
-        if not request.all:  # what this very connection may have: its token may be for less
+        if not request.all:  # for this connection: its token may allow less than the user's quota
             uses = [replace(use, highest_class=call.client.class_for(None)) for use in uses]
         return Answer(protocol.Quotas(id=call.id, quotas=uses))
 
@@ -82,16 +82,16 @@ class DaemonRequests:
         return Answer(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
 
     async def restart(self, call: Call, request: protocol.Restart) -> Answer:
-        """Answered before the daemon drains, and told before the connection is closed."""
+        """Begins a restart. The caller has its reply before the daemon drains and closes the connection."""
         expect_admin(call, "restart the daemon")
         await self._begin_restart("warm" if request.warm else "cold")
         return Answer(Done(id=call.id))
 
-    # --- public prefixes --------------------------------------------------------------------------------------------
+    # --- public prefixes ----------------------------------------------------------------------------------------------
 
     async def publish_prefix(self, call: Call, request: protocol.PublishPrefix) -> Answer:
-        """Between publishing it and telling the engine nothing is awaited: an engine that has loaded the model by then
-        is told here, and one that loads it later by the loader."""
+        """Publishes a prefix and tells the engine. Nothing is awaited between the two: an engine that has the model is
+        told here, and an engine that loads it later is told by the loader."""
         expect_admin(call, "make a prefix public: other users' sessions share its pages")
         session = self._sessions.lookup(request.session, call.client)
         model = await self._models.once_ready(session)
@@ -99,7 +99,7 @@ class DaemonRequests:
         count = admission.public_tokens(request, len(session.tokens), model.described[0].page_size)
         shared = model.share is not None
         prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
-        if model.engine is not None:  # else the next one is told when it has loaded the model
+        if model.engine is not None:  # else the loader tells the next engine
             model.engine.send(PublicPrefix(model.name, prefix.tokens))
         return Answer(PrefixPublished(id=call.id, prefix=self._info(prefix)))
 
@@ -118,6 +118,6 @@ class DaemonRequests:
 
 
 def expect_admin(call: Call, what: str) -> None:
-    """Raises NotPermitted."""
+    """Raises NotPermitted if the client is not an administrator."""
     if not call.client.is_admin:
         raise NotPermitted(f"only an administrator may {what}")

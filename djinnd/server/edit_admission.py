@@ -1,4 +1,4 @@
-"""What an edit may be: checked here, before the session has it. Values in, an Edit or an error out."""
+"""Checks of edits, before a session has them. Each function takes values, and returns an Edit or raises an error."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DIRECTED = ("project_out", "clamp")
 
 
 def check_form(request: AddEdit) -> None:
-    """What can be seen without the model. Raises InvalidRequest."""
+    """Checks everything that does not depend on the model. Raises InvalidRequest."""
     if not request.points:
         raise InvalidRequest("name the points that are to be edited", field="points")
     _check_figures(request)
     _check_rows(request)
-    if request.op == "replace":  # by whatever an activation may be
+    if request.op == "replace":  # any value may replace an activation
         return
     place = first_unfinite(request.values, request.dtype)
     if place is not None:
@@ -40,8 +40,8 @@ def check_form(request: AddEdit) -> None:
 
 
 def edit_of(request: AddEdit, edits: EditList, tokens: int, fixed: int, model: ModelInfo) -> Edit:
-    """The next one of a session with so many tokens, of which the first `fixed` cannot be computed again. The request
-    is well-formed. Raises InvalidRequest."""
+    """Returns the next edit of a session with `tokens` tokens, of which the first `fixed` cannot be computed again. The
+    request has passed `check_form`. Raises InvalidRequest."""
     points = admission.points_named(request.points, model, "points")
     assert model.points is not None
     widths = {model.points.width_at(point) for point in points.values()}
@@ -65,12 +65,12 @@ def edit_of(request: AddEdit, edits: EditList, tokens: int, fixed: int, model: M
 
 
 def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits) -> None:
-    """For one more, with points of these names, in a session that has those edits. Raises QuotaExceeded."""
+    """Checks that a session with these edits may have one more, with points of these names. Raises QuotaExceeded."""
     count, most = len(edits.edits), limits.edits_per_session
     if count >= most:
         raise QuotaExceeded(
-            f"the session has {count:,} edits, and limits.edits_per_session is {most:,}; those that were ended count "
-            "for as long as positions are there that they have changed: truncate it to before them, or open another",
+            f"the session has {count:,} edits, and limits.edits_per_session is {most:,}; ended edits count "
+            "as long as the session has positions that they changed: truncate it to before them, or open another",
             quota="edits_per_session",
             limit=most,
             used=count,
@@ -98,15 +98,16 @@ def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits
 
 
 def _crowd(edit: Edit, edits: EditList) -> int:
-    """Of the session's edits, those that may change what this one changes, at the point where they are most. By their
-    first and last positions: how these lie between each other's is not looked at."""
+    """The most edits of the session that may overlap this one at one of its points. Compares first and last positions
+    only, and not the gaps between an edit's positions."""
     about = (other for other in edits.edits if other.first < edit.end and edit.first < other.end)
     at = Counter(chain.from_iterable(other.points for other in about))
     return max(at[point] for point in edit.points)
 
 
 def numbers_to_end(request: EndEdits, edits: EditList) -> list[int]:
-    """Those of them that are not over. Raises InvalidRequest for a number that the session never gave."""
+    """Numbers of the requested edits that have not ended. Raises InvalidRequest for a number that the session never
+    gave."""
     if request.edits is None:
         return edits.unended
     for number in request.edits:
@@ -118,7 +119,7 @@ def numbers_to_end(request: EndEdits, edits: EditList) -> list[int]:
 
 
 def check_fit(edits: EditList, model: ModelInfo) -> None:
-    """The model still is the one that they were made for. Raises InvalidRequest."""
+    """Checks that the edits still fit the model, which may have changed since they were made. Raises InvalidRequest."""
     assert model.points is not None
     for edit in edits.edits:
         for point in edit.points:
@@ -136,7 +137,7 @@ def _check_figures(request: AddEdit) -> None:
     op = request.op
     for name in ("scale", "low", "high"):
         figure = getattr(request, name)
-        if figure is not None and not abs(figure) <= _MAX_FLOAT32:  # NaN is not, either
+        if figure is not None and not abs(figure) <= _MAX_FLOAT32:  # false for NaN too
             raise InvalidRequest(f"{name} is {figure:g}; it must be a finite number of float32", field=name)
     if request.scale != 1.0 and op not in _SCALED:
         raise InvalidRequest(f"scale is {request.scale:g}, and {op} has none: {', '.join(_SCALED)} do", field="scale")
@@ -152,9 +153,9 @@ def _check_figures(request: AddEdit) -> None:
 
 
 def check_positions(positions: Sequence[int], model: ModelInfo) -> None:
-    """Raises InvalidRequest."""
+    """Checks that positions ascend and fit the model. Raises InvalidRequest."""
     if not positions:
-        raise InvalidRequest("positions is empty: name some, or leave it away for from now on", field="positions")
+        raise InvalidRequest("positions is empty: name some, or leave it out to edit from now on", field="positions")
     highest = max(positions[-1], len(positions) - 1)
     if highest >= model.max_context:
         told = f"position {highest:,} never comes: {model.name} has 0 to {model.max_context - 1:,}"
@@ -212,7 +213,7 @@ def _check_values(request: AddEdit, width: int) -> None:
 
 
 def extents_at(positions: Sequence[int], each_its_own: bool) -> Iterator[Extent]:
-    """Ascending positions, neighbours together. `each_its_own`: they have a row each."""
+    """Groups ascending positions into runs of neighbours. `each_its_own`: each position has its own row of values."""
     gaps = [index for index in range(1, len(positions)) if positions[index] != positions[index - 1] + 1]
     for first, after in pairwise([0, *gaps, len(positions)]):
         yield Extent(positions[first], positions[after - 1] + 1, first if each_its_own else 0)

@@ -1,4 +1,5 @@
-"""The edits of a session as the server keeps them: what engines are told, and how clients have named the points."""
+"""The edits of a session as the server stores them: the edits for engines, and the names that clients gave the
+points."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from dataclasses import dataclass, field
 from djinn_client.edits import EditInfo
 from djinnd.core.edits import FOREVER, Edit, cut, ended
 
-PART_BYTES = 128  # that each extent, point and name of an edit counts as, beside its values
+PART_BYTES = 128  # counted for each extent, point and name of an edit, beside its values
 
 
 @dataclass(slots=True)
 class EditList:
-    """`edits`: in the order of their numbers; those that are over, too, for as long as they have changed a position
-    that is there. `names`: of the points of each, by its number, as they were asked for. `given`: the last number;
-    none is given twice, also when its edit has gone."""
+    """All edits of a session.
+
+    - `edits`: in the order of their numbers. Ended ones stay as long as the session has positions that they changed.
+    - `names`: for each edit's number, the names of its points as the client gave them.
+    - `given`: the last number given. A number is never reused, also if its edit is gone.
+    """
 
     edits: tuple[Edit, ...] = ()
     names: dict[int, Sequence[str]] = field(default_factory=dict)
@@ -29,18 +33,18 @@ class EditList:
         self.given = edit.number
 
     def end(self, numbers: Collection[int], at: int) -> None:
-        """From position `at` on these change nothing."""
+        """Ends these edits: from position `at` on they change nothing."""
         self._keep(ended(self.edits, numbers, at))
 
     def cut(self, length: int) -> bool:
-        """The session keeps so many tokens. Whether that has changed any edit."""
+        """Adapts the edits to a session that was cut to `length` tokens. Returns True if any edit has changed."""
         was = self.edits
         self._keep(cut(was, length))
         return self.edits != was
 
     def replaced_by(self, edit: Edit) -> list[int]:
-        """Numbers of those whose place it takes: patches at positions, at its points, that it has all of. So whoever
-        patches the same again and again, as a client does that goes back to a hit, has one edit."""
+        """Numbers of the edits that this one replaces: patches at some of its points and positions, and at no others.
+        So a client that goes back to a hit and patches the same place again and again has one edit."""
         if edit.op != "replace":
             return []
         return [each.number for each in self.edits if each.op == "replace" and _has_all_of(edit, each)]
@@ -50,12 +54,12 @@ class EditList:
         return EditList(edits, self.names, self.given)
 
     def copy(self) -> EditList:
-        """Of a fork: the values are the same memory."""
+        """The edits for a fork. The values share memory with this session's."""
         return EditList(self.edits, dict(self.names), self.given)
 
     @property
     def unended(self) -> list[int]:
-        """Numbers of those that are not over."""
+        """Numbers of the edits that have not ended."""
         return [edit.number for edit in self.edits if not edit.over]
 
     @property
@@ -71,12 +75,13 @@ class EditList:
 
 
 def nbytes_of(edit: Edit, names: Sequence[str]) -> int:
-    """Memory that it takes, as limits.edit_bytes_per_session counts."""
+    """Memory of an edit, as limits.edit_bytes_per_session counts it."""
     return len(edit.values) + PART_BYTES * (len(edit.extents) + len(edit.points) + len(names))
 
 
 def _has_all_of(edit: Edit, earlier: Edit) -> bool:
-    """Of an edit that goes on for ever, nothing has: what it would do when the later one has ended is not known."""
+    """True if the later edit covers all points and positions of the earlier one. An edit without an end is never
+    covered, because it would apply again after the later one has ended."""
     return set(earlier.points) <= set(edit.points) and all(
         part.end != FOREVER and any(each.start <= part.start and part.end <= each.end for each in edit.extents)
         for part in earlier.extents

@@ -1,7 +1,7 @@
-"""What clients have done to activations of their sessions: edits are added, ended and told.
+"""Handlers that add, end and list edits of the activations of sessions.
 
-An edit is the session's, as its tokens are: the record has it, the journal hears of it, and the engine that has the
-session is told. A model that has been ready need not be now: the next engine is told the session as it is.
+An edit belongs to its session, as tokens do: the session and the journal store it, and the session's engine is told. If
+no engine has the model, the next engine receives the edits when it opens the session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("djinnd.server")
 
 
 class Editing:
-    """Between finding the engine and sending to it nothing is awaited: see handlers.py."""
+    """The requests about edits. Nothing is awaited between finding the engine and sending to it: see handlers.py."""
 
     def __init__(self, sessions: SessionTable, models: Models) -> None:
         self._sessions = sessions
@@ -34,8 +34,8 @@ class Editing:
             return Answer(EditAdded(id=call.id, edit=await self.admit(session, request)))
 
     async def admit(self, session: SessionRecord, request: protocol.AddEdit) -> int:
-        """The edit's number. For who has the session in use; which session the request names is not looked at. Raises
-        InvalidRequest, QuotaExceeded, and what getting the model ready raises."""
+        """Adds an edit to a session that the caller has in use, and returns its number. Ignores the session that the
+        request names. Raises InvalidRequest, QuotaExceeded, and the errors of getting the model ready."""
         edit_admission.check_form(request)
         info, _ = (await self._models.once_ready(session)).described
         edit = edit_admission.edit_of(request, session.edits, len(session.tokens), session.fixed, info)
@@ -46,7 +46,7 @@ class Editing:
             self._sessions.expect_journal(session.tenant, nbytes_of(edit, names))
         session.add_edit(edit, names)
         self._models.tell(session, AddEdit(session.id, edit))
-        if replaced:  # from its first position on, and so altogether
+        if replaced:  # from its first position on, and so completely
             session.end_edits(replaced, edit.first)
             self._models.tell(session, EndEdits(session.id, replaced, edit.first))
         log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))

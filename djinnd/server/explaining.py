@@ -1,4 +1,4 @@
-"""Why a session is running, or not: the engine's word where it has the session's call, and else the server's own."""
+"""Explains why a session is running or not. The engine answers if it has the session's call, else the server does."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Figures = dict[str, int | float | str]
 
 
 class Explaining:
+    """The handler of ExplainSession."""
+
     def __init__(self, sessions: SessionTable, models: Models, supervisor: Supervisor, status: Status) -> None:
         self._sessions = sessions
         self._models = models
@@ -35,18 +37,19 @@ class Explaining:
                 why = self._seen_by(call.client, await engine.call(Explain, session=session.id))
                 break
             except EngineLost:
-                continue  # the model has no engine then
+                continue  # the model now has no engine
         return Answer(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
 
     def _seen_by(self, client: Client, told: Explained) -> Why:
-        """Others' sessions are counted, and named to administrators only."""
+        """Adapts the engine's answer to the client: sessions of other users are only counted, except for
+        administrators."""
         visible = {session.id for session in self._sessions.visible(client)}
         ahead = [session for session in told.ahead if session in visible]
         others = len(told.ahead) - len(ahead)
         return Why(state=told.state, reason=told.reason, figures=told.figures, ahead=ahead, others_ahead=others)
 
     def _own(self, session: SessionRecord) -> Why | None:
-        """None: the engine knows better."""
+        """The server's own answer; None if the engine knows better."""
         try:
             session.expect_model()
         except (SessionLost, ModelNotFound) as error:
@@ -57,12 +60,12 @@ class Explaining:
         if model is None or model.engine is None:
             return self._without_engine(session, model)
         if session.call is not None and session.call.run is None:
-            told = "its call is in the server, which turns the prompt into tokens: the engine has not heard of it"
+            told = "its call is still in the server, which tokenises the prompt"
             return self._why(session, told, {})
         return None
 
     def _detached(self, session: SessionRecord) -> Why:
-        assert session.grace is not None  # and so nobody is attached to it
+        assert session.grace is not None  # set, as no client is attached to the session
         left = max(0.0, session.grace.when() - asyncio.get_running_loop().time())
         told = f"no client is attached to it: it is closed in {left:,.0f} s unless one comes"
         return self._why(session, told, {"closed_in_s": round(left, 3)})
@@ -78,11 +81,11 @@ class Explaining:
         return self._why(session, told, figures)
 
     def _place(self, model: Model | None) -> tuple[str, Figures]:
-        """Of a model that no engine has."""
+        """The state of a model that no engine has, as a phrase and figures."""
         if model is not None and model.state == "asleep":
-            return "its model has given its device memory back: it comes again with the next call", {}
+            return "its model is asleep and has freed its device memory: the next call loads it", {}
         if model is None or model.state != "loading":
-            return "its model is not loaded: it is with the next call", {}
+            return "its model is not loaded: the next call loads it", {}
         if self._supervisor.state != "ready":
             state = self._supervisor.state
             return f"there is no engine for its model: the engine is {state}", {"engine": state}

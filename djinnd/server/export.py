@@ -1,7 +1,7 @@
-"""Sessions that leave and come: their tokens, and their KV in windows, which the engine copies.
+"""Handlers that export and import sessions: their tokens, and their KV in windows, which the engine copies.
 
-Where KV comes from a client, nobody can say what it is the KV of. Its session has a salt of its own, so that its pages
-are found by no other session; it is not in the journal, and is lost with the engine that has it.
+The daemon cannot check what tokens a client's KV belongs to. So the session gets a salt of its own, and no other
+session finds its pages. It is not in the journal, and is lost with its engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SALT_BYTES = 16
 
 
 class Exporting:
-    """Between finding the engine and sending to it nothing is awaited: see handlers.py."""
+    """The requests about export and import. Nothing is awaited between finding the engine and sending to it: see
+    handlers.py."""
 
     def __init__(self, sessions: SessionTable, models: Models, status: Status, carrying: Carrying) -> None:
         self._sessions = sessions
@@ -56,18 +57,18 @@ class Exporting:
     async def import_(self, call: Call, request: ImportSession) -> Answer:
         window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):
-            raise InvalidRequest("KV comes with the descriptor of a window, and without KV there is none", field="kv")
+            raise InvalidRequest("KV comes with the descriptor of a window, and a window only with KV", field="kv")
         model = await self._models.named(request.model, call.client)
         expect_open(model)
         priority = call.client.class_for(request.priority)
-        tenant = self._sessions.expect_room(call.client.user, priority)  # before a model is loaded in vain
+        tenant = self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
         if request.kv is None:
             self._sessions.expect_journal(tenant, TOKEN_BYTES * len(request.token_ids))
         uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
         if uncomputed > 0:
             tenant.expect_tokens(call.received)
         engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
-        model = self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
+        model = self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
         info, _ = model.described
         _check(request, info)
         salt = b"" if window is None else secrets.token_bytes(SALT_BYTES)
@@ -95,8 +96,8 @@ class Exporting:
 
 
 class ExportRun(SessionRun):
-    """`reply` lacks only what the engine will say. Cancelled while KV is computed, it ends with Cancelled; while KV is
-    copied, as if it were not."""
+    """Exports a session's KV. `reply` lacks only the fields that the engine will give. If it is cancelled while KV is
+    still being computed, it ends with Cancelled; while KV is being copied, it completes."""
 
     def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, reply: SessionExported) -> None:
         super().__init__(call, session)
@@ -113,7 +114,7 @@ class ExportRun(SessionRun):
 
 
 class ImportRun(SessionRun):
-    """Takes the window's descriptor. Unless it is well, the session goes with it."""
+    """Imports a session's KV. Owns the window's descriptor. If it fails, the session is closed."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class ImportRun(SessionRun):
         )
 
     def cancel(self) -> None:
-        """The copy goes on to its end, which is near."""
+        """Remembers the cancellation. The copy goes on to its end, which is near."""
         self._cancelled = True
 
     def hold(self, held: bool) -> None:
@@ -165,15 +166,15 @@ class ImportRun(SessionRun):
         self._sessions.close(self._session)
 
     def lost(self, error: DjinnError, blamed: bool) -> None:
-        """With the window: nothing of it can be computed again."""
+        """Fails, because the window is lost with the engine and its KV cannot be computed again."""
         self.failed(error)
 
 
 def _check(request: ImportSession, info: ModelInfo) -> None:
-    """Raises ModelMismatch, InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    """Checks that the session fits the model. Raises ModelMismatch, InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if request.fingerprint not in ("", info.fingerprint):
         raise ModelMismatch(
-            f"the session is of a model with the fingerprint {request.fingerprint[:64]}, {info.name} has "
+            f"the session belongs to a model with the fingerprint {request.fingerprint[:64]}, {info.name} has "
             f"{info.fingerprint}: load the model that it was saved with, or read its tokens and begin anew",
             saved=request.fingerprint[:64],
             model=info.fingerprint,
@@ -190,7 +191,7 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
         )
     if request.kv != _layout_of(info):
         raise InvalidRequest(
-            f"{info.name} has {_layout_of(info)}; what was handed over has {request.kv}: hand over its tokens only",
+            f"{info.name} has {_layout_of(info)}; the given KV has {request.kv}: hand over the tokens only",
             field="kv",
         )
 

@@ -1,15 +1,16 @@
-"""Checkpoint folders: which model a user means by one, and the open files of all models.
+"""Checkpoint folders: finds the model of a folder that a user names, and keeps the open files of all models.
 
-The daemon is nobody's deputy. A folder that a client names is opened by the client, which hands the open files over
-and so proves that it may read them. The daemon opens one itself where that lends nobody its rights: for administrators
-(root and its own user are), and for what the configuration names.
+The daemon lends no user its rights. A client opens the folder that it names and hands over the open files, which proves
+that it may read them. The daemon opens a folder itself only for administrators (among them root and its own user) and
+for configured models.
 
-A checkpoint is known by its files' devices and inodes. So it is one model for all who have proven that they may read
-it, whatever they call it, and two folders of one name (another user's mount, or new files in the place of old ones) are
-two models. A model has the name by which it was first called; where another one has that, `@` and a digest follow.
+A checkpoint is identified by the devices and inodes of its files. So it is one model for all users that have proved
+that they may read it, under whatever path. Two folders of the same path (another user's mount, or new files in place of
+old ones) are two models. A model is named after the path by which it first came. If that name is taken, `@` and a
+digest are appended.
 
-The files stay open for as long as the model is known, so it is loaded again without its path. After a restart of the
-daemon they are opened by their path once more if that leads to the very same files, unchanged.
+The files stay open as long as the model is known, so it can be loaded again without its path. After a restart of the
+daemon they are opened again by their path, if that leads to the same files, unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from djinnd.server.opened import Marks, Opened, are_same, digest, is_at, open_fo
 from djinnd.server.sessions import SessionTable
 from djinnd.server.slow_files import SlowFiles
 
-MAX_NAME = 1900  # bytes of a folder's name: the header of an arena's object has room for so many
-_UNUSED = 60.0  # seconds that files are kept for a model which nobody loads
+MAX_NAME = 1900  # bytes of a path: the header of an arena object has room for that many
+_UNUSED = 60.0  # seconds that the files of a model are kept if it is not loaded
 
 
 class Folders:
-    """`models` are all that there are, by name, and `configured` those that the administrator has named; both are
-    Models' own. `changed` is called when a user has got access to one, and `unused` with one that nobody has loaded."""
+    """Identifies checkpoints and owns their open files. `models` are all known models, by name; `configured` are those
+    of the configuration; Models owns both. `changed` is called when a user has gained access to a model, and `unused`
+    with a model that was not loaded in time."""
 
     def __init__(
         self,
@@ -59,13 +61,14 @@ class Folders:
         self._unused = unused
 
     def follow(self, limits: config.Limits) -> None:
-        """From now on."""
+        """Applies new limits."""
         self.hub.limits, self.slow_files.seconds = limits, limits.files
 
-    # --- which model a folder is ------------------------------------------------------------------------------------
+    # --- the model of a folder ----------------------------------------------------------------------------------------
 
     async def named(self, name: str, client: Client) -> Model:
-        """Raises FilesWanted where the client must open it, InvalidRequest for what is no path."""
+        """The model in a folder. Raises FilesWanted if the client must open the folder, InvalidRequest if it is no
+        path."""
         folder = folder_name(name)
         there = self._models.get(folder)
         if there is not None and there.users and client.user in there.users and there.marks:
@@ -81,7 +84,7 @@ class Folders:
     async def take(
         self, client: Client, folder: str, names: Sequence[str], others: Sequence[str], fds: list[int]
     ) -> Model:
-        """The model that has these files, which the client has handed over. Takes the descriptors out of the list.
+        """Returns the model with these files, which the client has handed over. Takes the descriptors out of the list.
         Raises InvalidRequest, QuotaExceeded, ModelNotFound, Retry."""
         try:
             work = partial(take_over, folder_name(folder), names, fds, others)
@@ -92,7 +95,7 @@ class Folders:
         return await self._identify(opened.files.folder, opened, client)
 
     async def _identify(self, folder: str, opened: Opened, client: Client) -> Model:
-        """Takes the files."""
+        """Finds or adds the model with these files. Owns the files from now on."""
         try:
             configured = await self._configured_with(opened.marks)
             model = self._with(opened.marks) or configured or self._left(folder, client.user)
@@ -117,7 +120,7 @@ class Folders:
         return None
 
     async def _configured_with(self, marks: Marks) -> Model | None:
-        """Of one that is loaded `_with` knows."""
+        """The configured model with these files, if it is not loaded. `_with` finds loaded ones."""
         paths = {name: source.path for name, source in self._configured.items() if not is_hub_id(source.path)}
 
         def find() -> str | None:
@@ -127,7 +130,7 @@ class Folders:
         return None if name is None else self._models[name]
 
     def _left(self, folder: str, user: int) -> Model | None:
-        """The model of that name from which only this user has sessions, and which has lost its files."""
+        """The model of that name that has lost its files, if only this user has sessions of it."""
         model = self._models.get(folder)
         if model is None or model.users is None or model.files is not None or model.changing is not None:
             return None
@@ -143,10 +146,10 @@ class Folders:
         return model
 
     def _give(self, model: Model, opened: Opened, client: Client) -> None:
-        """Raises QuotaExceeded."""
+        """Gives the files to the model and charges the client's user for them. Raises QuotaExceeded."""
         ledger = client.tenant.ledger
         ledger.charge(MODEL_FILES, len(opened.marks))
-        if model.marks is None or not are_same(model.marks, opened.marks):  # what others have proven was about others
+        if model.marks is None or not are_same(model.marks, opened.marks):  # other users proved access to other files
             model.owner, model.users = client.user, set()
         model.files, model.marks, model.ledger = opened.files, opened.marks, ledger
 
@@ -154,20 +157,21 @@ class Folders:
         if model.state == "available" and model.changing is None and self._models.get(model.name) is model:
             self._unused(model)
 
-    # --- open files -------------------------------------------------------------------------------------------------
+    # --- open files ---------------------------------------------------------------------------------------------------
 
     async def files_of(self, model: Model) -> ModelFiles:
-        """They are opened once, and stay the model's until `close`. Raises ModelNotFound, ModelRejected, Retry."""
+        """Returns the model's open files. They are opened once, and belong to the model until `close`. Raises
+        ModelNotFound, ModelRejected, Retry."""
         if model.files is None:
             opened = await self._open(model)
-            if model.files is not None:  # somebody else has opened them meanwhile
+            if model.files is not None:  # another load has opened them meanwhile
                 self.slow_files.let_go(model.opener, opened.close)
             else:
                 model.files, model.marks = opened.files, opened.marks
         return model.files
 
     def close(self, model: Model) -> None:
-        """The next load needs them anew."""
+        """Closes the model's files. The next load opens them again."""
         if model.files is not None:
             ledger, charged = model.ledger, len(model.marks or ())
 
@@ -187,7 +191,8 @@ class Folders:
         return await self.slow_files.run(model.opener, partial(open_folder, folder), Opened.close)
 
     async def _open_again(self, model: Model) -> Opened:
-        """A user's, of an earlier daemon. What is there instead is nothing that this user is told."""
+        """Opens the files of a model that a user brought to an earlier daemon. If the path now leads to other files,
+        the user learns nothing about them."""
         wanted = FilesWanted(
             f"djinnd has lost the files of {model.name}, as it was restarted: `djinnctl load {model.source.path}`, or "
             "opening a session with it, hands them over again",
@@ -208,7 +213,7 @@ class Folders:
 
 
 def folder_name(name: str) -> str:
-    """Raises InvalidRequest for what is no absolute path, or too long."""
+    """Normalises a folder's path. Raises InvalidRequest if it is not absolute, or too long."""
     if not name.startswith("/") or "\0" in name:
         raise InvalidRequest(f"{name[:200]!r} is no absolute path of a folder", field="folder")
     folder = "/" + os.path.normpath(name).lstrip("/")

@@ -1,11 +1,11 @@
-"""One tenant's intervention process, as the server sees it: started, asked one thing at a time, ended.
+"""The intervention process of one user, as the server sees it. It runs the user's functions, one request at a time.
 
     starting ──Ready──► idle ──Load, Run──► asked ──Done, Failed──► idle
         │                 │                   │
-        └── Unfit         │                   └── too long, too much, nonsense, a signal ──► killed
-                          └── a word that nobody asked for ──────────────────────────────────┘
+        └── Unfit         │                   └── too long, too much, garbage, a signal ──► killed
+                          └── a message without a request ────────────────────────────────────┘
 
-Whatever ends it, who waits for it is told why; the functions that it had are gone then.
+However it ends, a waiting request gets the reason. Its functions are gone then.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from djinnd.interventions import (
 )
 from djinnd.server.confined_process import ConfinedProcess
 
-_OUTPUT = 4 * MAX_FRAME  # bytes that wait for the process: one Load at most, and what is to be forgotten
-_MOST_TOLD = 4000  # characters
+_OUTPUT = 4 * MAX_FRAME  # bytes that wait to be sent: at most one Load, and Forget messages
+_MOST_TOLD = 4000  # characters of an error's text
 
 
 class FunctionProcess(ConfinedProcess):
-    """`functions`: those that it has, or is about to have. `on_end` is called when it takes no more."""
+    """`functions`: the functions that it has, or is about to have. `on_end` is called when it accepts no more."""
 
     _event = "functions"
     _name = "the intervention process"
@@ -68,15 +68,16 @@ class FunctionProcess(ConfinedProcess):
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer: asyncio.Future[list[AddEdit]] | None = None
         self._edits: list[AddEdit] = []
-        self._room = 0  # bytes that the answer may still have
+        self._room = 0  # bytes that the edits of the answer may still take
 
     async def load(self, function: Key, point: str, code: bytes, seconds: float) -> None:
-        """Raises FunctionFailed, InvalidRequest, NotPermitted where this machine cannot confine it."""
+        """Sends it a function. Raises FunctionFailed, InvalidRequest; NotPermitted if this machine cannot confine
+        it."""
         await self._ask(Load(function, point, code), None, seconds, 0)
 
     async def run(self, run: Run, window: int, seconds: float, room: int) -> list[AddEdit]:
-        """The edits that the functions, which it has, want. `window` stays the caller's; `room`: bytes that they may
-        take. Raises FunctionFailed, InvalidRequest; FunctionNotFound where it has ended meanwhile."""
+        """Runs functions that it has, and returns the edits that they make. `window` stays the caller's. `room`: bytes
+        that the edits may take. Raises FunctionFailed, InvalidRequest; FunctionNotFound if it has ended meanwhile."""
         return await self._ask(run, window, seconds, room)
 
     def forget(self, functions: set[Key]) -> None:
@@ -88,10 +89,11 @@ class FunctionProcess(ConfinedProcess):
     def kill(self) -> None:
         self._kill(FunctionNotFound("the intervention process was ended: intervene again"))
 
-    # --- one exchange -----------------------------------------------------------------------------------------------
+    # --- one exchange -------------------------------------------------------------------------------------------------
 
     async def _ask(self, message: Load | Run, window: int | None, seconds: float, room: int) -> list[AddEdit]:
-        """Who stops waiting ends the process, unless it is another's turn: nobody can tell it to stop."""
+        """Sends a request and waits for the answer. A caller that is cancelled during its turn kills the process,
+        because a running function cannot be stopped otherwise."""
         async with self._turn:
             await asyncio.shield(self._ready)
             if self._end is not None:
@@ -124,22 +126,22 @@ class FunctionProcess(ConfinedProcess):
         if isinstance(message, Ready | Unfit) and not self._ready.done():
             return self._started(message)
         if self._answer is None or self._answer.done():
-            return self._fail("the function has spoken to the daemon when nobody had asked")
+            return self._fail("the function has sent the daemon a message without a request")
         self._room -= len(payload)
         match message:
             case Changed(edit=edit) if self._room >= 0:
                 self._edits.append(edit)
             case Changed():
-                told = "what it has changed takes more bytes than a session's edits may (limits.edit_bytes_per_session)"
+                told = "its changes take more bytes than a session's edits may (limits.edit_bytes_per_session)"
                 self._kill(QuotaExceeded(told, quota="edit_bytes_per_session"))
             case Done():
                 self._answer.set_result(self._edits)
             case Failed(code=code, message=told):
                 self._answer.set_exception(from_code(code, told[:_MOST_TOLD], {}))
             case _:
-                self._fail("the function has said to the daemon what means nothing")
+                self._fail("the function has sent the daemon garbage")
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- its life -----------------------------------------------------------------------------------------------------
 
     def _started(self, message: Ready | Unfit) -> None:
         if isinstance(message, Ready):
@@ -157,5 +159,5 @@ class FunctionProcess(ConfinedProcess):
         for waiting in (self._ready, self._answer):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # nobody may be waiting: that is no fault
+                waiting.exception()  # a future without a waiter: marks the error as seen
         self._on_end(self)

@@ -1,7 +1,7 @@
-"""Functions of clients, for whom the configuration allows it: which there are, and what becomes of what they change.
+"""Functions of clients that run at breakpoints, for users that the configuration names.
 
-They run in a process of the tenant's own. The server keeps no code: a function is there for as long as the process that
-has it; where it is not, the client is told, and sends it again.
+They run in a process of the user. The server keeps no code: a function exists as long as the process that has it. If it
+is gone, the client is told, and sends it again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMMAND = python_module("djinnd.functions")
 
 
 class Functions:
-    """Owns the intervention processes, one a user at the most."""
+    """Owns the intervention processes, at most one per user."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Functions:
         groups_of: Callable[[int], Collection[int]],
     ) -> None:
         self._rules = rules
-        self._allowed: dict[int, bool] = {}  # by these rules; who is in which groups may be known far away
+        self._allowed: dict[int, bool] = {}  # a cache: groups may be known to a distant server only
         self._sessions = sessions
         self._editing = Editing(sessions, models)
         self._groups_of = groups_of
-        self._processes: dict[int, FunctionProcess] = {}  # by user; those that take functions
-        self._ending: set[FunctionProcess] = set()  # those that do not, and are not gone yet
+        self._processes: dict[int, FunctionProcess] = {}  # by user; accept functions
+        self._ending: set[FunctionProcess] = set()  # accept no functions any more, and have not ended yet
 
     async def add(self, call: Call, request: protocol.AddFunction) -> Answer:
         session = self._permitted(call, request.session)
@@ -60,7 +60,7 @@ class Functions:
         return Answer(Done(id=call.id))
 
     async def run(self, call: Call, request: protocol.RunFunctions) -> Answer:
-        """What they have changed is admitted as if the client had sent it."""
+        """Runs functions at the session's hit. Their edits are checked as if the client had sent them."""
         session = self._permitted(call, request.session)
         with session.in_use(call):
             hit = session.breakpoints.hit
@@ -75,7 +75,7 @@ class Functions:
         return Answer(Done(id=call.id))
 
     def follow(self, rules: config.Functions) -> None:
-        """These hold for what comes, and the groups that users are in now."""
+        """Applies new rules, and looks up the users' groups again."""
         self._rules = rules
         self._allowed.clear()
 
@@ -88,14 +88,14 @@ class Functions:
             self._forget({function for function in process.functions if function[0] == session.id})
 
     async def close(self) -> None:
-        """Returns when no process is left."""
+        """Ends all processes, and returns when they are gone."""
         for process in [*self._processes.values(), *self._ending]:
             await process.end()
 
-    # --- whose, and where -------------------------------------------------------------------------------------------
+    # --- permissions and processes ------------------------------------------------------------------------------------
 
     def _permitted(self, call: Call, session_id: str) -> SessionRecord:
-        """Raises NotPermitted, SessionNotFound."""
+        """The session, if its user may run functions in it. Raises NotPermitted, SessionNotFound."""
         session = self._sessions.lookup(session_id, call.client)
         if session.user != call.client.user:
             raise NotPermitted(f"session {session.id} is another user's: only that user's functions run in it")
@@ -107,8 +107,8 @@ class Functions:
             return session
         raise NotPermitted(
             f"the daemon runs functions only of Unix users that its configuration names, and user {user} is not in "
-            "functions.users, nor in a group of functions.groups: have its administrator add you there, and reload; or "
-            "take intervene(point, function, local=True), which runs it in this process",
+            "functions.users, nor in a group of functions.groups: ask its administrator to add you, and to reload; or "
+            "use intervene(point, function, local=True), which runs it in this process",
             setting="functions.users",
             user=user,
         )
@@ -121,7 +121,7 @@ class Functions:
         return process
 
     def _process_that_has(self, functions: list[Key], session: SessionRecord) -> FunctionProcess:
-        """Raises FunctionNotFound."""
+        """The process that has all these functions. Raises FunctionNotFound."""
         process = self._processes.get(session.user)
         if process is None or not functions or not process.functions.issuperset(functions):
             raise FunctionNotFound(
@@ -132,7 +132,7 @@ class Functions:
         return process
 
     def _forget(self, functions: set[Key]) -> None:
-        """A process that has none left ends."""
+        """Drops functions. A process that has none left is killed."""
         for process in list(self._processes.values()):
             process.forget(functions)
             if not process.functions:
@@ -145,14 +145,14 @@ class Functions:
 
 
 def _point_of(request: protocol.AddFunction, session: SessionRecord) -> str:
-    """Of the breakpoint. Raises InvalidRequest."""
+    """The point of the function's breakpoint. Raises InvalidRequest if the code is too large or of another Python."""
     if len(request.code) > MAX_CODE:
         told = f"the function takes {len(request.code):,} bytes, and the limit is {MAX_CODE:,}"
         raise InvalidRequest(told, field="code", bytes=len(request.code), limit=MAX_CODE)
     if request.python != PYTHON:
         raise InvalidRequest(
-            f"the function was pickled by {request.python[:64]}, and the daemon runs {PYTHON}: byte code is one "
-            "version's: run the client in the same, or intervene with local=True",
+            f"the function was pickled by {request.python[:64]}, and the daemon runs {PYTHON}: byte code fits one "
+            "version: run the client in the same, or intervene with local=True",
             field="python",
         )
     for breakpoint in session.breakpoints.breakpoints:
@@ -162,11 +162,12 @@ def _point_of(request: protocol.AddFunction, session: SessionRecord) -> str:
 
 
 def _expect_sealed(fds: list[int]) -> None:
-    """The process is given memory, and no way to anything else. Raises InvalidRequest."""
+    """Checks that there is one descriptor, of sealed memory: the process must get no access to anything else. Raises
+    InvalidRequest."""
     try:
         (fd,) = fds
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except (ValueError, OSError):
         sealed = False
     if not sealed:
-        raise InvalidRequest("with this request comes one descriptor: the window that the hit came with", field="fds")
+        raise InvalidRequest("this request needs one descriptor: the window that came with the hit", field="fds")

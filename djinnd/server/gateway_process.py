@@ -1,7 +1,7 @@
-"""The HTTP gateway as a child of the daemon: `djinnd --http ADDRESS`.
+"""Runs the HTTP gateway as a child of the daemon: `djinnd --http ADDRESS`.
 
-It is a client like any other, so nothing of the daemon's depends on it. One that ends is started anew, after a while
-that doubles; it ends with the daemon, however that ends.
+The gateway is a client like any other, so no part of the daemon depends on it. If it ends, it is started again, after a
+pause that doubles from time to time. It ends with the daemon, in whatever way the daemon ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ log = logging.getLogger("djinnd.server")
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_SOUND_S = 60.0  # a gateway that has lived so long is started anew without a pause that grows
+_SOUND_S = 60.0  # after a life of so many seconds the pause begins at the shortest again
 
 
 class GatewayProcess:
-    """`command` starts it; empty: there is none."""
+    """`command` starts the gateway; empty: there is no gateway."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -33,13 +33,13 @@ class GatewayProcess:
             self._keeping = asyncio.create_task(self._keep())
 
     def stop(self) -> None:
-        """It takes no new requests from now on, and ends when those that it has are answered."""
+        """Makes the gateway refuse new requests, and end when its requests are answered."""
         if self._keeping is not None:
             self._keeping.cancel()
         self._signal_end()
 
     async def gone(self, patience_s: float) -> None:
-        """Kills it when the time is over."""
+        """Waits for the gateway's end, and kills it after `patience_s` seconds."""
         if self._process is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""The run of a Generate: its tokens become text and pieces on their way to the caller, and a final reply."""
+"""The run of a Generate: turns its tokens into text and pieces for the client, and into a final reply."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class GenerateRun(SessionRun):
+    """One generation, which may continue on another engine after the loss of the first."""
+
     def __init__(
         self,
         call: Call,
@@ -49,7 +51,7 @@ class GenerateRun(SessionRun):
         breaking: CallBreakpoints,
         guide: Guide | None = None,
     ) -> None:
-        """`worker`: that reads the text of the tokens, and has the model's tokenizer; None: it is read here."""
+        """`worker`: the text worker that has the model's tokenizer and detokenises; None: the server detokenises."""
         super().__init__(call, session)
         self._place = place
         self._request = request
@@ -66,13 +68,13 @@ class GenerateRun(SessionRun):
         self._scores = None if likeliest is None else PromptScores(len(prompt.tokens), self._first, likeliest)
         self._is_over = False  # in the engine
         self._held_by: set[str] = set()
-        self._reason: FinishReason | None = None  # why it has ended, where the engine only has to say so
+        self._reason: FinishReason | None = None  # why it has ended, if only the engine's Finished is missing
         seed = request.sampling.seed
         self._sampling = msgspec.structs.replace(
             request.sampling, seed=secrets.randbits(63) if seed is None else seed
-        )  # for each engine that has the run
+        )  # the same on each engine that has the run
         self.submit(engine)
-        try:  # while the engine has its work
+        try:  # while the engine computes
             is_late, chat = worker is not None, text.answer(request, prompt)
             least = request.sampling.min_tokens
             if chat is None:
@@ -84,15 +86,15 @@ class GenerateRun(SessionRun):
             naming = text.token_bytes if request.token_bytes else None
             self._generation = Generation(*fields, is_late=is_late, token_bytes=naming, chat=chat)
             if worker is not None:
-                context = session.tokens[-CONTEXT_TOKENS * 4 :]  # of which some have no text
+                context = session.tokens[-CONTEXT_TOKENS * 4 :]  # more than CONTEXT_TOKENS, as some have no text
                 self._late = LateText(worker, text.number, context, rules, _chat_reading(request, prompt), self)
         except BaseException as fault:
             self._blame(fault)
             self.cancel()
 
     def _send(self, engine: EngineClient, is_new: bool) -> int:
-        """What was generated before the loss of an engine is the run's own. A run that has generated all that it may,
-        and captures, has it all run once more, and generates nothing."""
+        """Sends the run to an engine. Tokens generated before the loss of an engine are part of the run. A run that has
+        generated all its tokens and still captures is computed once more, and generates nothing."""
         request, given = self._request, 0 if is_new or self._reason else self._generated
         grammar, fds = self._grammar()
         return engine.run(
@@ -116,7 +118,7 @@ class GenerateRun(SessionRun):
         )
 
     def _grammar(self) -> tuple[Grammar | None, list[int]]:
-        """With its descriptor. A run that has generated all that it may follows none any more."""
+        """The grammar, with its descriptor. A run that has generated all its tokens needs none."""
         if self._guide is None or self._reason:
             return None, []
         grammar, fd = self._guide.message()
@@ -163,7 +165,7 @@ class GenerateRun(SessionRun):
             self._halt()
 
     def _halt(self) -> None:
-        """A stop string is complete: the engine, if it has the run, ends it after that."""
+        """Ends the run in the engine after a stop string is complete, if an engine has the run."""
         if self._number and self._reason is None and not self._is_over:
             assert self._generation.keep is not None
             self._engine.send(Halt(self._number, self._generation.keep))
@@ -177,13 +179,13 @@ class GenerateRun(SessionRun):
         self._hold("client", held)
 
     def _hold(self, who: str, held: bool) -> None:
-        """It goes on when nobody holds it."""
+        """Holds the run for one of several reasons. It goes on when no reason is left."""
         was = bool(self._held_by)
         (self._held_by.add if held else self._held_by.discard)(who)
         if bool(self._held_by) != was and not self._is_over:
             super().hold(not was)
 
-    # --- what the text worker says: see LateText --------------------------------------------------------------------
+    # --- events of the text worker: see LateText ----------------------------------------------------------------------
 
     def text_came(self, read: ReadText) -> None:
         piece = self._generation.heard(read)
@@ -200,14 +202,14 @@ class GenerateRun(SessionRun):
         self._hold("text", is_behind)
 
     def _when_read(self, then: Callable[[], None]) -> None:
-        """The engine has ended the run; its last word is acted on when the text of all tokens has been read."""
+        """Called when the engine has ended the run. Calls `then` when the text of all tokens has been read."""
         self._is_over = True
         if self._late is None or self._fault is not None:
             then()
         else:
             self._late.finish(self._generation, then)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- events of the engine-----------------------------------------------------------------------------------------
 
     def failed(self, error: DjinnError) -> None:
         self._is_over = True
@@ -230,7 +232,7 @@ class GenerateRun(SessionRun):
         if reply is not None:
             self.done.set_result(Answer(reply))
 
-    # --- without an engine ------------------------------------------------------------------------------------------
+    # --- without an engine --------------------------------------------------------------------------------------------
 
     def lost(self, error: DjinnError, blamed: bool) -> None:
         if self._fault is None:
@@ -239,8 +241,8 @@ class GenerateRun(SessionRun):
             self.failed(_told_of(self._fault))
 
     def completed(self, context: int) -> Answer | None:
-        """What is captured comes with the engine's last word, and text that a worker still reads may come until then:
-        the next engine says it."""
+        """Returns the answer if the run needs no other engine. A capture, or text that a worker still reads, needs the
+        next engine's Finished."""
         self._reason = self._generation.ended_by_itself(context)
         if self._reason is None or self._capturing is not None or self._late is not None:
             return None
@@ -248,7 +250,8 @@ class GenerateRun(SessionRun):
         return self._answer_without_engine(self._reason)
 
     def cut_short(self) -> Answer | None:
-        """Tokens that nobody has read are not the session's. Raises what has failed on the text side."""
+        """Ends the run after a cancellation: cuts tokens whose text has not been read. Raises the error of the text
+        side, if it has failed."""
         self._end_reading()
         if self._fault is None:
             self._session.cut(self._generation.read)
@@ -281,7 +284,7 @@ class GenerateRun(SessionRun):
         self._keep(reply)
         return Answer(reply)
 
-    # --- the engine's last word -------------------------------------------------------------------------------------
+    # --- the final reply ----------------------------------------------------------------------------------------------
 
     def _finish_captured(self, message: Finished, fd: int) -> None:
         assert message.capture is not None
@@ -298,16 +301,16 @@ class GenerateRun(SessionRun):
             self.done.set_result(Answer(reply, fds))
 
     def _positions(self, capture: Capture, reply: Generated) -> int:
-        """That were captured and are the session's. The engine may have gone on before it heard of a stop string; it
-        is as if it had not: the last token that it generated is not computed, unless that was what no token could
-        follow."""
+        """Number of captured positions that belong to the session. The engine may have gone on before it received the
+        Halt; further positions do not count. The last generated token is not computed, except when no token could follow
+        it (not_finite)."""
         length = self._generation.length
         is_run = length == self._generation.prompt_end or reply.finish_reason == "not_finite"
         computed = length if is_run else length - 1
         return min(capture.positions, computed - capture.first)
 
     def _ended(self, message: Finished) -> Generated | None:
-        """The final reply; None where there is none, but an error."""
+        """The final reply; None if the run ends with an error."""
         reply = self._reply(message) if self._fault is None else None
         if reply is None:
             self._undo(_told_of(self._fault))
@@ -315,22 +318,22 @@ class GenerateRun(SessionRun):
         length = self._generation.length
         if message.length != length:
             assert self._halted and message.length > length, (message, length)
-            self._engine.send(Truncate(self._session.id, length))  # it ended by itself before it heard of the stop
-        if reply.finish_reason == "breakpoint":  # and not by a stop string that came before
+            self._engine.send(Truncate(self._session.id, length))  # it ended before it received the Halt
+        if reply.finish_reason == "breakpoint":  # and no stop string came before
             reply.hit = self._breaking.hit(message)
         self._keep(reply)
         return reply
 
     def _keep(self, reply: Generated) -> None:
-        """What the reply tells is the session's."""
+        """Stores in the session what the reply tells the client."""
         stays = reply.finish_reason == "cancelled" and self._generation.length == self._first
         self._ended_at(self._was_at if stays else reply.hit)
         self._session.changed()
 
     def _reply(self, message: Finished) -> Generated | None:
-        """None: text failed."""
+        """Builds the final reply; None if the text side failed."""
         computed = message.computed
-        if not computed and self._generated:  # by an engine that was lost before it could tell
+        if not computed and self._generated:  # an engine computed them that was lost before it could report
             computed = max(1, len(self._prompt))
         reason = self._reason if self._reason and message.reason == "length" else message.reason
         try:
@@ -343,13 +346,13 @@ class GenerateRun(SessionRun):
         return reply
 
     def _blame(self, fault: BaseException) -> None:
-        """A panic in the tokenizer's Rust code, too, which is no Exception."""
+        """Records a fault of the text side, also a panic of the tokenizer's Rust code, which is no Exception."""
         log.exception("token_failed session=%s", self._session.id)
         self._fault = fault
 
 
 def _chat_reading(request: Generate, prompt: Prompt) -> ChatReading | None:
-    """What a text worker needs to read the answer of a chat."""
+    """The chat's settings that a text worker needs to parse the answer; None if the request is no chat."""
     chat = request.chat
     if chat is None:
         return None
@@ -358,7 +361,7 @@ def _chat_reading(request: Generate, prompt: Prompt) -> ChatReading | None:
 
 
 def _told_of(fault: BaseException | None) -> DjinnError:
-    """What the caller is told: an error of the text side says what to do; anything else is the daemon's own."""
+    """The client's error: an error of the text side is passed on; any other fault is the daemon's own."""
     if isinstance(fault, DjinnError):
         return fault
-    return DjinnError(f"the daemon failed on a token of its own: {fault!r}; its log has the details")
+    return DjinnError(f"the daemon failed to turn a token into text: {fault!r}; its log has the details")

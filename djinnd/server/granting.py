@@ -1,7 +1,7 @@
-"""What engines ask of the arena, and what else becomes of the models' objects in it.
+"""Grants engines objects of the arena, and removes the objects of models.
 
-Giving and taking gigabytes takes seconds, so all that reserves or frees memory runs in a thread, one change after
-another, in the order in which they were asked for.
+To reserve or free gigabytes takes seconds. So all these changes run in a thread, one after another, in the order of the
+requests.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from djinnd.server.share import Share
 
 
 class Granting:
-    """Of Models, which hears the engines, and whose arena it is."""
+    """Changes the arena for Models, which receives the engines' messages and owns the arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._charges = ArenaCharges(arena)
         self._lock = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()  # that engines have asked for
+        self._changes: set[asyncio.Task[None]] = set()  # under way, on engines' requests
 
-    # --- what engines say: see engine_client.Audience ---------------------------------------------------------------
+    # --- messages from engines: see engine_client.Audience------------------------------------------------------------
 
     def need(self, engine: EngineClient, message: NeedArena, model: Model | None) -> None:
-        """`model`: the one of that name, if there is any more."""
+        """Handles an engine's request for memory. `model` is the model of that name, or None if it is no longer
+        known."""
         if message.holds == "pages" and (model is None or model.state not in ("loading", "ready")):
             engine.send(ArenaRefused(message.request, f"{message.model} has been unloaded"))
         elif message.holds == "weights" and model is not None and model.share is not None:
             _grant_window(engine, message, model.share)
         else:
-            # Pages that are there are of use however many they are, unless somebody has said how many there shall be.
+            # Existing pages are useful in any number, unless host_kv sets the number.
             any_size = message.holds == "pages" and model is not None and model.kv.host is None
             payer = None if model is None else model.payer
             self._begin(self._grant(engine, message, any_size, payer))
@@ -49,7 +50,7 @@ class Granting:
         self._arena.complete(message.model, message.identity)
 
     def released(self, message: HostReleased) -> None:
-        """In turn with grants: what a later engine is granted is another object."""
+        """Removes the weights, in order with grants: a later engine gets another object."""
         self._begin(self.remove(message.model, "weights"))
 
     def _begin(self, change: Coroutine[Any, Any, None]) -> None:
@@ -69,7 +70,7 @@ class Granting:
             engine.send(ArenaReady(message.request, name, offset, complete, identity=identity))
 
     async def _charged_grant(self, message: NeedArena, any_size: bool, payer: Ledger | None) -> Grant:
-        """Raises QuotaExceeded, OutOfMemory, OSError."""
+        """Charges the payer and grants the object. Raises QuotaExceeded, OutOfMemory, OSError."""
         model, holds = message.model, message.holds
         wanted = (model, message.nbytes, message.fingerprint, holds)
         async with self._lock:
@@ -79,14 +80,14 @@ class Granting:
             finally:
                 self._charges.settle(model)
 
-    # --- what the server wants --------------------------------------------------------------------------------------
+    # --- requests of the server ---------------------------------------------------------------------------------------
 
     def adopted(self, model: str, payer: Ledger) -> None:
-        """At start: what an earlier daemon has left of this model is charged."""
+        """At startup: charges the objects that an earlier daemon has left for this model."""
         self._charges.adopt(model, payer)
 
     async def remove(self, model: str, holds: Holding | None = None) -> None:
-        """See Arena.remove."""
+        """Removes objects of the model. See Arena.remove."""
         await self._remove(model, partial(self._arena.remove, model, holds))
 
     async def remove_incomplete(self, model: str) -> None:
@@ -100,16 +101,16 @@ class Granting:
                 self._charges.settle(model)
 
     async def close(self, keep_blocks: bool) -> None:
-        """When no engine is there. Returns when the arena is empty, or left to the next daemon."""
+        """Called when no engine is left. Returns when the arena is empty, or is left to the next daemon."""
         await asyncio.gather(*self._changes, return_exceptions=True)
         async with self._lock:
             await asyncio.to_thread(self._arena.leave if keep_blocks else self._arena.close)
 
 
 def _grant_window(engine: EngineClient, message: NeedArena, share: Share) -> None:
-    """Weights that a client shares are not in the arena."""
+    """Grants the window of a client that shares its weights: they are not in the arena."""
     if message.nbytes != share.nbytes:
-        told = f"the engine now lays {share.model} out otherwise than when it was shared: share it again"
+        told = f"the layout of {share.model} has changed since it was shared: share it again"
         engine.send(ArenaRefused(message.request, told))
         return
     try:

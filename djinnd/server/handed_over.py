@@ -1,7 +1,7 @@
-"""Memory that clients hand over: memfds of theirs, which an engine will map.
+"""Memory that clients hand over: memfds that an engine will map.
 
-Nothing of them is read here. What must hold before an engine reads one is the kernel's word: all of its memory is
-there, and stays there whatever the client does.
+The content is not read here. The kernel guarantees, by seals and sizes, that all of the memory exists and stays,
+whatever the client does. This module checks that before an engine maps it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from djinn_client.shm import FUTURE_WRITE, IMAGE_SEALS, SEALS
 
 
 def expect_memfd(fd: int) -> int:
-    """Its seals. Raises InvalidRequest for what is none: reading from it could wait for ever."""
+    """Returns the memfd's seals. Raises InvalidRequest if it is no memfd: reading from it could block for ever."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise InvalidRequest("what is handed over lies in a memfd, and this descriptor is none") from error
+        raise InvalidRequest("the descriptor is no memfd: hand memory over in a memfd") from error
 
 
 def open_window(fd: int, nbytes: int, what: str, *, for_good: bool) -> int:
-    """A descriptor of this daemon's own, for reading, of a client's memfd with so many bytes; the client's stays the
-    caller's. `what` lies in it. `for_good`: nobody may write to it any more; else who has it mapped may.
-
-    Raises InvalidRequest."""
+    """Opens a client's memfd of `nbytes` bytes for reading, after checking its seals and size. The client's descriptor
+    stays the caller's. `what` names the content, for errors. `for_good`: no process may write to it any more; otherwise
+    a process that has it mapped may. Raises InvalidRequest."""
     seals = expect_memfd(fd)
     if seals & SEALS != SEALS or not seals & (fcntl.F_SEAL_WRITE | (0 if for_good else FUTURE_WRITE)):
         writing, wanted = ("writing", IMAGE_SEALS) if for_good else ("(future) writing", SEALS | FUTURE_WRITE)
@@ -37,7 +36,7 @@ def open_window(fd: int, nbytes: int, what: str, *, for_good: bool) -> int:
     stat = os.fstat(fd)
     if stat.st_size != nbytes:
         raise InvalidRequest(
-            f"the window of {what} has {stat.st_size:,} bytes; what was announced has {nbytes:,}",
+            f"the window of {what} has {stat.st_size:,} bytes; {nbytes:,} were announced",
             bytes=stat.st_size,
             needed=nbytes,
         )

@@ -1,7 +1,7 @@
-"""Models from the hub: each is fetched by a process of its own, which is killed when its time is over.
+"""Downloads models from the hub. Each download runs in a process, which is killed when its time is over.
 
-Loads of one id share its download. Nobody waits behind the download of another id; a user who has too many of them is
-told to come back.
+Loads of one id share its download. A download never waits for another one: a user that has too many is told to try
+again later.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ log = logging.getLogger("djinnd.server")
 
 
 class Hub:
-    """Owns the processes. `limits` may be replaced."""
+    """Owns the processes that download. `limits` may be replaced."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._downloads: dict[str, asyncio.Task[str]] = {}
-        self._users: Counter[int] = Counter()  # for whom they run
+        self._users: Counter[int] = Counter()  # downloads by the user that began them
 
     async def folder(self, hub_id: str, user: int) -> str:
-        """Where the model is then. Raises Busy, ModelNotFound with the library's account."""
+        """Downloads the model and returns its folder. Raises Busy, and ModelNotFound with the library's message."""
         download = self._downloads.get(hub_id)
         if download is None:
             self._expect_room(user)
@@ -43,22 +43,22 @@ class Hub:
             download.cancel()
 
     async def close(self) -> None:
-        """After `stop`. Returns when no process is left."""
+        """After `stop`: returns when no process is left."""
         await asyncio.gather(*self._downloads.values(), return_exceptions=True)
 
     def _expect_room(self, user: int) -> None:
         own, most = self._users[user], self.limits.downloads_per_user
         if own >= most:
-            raise Busy(f"you have {own} models on their way from the hub, the limit of one user: wait", limit=most)
+            raise Busy(f"you have {own} downloads from the hub, the limit of one user: wait for one", limit=most)
         if len(self._downloads) >= self.limits.downloads:
             limit = self.limits.downloads
-            raise Busy(f"{limit} models are on their way from the hub, the daemon's limit: try again", limit=limit)
+            raise Busy(f"the daemon has {limit} downloads from the hub, its limit: try again", limit=limit)
 
     def _ended(self, hub_id: str, user: int, download: asyncio.Task[str]) -> None:
         del self._downloads[hub_id]
         self._users[user] -= 1
         if not download.cancelled():
-            download.exception()  # nobody may be waiting for it
+            download.exception()  # the caller may have been cancelled: marks the error as seen
 
     async def _fetch(self, hub_id: str) -> str:
         log.info("hub_download id=%s", hub_id)
@@ -70,8 +70,8 @@ class Hub:
                 told, _ = await process.communicate()
         except TimeoutError as error:
             raise ModelNotFound(
-                f"{hub_id} did not come from the hub within {self.limits.hub_download:g} s (limits.hub_download): what "
-                "has come is kept, try again",
+                f"{hub_id} was not downloaded within {self.limits.hub_download:g} s (limits.hub_download): "
+                "finished files are kept, try again",
                 limit=self.limits.hub_download,
             ) from error
         finally:

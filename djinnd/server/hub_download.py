@@ -1,6 +1,6 @@
-"""`python -m djinnd.server.hub_download HUB_ID PARENT`: fetches a model from the hub. The server may kill it.
+"""`python -m djinnd.server.hub_download HUB_ID PARENT`: downloads a model from the hub. The server may kill it.
 
-Prints `folder` or `error`, and behind a space which one. Whatever the library prints goes to standard error.
+Prints `folder PATH` or `error TEXT`. The output of the library goes to standard error.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 
 from djinnd.confinement.sandbox import tie_to
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]  # and no pickles, no code
-_MOST_TOLD = 2000  # characters
+FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]  # no pickles, no code
+_MOST_TOLD = 2000  # characters of the library's message
 
 
 def fetch(hub_id: str) -> str:
@@ -19,7 +19,7 @@ def fetch(hub_id: str) -> str:
 
     try:
         return f"folder {huggingface_hub.snapshot_download(hub_id, allow_patterns=FILES)}"
-    except Exception as error:  # network, licence, disk, name: the library has its own account of each
+    except Exception as error:  # network, licence, disk, name: the library's message says which
         offline = os.environ.get("HF_HUB_OFFLINE")
         remedy = "HF_HUB_OFFLINE is set." if offline else "is the name right, and the hub within reach?"
         told = str(error)[:_MOST_TOLD]

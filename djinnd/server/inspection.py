@@ -1,9 +1,9 @@
-"""Inspections: checkpoints that no administrator has configured are looked at in a confined child of the principal.
+"""Inspections: checks checkpoints that no administrator has configured in a confined child process of their user.
 
     configured model    Plan, Load ──────────────────────────────────► engine
     any other           Inspect ──► child ──passed──► Plan's answer, or Load ──► engine
 
-So whatever takes too long or too much memory in a stranger's checkpoint, takes it of the stranger's child.
+So a checkpoint that takes too much time or memory takes it from the child of the user that brought it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from djinnd.server.opened import duplicates
 
 log = logging.getLogger("djinnd.server")
 
-PLACES = 4  # inspections at once, of different users
-WALL = 6  # times its CPU seconds, that an inspection may take by the clock: the machine may have others to run
-_MAX_FRAME = 16 << 20  # bytes, either way: the layout of a large model's image
-_MOST_TOLD = 4000  # characters
+PLACES = 4  # inspections at once, each of another user
+WALL = 6  # an inspection may take so many times its CPU seconds by the clock: other processes may have the CPU
+_MAX_FRAME = 16 << 20  # bytes, both ways: the layout of a large model's image
+_MOST_TOLD = 4000  # characters of an error's text
 
 Answer = Planned | ImageDescribed | Passed | Failed
 A = TypeVar("A", Planned, ImageDescribed, Passed)
@@ -45,8 +45,8 @@ _decoder: msgspec.msgpack.Decoder[Confined | Answer] = msgspec.msgpack.Decoder(C
 
 
 class Inspector:
-    """`command` is a `python -m` that inspects; without, everything passes. `charge`: of a user, with the CPU seconds
-    that its inspection has used; `expect_time` raises QuotaExceeded where the user has used too many."""
+    """Runs inspections. `command` is a `python -m …` that inspects; empty: all checkpoints pass. `charge(user,
+    seconds)` charges the user for CPU time; `expect_time(user)` raises QuotaExceeded if the user has used too much."""
 
     def __init__(
         self,
@@ -70,19 +70,20 @@ class Inspector:
         return bool(self._command)
 
     async def plan(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> ModelPlan:
-        """`fields`: of messages.Plan. Raises what is wrong with the checkpoint, OutOfMemory, QuotaExceeded."""
+        """Plans a load; `fields` are those of messages.Plan. Raises the checkpoint's fault, OutOfMemory,
+        QuotaExceeded."""
         return (await self._inspect(user, engine, opened, Plan(0, **fields), True, Planned)).plan
 
     async def describe(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> Image:
-        """`fields`: of messages.DescribeImage. Raises likewise."""
+        """Describes the layout of the weights; `fields` are those of messages.DescribeImage. Raises as `plan` does."""
         return (await self._inspect(user, engine, opened, DescribeImage(0, **fields), False, ImageDescribed)).image
 
     async def check(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> None:
-        """Whether an engine may build the model. `fields`: of messages.Plan. Raises likewise."""
+        """Checks that an engine may build the model; `fields` are those of messages.Plan. Raises as `plan` does."""
         await self._inspect(user, engine, opened, Plan(0, **fields), False, Passed)
 
     async def close(self) -> None:
-        """Kills all of them at once. Returns when none is left."""
+        """Kills all inspections, and returns when they are gone."""
         for process in list(self._processes):
             await process.end()
 
@@ -115,18 +116,18 @@ class Inspector:
         if isinstance(answer, Failed):
             raise from_code(answer.code, answer.message[:_MOST_TOLD], answer.data)
         if not isinstance(answer, wanted):
-            raise ModelRejected(f"{job.model}: the inspection answered with something else")
+            raise ModelRejected(f"{job.model}: the inspection gave the wrong kind of answer")
         return answer
 
 
 class InspectionProcess(ConfinedProcess):
-    """One question, one answer."""
+    """The child process of one inspection: one question, one answer."""
 
     _event = "inspection"
     _name = "the inspection"
     _doer = "the inspection"
     _error = ModelRejected
-    _start = 120.0  # without a nursery it imports torch
+    _start = 120.0  # without the nursery it imports torch
 
     def __init__(
         self,
@@ -147,7 +148,8 @@ class InspectionProcess(ConfinedProcess):
         super().__init__(command, sparse_environ(), user, limits.inspection_memory, _MAX_FRAME, _MAX_FRAME)
 
     async def ask(self, question: Inspect, fds: Sequence[int]) -> Answer:
-        """The descriptors are the connection's then. Raises ModelRejected where it has ended."""
+        """Sends the question and returns the answer. The descriptors belong to the connection, which closes them.
+        Raises ModelRejected if the process has ended."""
         self._connection.send(framed(_encode(question), len(fds)), fds)
         return await self._answer
 
@@ -176,7 +178,7 @@ class InspectionProcess(ConfinedProcess):
         self._watch = asyncio.get_running_loop().call_later(self._limits.inspection_seconds, self._look)
 
     def _look(self) -> None:
-        """Whether it has taken too long."""
+        """Kills the process if it has taken too long, else looks again when that can be the case."""
         seconds = self._limits.inspection_seconds
         used, wall = self._used(), time.monotonic() - self._began
         if used >= seconds or wall >= seconds * WALL:
@@ -199,7 +201,7 @@ class InspectionProcess(ConfinedProcess):
         self._on_end(self)
         if not self._answer.done():
             self._answer.set_exception(error)
-            self._answer.exception()  # nobody may be waiting: that is no fault
+            self._answer.exception()  # a future without a waiter: marks the error as seen
 
     def _account(self, status: int) -> str:
         told = super()._account(status)

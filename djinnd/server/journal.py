@@ -1,18 +1,19 @@
-"""The journal as the event loop sees it: what happens to sessions is written before anybody is told of it.
+"""The journal as the event loop sees it. Changes of sessions are written before clients are told of them.
 
-    changed ─► gathering ──end of the loop's turn──► written ──committed──► what was held is told
+    changed ─► gathering ──end of the loop's turn──► written ──committed──► held messages are sent
                    ▲                                    │
-                   └── while one group is written, the next gathers, with what depends on it
+                   └── while one group is written, the next gathers, with the messages that wait for it
 
-Whoever tells a client something does so by `after`: at once where all that has happened so far is committed, else when
-it is. That holds for every word, not only for those that depend on a change, so the order stays. A turn of the loop
-makes one commit, and while the disk is slow several turns do.
+All messages to clients go through `after`: it sends at once if all changes so far are committed, else when they are.
+That holds for all messages and not only for those that depend on a change, so their order stays. A turn of the loop
+makes one commit; while the disk is slow, several turns share one.
 
-The loop writes by itself, which is a copy to the page cache: a thread would take ten times as long to wake up, twice.
-The thread has what waits for the disk: tidying, and for some time every commit, after one that was slow or failed.
+The event loop writes by itself, which is a copy to the page cache. A thread would take ten times as long, to wake up
+twice. The thread does the work that waits for the disk: tidying, and, for some time after a slow or failed commit, each
+commit.
 
-Where a commit fails (a full disk), nothing is held back any more: what runs goes on, new work is refused
-(`expect_writable`), and what could not be written is tried again until it can.
+While commits fail (a full disk), messages are not held back: requests under way go on, new work is refused
+(`expect_writable`), and the writes are tried again until they succeed.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from djinnd.server.stopping import leave_signals_to_the_loop
 
 log = logging.getLogger("djinnd.server")
 
-RETRY = 1.0  # seconds between attempts to write what could not be written
-SLOW_S = 0.02  # a commit that takes the loop longer
-CAUTIOUS_S = 10.0  # for so long after one, the thread writes
-SHORT_S = 5.0  # that the file is kept small, at least
-LOOK_EVERY_S = 0.05  # at the disk's free space, where little is to be written
-MUCH = 64 << 10  # bytes; more are never written without a look
+RETRY = 1.0  # seconds between attempts to write changes that could not be written
+SLOW_S = 0.02  # seconds: a commit on the event loop that takes longer is slow
+CAUTIOUS_S = 10.0  # seconds after a slow commit in which the thread writes
+SHORT_S = 5.0  # seconds for which the file is kept small, at least
+LOOK_EVERY_S = 0.05  # seconds between checks of the disk's free space, for small writes
+MUCH = 64 << 10  # bytes: a larger write always checks the free space
 
 
 class Journalled(Protocol):
-    """What a session has of the journal's: its first `journalled` tokens are written, or about to be."""
+    """A session as the journal needs it. The first `journalled` of its tokens are written, or being written."""
 
     id: str
     user: int
@@ -68,23 +69,23 @@ class Journalled(Protocol):
 
 
 class Kept(NamedTuple):
-    """What earlier daemons have left."""
+    """Everything that earlier daemons have left in the journal."""
 
     sessions: list[KeptSession]
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
-    breakpoints: dict[str, BreakpointList]  # likewise
-    conversations: dict[str, Conversed]  # likewise
+    breakpoints: dict[str, BreakpointList]  # by session
+    conversations: dict[str, Conversed]  # by session
     records: list[Recorded]
-    now: float  # the journal's time, as in `sessions`
+    now: float  # the journal's time, the clock of the times in `sessions`
 
 
 @dataclass(slots=True)
 class _Group:
-    """What goes into one commit, and what waits for it."""
+    """The changes of one commit, and the messages that wait for it."""
 
     changes: list[Change] = field(default_factory=list)
-    sessions: dict[str, Journalled] = field(default_factory=dict)  # whose tokens have changed
+    sessions: dict[str, Journalled] = field(default_factory=dict)  # with changed tokens
     held: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     nbytes: int = 0  # of the large changes
 
@@ -94,7 +95,8 @@ class _Group:
 
 
 class Journal:
-    """Before `open` and after `close` nothing is written, and nothing held."""
+    """Collects changes, commits them and holds messages back. Before `open` and after `close` it writes and holds
+    nothing."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -103,16 +105,16 @@ class Journal:
         self._groups: queue.SimpleQueue[list[Change] | None] = queue.SimpleQueue()
         self._gathering = _Group()
         self._writing: _Group | None = None
-        self._due = False  # the end of the turn is to write
+        self._due = False  # a write is scheduled for the end of this turn
         self._cautious_until = 0.0
         self._settled = asyncio.Event()
         self._settled.set()
-        self._fault = ""  # why the last commit failed
+        self._fault = ""  # why the last commit failed; empty if it did not
         self._free, self._looked_at = 1 << 62, -math.inf
         self._short_until = -math.inf
 
     def open(self) -> Kept:
-        """Raises StartError."""
+        """Opens the journal's file and returns its content. Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
         file = self._file
@@ -124,44 +126,46 @@ class Journal:
         return kept
 
     async def settled(self) -> None:
-        """Returns when nothing is held and all is written, or has been tried."""
+        """Returns when no message is held and all changes were written, or their write has failed."""
         await self._settled.wait()
 
     async def close(self) -> None:
-        """When nothing more happens to sessions. Does nothing where it is not open."""
+        """Writes the rest and closes the file. Called when sessions no longer change. Does nothing if it is not
+        open."""
         if self._thread is None or self._file is None:
             return
         await self.settled()
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join)
-        with suppress(sqlite3.Error, ValueError):  # the next daemon has it from the changes
+        with suppress(sqlite3.Error, ValueError):  # else the next daemon reads the unfolded changes
             await asyncio.to_thread(self._file.leave)
         self._file.close()
         self._thread = self._file = None
 
     @property
     def notes(self) -> list[str]:
-        """What an administrator should know."""
+        """Messages for an administrator: damaged files that were set aside."""
         files = [] if self._file is None else self._file.damaged_files
         return [
-            f"the journal was damaged; it is kept as {path}: remove that when it is of no use any more"
+            f"the journal was damaged; the old file is kept as {path}: remove it when you no longer need it"
             for path in files
         ]
 
-    # --- what happens to sessions -----------------------------------------------------------------------------------
+    # --- changes of sessions---------------------------------------------------------------------------
 
     def expect_writable(self) -> None:
-        """Raises JournalUnavailable while what happens cannot be written."""
+        """Raises JournalUnavailable while changes cannot be written."""
         if self._fault:
             assert self._file is not None
             raise JournalUnavailable(
-                f"sessions cannot be kept in {self._file.path}: {self._fault}; nothing new begins until they can: make "
+                f"sessions cannot be written to {self._file.path}: {self._fault}; no new work is accepted: make "
                 "room on that disk, and try again",
                 path=str(self._file.path),
             )
 
     def free(self, nbytes: int = 0) -> int:
-        """Bytes of room for copies (journal_space.py), where so many bytes are about to be written."""
+        """Bytes on the disk that are free for journal data and its copies (journal_space.py), after pending writes.
+        `nbytes`: the size of the caller's next write."""
         now = time.monotonic()
         if self._file is not None and (nbytes > MUCH or now - self._looked_at > LOOK_EVERY_S):
             self._free, self._looked_at = self._file.free_bytes, now
@@ -169,7 +173,8 @@ class Journal:
         return max(0, self._free - COPIES * gathered)
 
     def keep_small(self, free: int, reserve: int) -> None:
-        """While less than the reserve is free, and for some time, the file is kept small at the cost of time."""
+        """Switches the file to a small size, at the cost of time, while less than the reserve is free and for SHORT_S
+        after."""
         file = self._file
         is_short = free < reserve or time.monotonic() < self._short_until
         if file is None or file.is_short == is_short:
@@ -182,7 +187,7 @@ class Journal:
             self._tidy()
 
     def freed(self, nbytes: int) -> None:
-        """So much of a session's is gone by what was just noted."""
+        """Notes that the last change has freed `nbytes` of a session."""
         if self._file is not None:
             self._file.freed(nbytes)
             self._looked_at = -math.inf
@@ -196,7 +201,7 @@ class Journal:
             self.changed(session)
 
     def changed(self, session: Journalled) -> None:
-        """Its tokens from `journalled` on are new, or what was behind that is gone."""
+        """Notes that tokens from `journalled` on are new, or were cut."""
         if self._thread is not None:
             self._gathering.sessions[session.id] = session
             self._write_soon()
@@ -248,7 +253,7 @@ class Journal:
         self._note(Withdrawn(prefix))
 
     def after(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Calls it when all that has happened until now is written: at once, or in a later turn of the loop."""
+        """Calls `act` when all changes so far are written: at once, or in a later turn of the loop."""
         if not self._gathering.is_empty:
             self._gathering.held.append((act, arguments))
         elif self._writing is not None:
@@ -257,7 +262,7 @@ class Journal:
             act(*arguments)
 
     def write_now(self) -> None:
-        """What has happened so far, and not when this turn's work is gathered; unless the disk is slow."""
+        """Writes the changes so far without waiting for the end of this turn, unless a write is under way."""
         if self._thread is not None and self._writing is None:
             self._write_gathered()
 
@@ -266,10 +271,10 @@ class Journal:
             self._gathering.changes.append(change)
             self._write_soon()
 
-    # --- on its way to the disk -------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------------------
 
     def _write_soon(self) -> None:
-        """When this turn's work is gathered."""
+        """Schedules a write for the end of this turn of the loop."""
         self._settled.clear()
         if not self._due and self._writing is None:
             self._due = True
@@ -279,7 +284,7 @@ class Journal:
         self._due = False
         group = self._gathering
         if self._writing is not None:
-            return  # this comes when that is written
+            return  # called again when that write is done
         if group.is_empty:
             self._settled.set()
             return
@@ -293,14 +298,15 @@ class Journal:
             self._groups.put(group.changes)
 
     def _wrote_at_once(self, changes: list[Change]) -> bool:
-        """False: the thread is to write them. It has nothing in hand: nothing is being written."""
+        """Writes the changes on the event loop. Returns False if the thread has to write them. The thread is idle,
+        because no other group is being written."""
         assert self._file is not None
         began = time.monotonic()
         if self._fault or began < self._cautious_until:
             return False
         try:
             self._file.append(changes)
-        except Exception:  # the thread finds it, too, and says so
+        except Exception:  # the thread will meet it too, and report it
             return False
         ended = time.monotonic()
         if ended - began > SLOW_S:
@@ -318,7 +324,7 @@ class Journal:
             self._write_gathered()
 
     def _tidy(self) -> None:
-        """By the thread. It has nothing in hand."""
+        """Lets the idle thread tidy the file."""
         self._settled.clear()
         self._writing = _Group()
         self._groups.put([])
@@ -330,10 +336,10 @@ class Journal:
             log.info("journal_recovered path=%s", self._file and self._file.path)
         self._fault = fault
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _write(self, file: JournalFile) -> None:
-        """What cannot be written stays in order, before what comes later."""
+        """Runs the thread. Changes that cannot be written stay in order, before later ones."""
         leave_signals_to_the_loop()
         unwritten: list[Change] = []
         failed = False
@@ -356,17 +362,17 @@ class Journal:
 
 
 def _commit(file: JournalFile, changes: list[Change]) -> str:
-    """Why it failed, or nothing. Tidies, too."""
+    """Appends the changes and tidies the file. Returns why it failed, or an empty string."""
     if changes:
         try:
             file.append(changes)
-        except Exception as error:  # whatever it is: nobody may wait for this thread for ever
+        except Exception as error:  # any error: clients wait for this thread
             with suppress(sqlite3.Error):
-                file.empty_log()  # the next attempt may find room there
+                file.empty_log()  # may free room for the next attempt
             return str(error)
     if file.wants_tidying:
         try:
             file.tidy()
-        except Exception as error:  # nothing is lost: the changes are there
+        except Exception as error:  # no data is lost: the changes are in the log
             log.warning("journal_not_tidied path=%s error=%s", file.path, error)
     return ""

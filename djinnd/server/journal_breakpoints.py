@@ -1,6 +1,6 @@
-"""The breakpoints of sessions, and where they have stopped, in the journal's file: what happens to them, and a table.
+"""The breakpoints of sessions in the journal's file: their changes, and a table.
 
-They are few and small, so a session's are one row, which is written anew when one of them changes.
+They are few and small, so one row holds all breakpoints of a session, and is rewritten at each change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class BreakpointsEnded(msgspec.Struct, array_like=True, tag="breakpoints_ended",
 
 
 class Stopped(msgspec.Struct, array_like=True, tag="stopped", frozen=True):
-    """The session's last call has ended there. None: it has gone on from there, or was cut."""
+    """The session's last call has stopped at this hit. None: a later call has continued from it, or the session was
+    cut."""
 
     session: str
     hit: HitInfo | None
@@ -41,13 +42,13 @@ _decoder = msgspec.msgpack.Decoder(BreakpointList)
 
 
 def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict[str, BreakpointList]:
-    """By session; of one only, or of all that have had any. Raises DamagedRow."""
+    """Reads breakpoints by session: of one session, or of all that ever had any. Raises DamagedRow."""
     where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
     return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
 
 
 class BreakpointFold:
-    """The breakpoints of those sessions that one fold's changes are about. `exists`: see EditFold."""
+    """Applies one fold's changes to the breakpoints of the sessions that they concern. `exists`: see EditFold."""
 
     def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
         self._db = db
@@ -73,11 +74,11 @@ class BreakpointFold:
 
     @property
     def touched(self) -> set[str]:
-        """Sessions whose breakpoints this fold is about."""
+        """Sessions with breakpoints that this fold changes."""
         return set(self._are)
 
     def write(self) -> None:
-        """In the fold's transaction."""
+        """Writes the changed rows, in the fold's transaction."""
         self._db.executemany("DELETE FROM breakpoint WHERE session = ?", self._closed)
         rows = [BREAKPOINT.sealed(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
         self._db.executemany(BREAKPOINT.insert, rows)

@@ -1,4 +1,4 @@
-"""What the journal's file holds: changes to sessions, and those of them that are still to be folded."""
+"""The changes of sessions that the journal's file holds, and the list of changes that are still to be folded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from djinnd.server.journal_records import Recorded, Unrecorded
 
 
 class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
-    """`shared`: the model was a client's, so that no later one of that name is it. `created`: seconds since 1970."""
+    """`shared`: the model was a client's, and a later model of that name is another one. `created`: seconds since
+    1970."""
 
     session: str
     user: int
@@ -26,7 +27,7 @@ class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
 
 
 class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
-    """From `start` on the session's tokens are these. None: it was cut there."""
+    """The session's tokens from `start` on are replaced by these. None of them: it was cut at `start`."""
 
     session: str
     start: int
@@ -43,7 +44,7 @@ class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
 
 
 class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
-    """A public prefix of the model: see prefixes.py. `user`: who has marked it. `created`: seconds since 1970."""
+    """A public prefix of the model: see prefixes.py. `user` has published it. `created`: seconds since 1970."""
 
     prefix: str
     model: str
@@ -78,12 +79,12 @@ class _At:
 
 
 class Unfolded:
-    """The changes since the last fold, in as few as say the same: hundreds of steps in a row give each of many sessions
-    a token, and to fold these one by one would keep everybody waiting for longer than a step takes."""
+    """The changes since the last fold, merged where possible. Hundreds of steps in a row give each of many sessions a
+    token. Folding those one by one would take longer than a step, and delay all sessions."""
 
     def __init__(self) -> None:
         self._changes: list[_At] = []
-        self._growing: dict[str, tuple[_At, Extended]] = {}  # by session, of the last changes, which were all Extended
+        self._growing: dict[str, tuple[_At, Extended]] = {}  # by session: the last changes, all of them Extended
 
     def add(self, at: float, changes: Sequence[Change]) -> None:
         for change in changes:
@@ -96,7 +97,7 @@ class Unfolded:
                 self._growing[change.session] = self._changes[-1], own
 
     def _grows(self, at: float, change: Extended) -> bool:
-        """Whether it could be made a part of the session's last one."""
+        """Merges the change into the session's last one. Returns False if that is not possible."""
         last = self._growing.get(change.session)
         if last is None:
             return False

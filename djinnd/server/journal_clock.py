@@ -1,8 +1,8 @@
-"""The journal's time: seconds since 1970 at the journal's beginning, and from then on only what has really passed.
+"""The journal's time: seconds since 1970 when the journal began, plus the time that has really passed since then.
 
-Sessions end after a time without use. By the wall clock all of them would end at once when somebody sets it forward. So
-while a daemon runs its journal's time follows CLOCK_MONOTONIC. The time between two daemons is known by the wall clock
-alone and counts for at most DOWNTIME; a wall clock that was set back counts for nothing.
+Sessions end after a time without use. By the wall clock all of them would end at once if it is set forward. So while a
+daemon runs, the journal's time follows CLOCK_MONOTONIC. The time between two daemons is known by the wall clock alone,
+and counts for at most DOWNTIME. A wall clock that was set back counts as no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Mark(NamedTuple):
 
 
 def resumed(mark: Mark | None, last: float | None, wall: float) -> float:
-    """The journal's time when a daemon starts. `last`: of the last that is written; None: nothing is. `wall`: now."""
+    """The journal's time when a daemon starts. `last`: the latest time in the journal, or None. `wall`: the wall
+    clock."""
     if mark is None:
         mark = Mark(wall, wall) if last is None else Mark(last, last)
     last = mark.at if last is None else max(last, mark.at)
@@ -31,8 +32,10 @@ def resumed(mark: Mark | None, last: float | None, wall: float) -> float:
 
 
 class JournalClock:
+    """Converts CLOCK_MONOTONIC to the journal's time."""
+
     def __init__(self, at: float, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`at`: the time now."""
+        """`at`: the journal's time now."""
         self._monotonic = monotonic
         self._ahead = at - monotonic()
 
@@ -40,7 +43,7 @@ class JournalClock:
         return self.at(self._monotonic())
 
     def at(self, monotonic: float) -> float:
-        """The journal's time at that moment of CLOCK_MONOTONIC."""
+        """The journal's time at a time of CLOCK_MONOTONIC."""
         return monotonic + self._ahead
 
     def mark(self) -> Mark:

@@ -96,13 +96,13 @@ def deaths() -> dict[str, Fault]:
             except OSError:
                 continue
 
-    kernel = "what functions may not do"
+    kernel = "that functions may not make"
     return {
         "fork": (fork, FunctionFailed, kernel),
         "socket": (connect, FunctionFailed, kernel),
         "another's memory": (read_another, FunctionFailed, kernel),
         "abort": (abort, FunctionFailed, "died by SIGABRT"),
-        "nonsense": (talk_nonsense, FunctionFailed, "means nothing"),
+        "nonsense": (talk_nonsense, FunctionFailed, "sent the daemon garbage"),
     }
 
 

@@ -135,7 +135,7 @@ def open_one(daemon: Daemon) -> None:
 
 
 def refused(ask: Callable[[], object]) -> None:
-    with pytest.raises(JournalUnavailable, match=r"journal\.db: .*nothing new begins") as caught:
+    with pytest.raises(JournalUnavailable, match=r"journal\.db: .*no new work is accepted") as caught:
         ask()
     assert caught.value.data["path"].endswith("journal.db")
 

@@ -107,7 +107,7 @@ def test_weights_of_another_size(wire: Wire) -> None:
         with memory() as fd:
             os.posix_fallocate(fd, 0, image.nbytes + wrong)
             told = refusal(hand_over(wire, share, fd))
-        assert f"has {image.nbytes + wrong:,} bytes; what was announced has {image.nbytes:,}" in told
+        assert f"has {image.nbytes + wrong:,} bytes; {image.nbytes:,} were announced" in told
 
 
 def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None:
@@ -164,9 +164,9 @@ def test_descriptors_that_are_no_memory(wire: Wire) -> None:
     share, _ = described(wire)
     reader, writer = os.pipe()
     told = refusal(ask(wire, ShareWeights(id=2, share=share), reader))
-    assert "this descriptor is none" in told
+    assert "the descriptor is no memfd" in told
     told = refusal(ask(wire, share_request(model="another"), reader))
-    assert "this descriptor is none" in told
+    assert "the descriptor is no memfd" in told
     os.close(reader)
     os.close(writer)
 

@@ -215,8 +215,8 @@ def test_a_daemon_that_answers(daemon: ScriptedDaemon) -> None:
 
 def test_what_a_daemon_tells_its_administrators() -> None:
     assert list(daemon.judge_notes([])) == []
-    (result,) = daemon.judge_notes(["the journal was damaged; it is kept as /s/journal.db.damaged-1: remove that"])
-    assert (result.state, result.remedy) == ("warn", "remove that") and result.finding.endswith("damaged-1")
+    (result,) = daemon.judge_notes(["the journal was damaged; the old file is kept as /s/journal.db.damaged-1: remove it"])
+    assert (result.state, result.remedy) == ("warn", "remove it") and result.finding.endswith("damaged-1")
 
 
 def test_no_daemon() -> None:

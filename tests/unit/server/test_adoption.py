@@ -99,7 +99,7 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"state": State.FILLING}, "the weights of llama were not brought in to their end"),
+        ({"state": State.FILLING}, "the weights of llama are incomplete"),
         ({"version": 1}, "arena version 1, this daemon knows 4"),
         ({"state": 7}, "7 is not a valid State"),
         ({"holds": "else"}, "an arena object that holds 'else'"),

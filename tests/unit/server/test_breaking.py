@@ -112,7 +112,7 @@ REFUSED_BREAKPOINTS = [
     ({"point": "blocks.*"}, "a breakpoint is at one point"),
     ({"every": 0}, "every is 0; it must be 1 or more"),
     ({"every": 2, "when": "prefill"}, "every counts generated positions"),
-    ({"every": 2, "positions": [1]}, "leave every away"),
+    ({"every": 2, "positions": [1]}, "leave every out"),
     ({"positions": []}, "positions is empty"),
     ({"positions": [4, 2]}, "positions ascend"),
     ({"positions": [-1]}, "negative"),

@@ -180,7 +180,7 @@ def test_a_session_that_a_restart_has_left(daemon, wire, opened):
         told = s.why()
         assert (told.state, told.reason) == (
             "idle",
-            "no call runs on it, and its model is not loaded: it is with the next call",
+            "no call runs on it, and its model is not loaded: the next call loads it",
         )
 
 

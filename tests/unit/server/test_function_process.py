@@ -125,12 +125,12 @@ def test_what_is_asked_comes_in_turn_and_is_answered() -> None:
     [
         ("sys.exit(3)", FunctionFailed, "has ended its process, with status 3"),
         ("os.abort()", FunctionFailed, "died by SIGABRT"),
-        ("os.kill(os.getpid(), 31)", FunctionFailed, "what functions may not do"),
-        ("os.kill(os.getpid(), 9)", FunctionFailed, "memory ends"),
+        ("os.kill(os.getpid(), 31)", FunctionFailed, "that functions may not make"),
+        ("os.kill(os.getpid(), 9)", FunctionFailed, "out of memory"),
         ("sock.close(); time.sleep(60)", FunctionFailed, "has closed its connection"),
         ("sock.sendall(bytes(64)); time.sleep(60)", FunctionFailed, "means nothing: these bytes"),
-        ("send(Ready()); time.sleep(60)", FunctionFailed, "means nothing"),
-        ("sock.sendall(b'DJ' + bytes([1, 0, 0, 0, 0, 1, 0])); time.sleep(60)", FunctionFailed, "means nothing"),
+        ("send(Ready()); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
+        ("sock.sendall(b'DJ' + bytes([1, 0, 0, 0, 0, 1, 0])); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
         ("send(edit(1 << 19), edit(1 << 19)); time.sleep(60)", QuotaExceeded, "edit_bytes_per_session"),
     ],
 )

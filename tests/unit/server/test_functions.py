@@ -112,7 +112,7 @@ def test_descriptors_that_are_no_window(allowed: Steered, tmp_path: Path) -> Non
     window = new_window("hit", 64)
     for fds in ((), (ours,), (file,), (loose,)):
         reply = run(allowed, *fds)
-        assert reply.code == "invalid_request" and "the window that the hit came with" in reply.message
+        assert reply.code == "invalid_request" and "the window that came with the hit" in reply.message
     reply = run(allowed, window, window)
     assert (reply.code, reply.message) == ("invalid_request", "2 descriptors came with a request that takes 1")
     for fd in (ours, theirs, file, loose, window):

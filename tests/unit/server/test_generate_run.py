@@ -156,7 +156,7 @@ def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool)
         for number in range(3):
             stage.run.token(number, None, float(number))
         stage.end()
-        with pytest.raises(DjinnError, match="the daemon failed on a token of its own"):
+        with pytest.raises(DjinnError, match="the daemon failed to turn a token into text"):
             await stage.run.done
         assert stage.session.tokens == [7]
         assert Truncate("s", 1) in stage.sent

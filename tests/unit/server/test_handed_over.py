@@ -64,7 +64,7 @@ def test_what_is_handed_over_for_good_may_not_be_written_to_by_who_has_it_mapped
 def test_a_window_of_another_size(nbytes: int) -> None:
     with closed_after(new_window("kv", nbytes)) as fd:
         seal_for_writers(fd)
-        refused(fd, f"the window of the KV has {nbytes:,} bytes; what was announced has {NBYTES:,}")
+        refused(fd, f"the window of the KV has {nbytes:,} bytes; {NBYTES:,} were announced")
 
 
 def test_a_window_with_holes() -> None:
@@ -77,4 +77,4 @@ def test_a_window_with_holes() -> None:
 def test_what_cannot_be_sealed_is_no_window() -> None:
     read, write = os.pipe()
     with closed_after(read), closed_after(write):
-        refused(read, "this descriptor is none")
+        refused(read, "the descriptor is no memfd")

@@ -122,5 +122,5 @@ def test_nobody_opens_what_was_taken_back(tmp_path):
     made.ended = True
     for client in (OWNER, ADMIN):
         assert models.find_visible("mine", client).share is made
-        with pytest.raises(ModelNotFound, match="taken it back"):
+        with pytest.raises(ModelNotFound, match="withdrawn it"):
             models.find_open("mine", client)
