@@ -302,8 +302,8 @@ class GenerateRun(SessionRun):
 
     def _positions(self, capture: Capture, reply: Generated) -> int:
         """Number of captured positions that belong to the session. The engine may have gone on before it received the
-        Halt; further positions do not count. The last generated token is not computed, except when no token could follow
-        it (not_finite)."""
+        Halt; further positions do not count. The last generated token is not computed, unless no token could follow it
+        (not_finite)."""
         length = self._generation.length
         is_run = length == self._generation.prompt_end or reply.finish_reason == "not_finite"
         computed = length if is_run else length - 1

@@ -215,7 +215,7 @@ def test_a_daemon_that_answers(daemon: ScriptedDaemon) -> None:
 
 def test_what_a_daemon_tells_its_administrators() -> None:
     assert list(daemon.judge_notes([])) == []
-    (result,) = daemon.judge_notes(["the journal was damaged; the old file is kept as /s/journal.db.damaged-1: remove it"])
+    (result,) = daemon.judge_notes(["the journal was damaged; it is kept as /s/journal.db.damaged-1: remove it"])
     assert (result.state, result.remedy) == ("warn", "remove it") and result.finding.endswith("damaged-1")
 
 

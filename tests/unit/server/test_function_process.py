@@ -128,9 +128,9 @@ def test_what_is_asked_comes_in_turn_and_is_answered() -> None:
         ("os.kill(os.getpid(), 31)", FunctionFailed, "that functions may not make"),
         ("os.kill(os.getpid(), 9)", FunctionFailed, "out of memory"),
         ("sock.close(); time.sleep(60)", FunctionFailed, "has closed its connection"),
-        ("sock.sendall(bytes(64)); time.sleep(60)", FunctionFailed, "means nothing: these bytes"),
+        ("sock.sendall(bytes(64)); time.sleep(60)", FunctionFailed, "garbage: these bytes"),
         ("send(Ready()); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
-        ("sock.sendall(b'DJ' + bytes([1, 0, 0, 0, 0, 1, 0])); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
+        ("sock.sendall(b'DJ' + bytes([1, 0, 0, 0, 0, 1, 0])); time.sleep(60)", FunctionFailed, "daemon garbage"),
         ("send(edit(1 << 19), edit(1 << 19)); time.sleep(60)", QuotaExceeded, "edit_bytes_per_session"),
     ],
 )

@@ -247,7 +247,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, disk: Disk, error: Exception)
             there.after(told.append, token)
             await there.settled()
         assert told == [2, 3], "what runs goes on"
-        with pytest.raises(JournalUnavailable, match=r"cannot be written to .*journal\.db: .*(full|No space)") as refused:
+        with pytest.raises(JournalUnavailable, match=r"cannot be written .*journal\.db: .*(full|No space)") as refused:
             there.expect_writable()
         assert refused.value.data["path"] == str(tmp_path / "journal.db")
         disk.error = None
