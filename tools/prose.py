@@ -22,6 +22,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/kvcache",
     "djinnd/messages",
     "djinnd/scheduler",
+    "docs/scheduling.md",
     "tools/prose.py",
 )
 
