@@ -306,6 +306,7 @@ class Span(msgspec.Struct, frozen=True):
     track       its spans                                             their args
     step        `step`                                                model, rows, tokens that the rows bring
     compute     `prologue`, `block N` with its decoding, `epilogue`   of a block: place (plain, packed or streamed)
+                `masks`, for as long as they are waited for
     copy        `block N`, a piece of it, queued in one of the steps  bytes
     pages up    `promote N`, a copy of N neighbouring pages           bytes
     pages down  `demote N`, likewise                                  bytes

@@ -74,7 +74,7 @@ class Guided:
 
 
 class Guidance:
-    """Belongs to the engine's thread. Empty, it costs a step nothing."""
+    """Belongs to the engine's thread. Without runs, it costs a step nothing."""
 
     def __init__(
         self,
@@ -160,12 +160,14 @@ class Guidance:
         """Before a step is composed: what the processes have said has its effect."""
         if not self._processes:
             return
-        self._hear()
+        if self._runs:
+            self._hear()
         for run in [*self._to_act.values()]:
             self._act(run)
         now = time.monotonic()
         if now - self._looked > _LOOK_EVERY:
             self._looked = now
+            self._hear()
             self._look_after(now)
 
     def _act(self, run: Guided) -> None:

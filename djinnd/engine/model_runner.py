@@ -210,7 +210,10 @@ class ModelRunner:
             if logits is None:
                 return Sampled([], [], [])
             sampling = [row for row in rows if row.samples]
-            masked = None if masks is None else masks(sampling, meanwhile)
+            masked = None
+            if masks is not None:
+                with self.device.span("compute", "masks"):  # for as long as the device has to wait for them
+                    masked = masks(sampling, meanwhile)
             sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
             self._inputs = None  # the device has read them
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)

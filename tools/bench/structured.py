@@ -5,7 +5,8 @@
 Rounds of free generation and of each kind of format take turns, on the same sessions' prompts, so that what else the
 machine does falls on all of them. `records`: a JSON schema, of whose texts much is forced; `letters`: a regular
 expression of which nothing is, so that each token has a mask and a step of its own: its ratio is what masks cost a
-step. On a GPU: with a checkpoint of a real size (tools/make_model.py random), for example llama-3-8b.
+step. A trace of some more steps tells how long one takes, and for how long the device waits for masks. On a GPU: with a
+checkpoint of a real size (tools/make_model.py random), for example llama-3-8b.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.kv_measures import traced
 from tools.bench.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
@@ -43,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "records": {"response_format": {"type": "json_schema", "schema": RECORDS}},
     "letters": {"regex": r"[a-z \n]{100000}"},
 }
+TRACE_S = 20.0  # at most, of a hundred steps
 
 
 async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, options: dict[str, Any]) -> float:
@@ -65,6 +69,21 @@ async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, opt
     return (generated - sessions) / (max(reply.timings.total for reply in replies) - first)
 
 
+def steps(address: str, model: str, sessions: int, options: dict[str, Any]) -> dict[str, float]:
+    """Of a hundred steps, those with all sessions. `step_ms`: from one step's start to the next one's. `masks_ms`: of
+    that, for how long the device waited for masks."""
+    with traced(address, TRACE_S) as spans:
+        asyncio.run(tokens_per_s(address, model, sessions, 128, options))
+        found = spans()
+    starts = [span.start_us for span in found if span.track == "step" and span.args["rows"] == sessions]
+    waits = [span.duration_us for span in found if span.name == "masks"]
+    between = [later - earlier for earlier, later in pairwise(starts)]
+    return {
+        "step_ms": statistics.median(between) / 1e3,
+        "masks_ms": statistics.mean(waits) / 1e3 if waits else 0.0,
+    }
+
+
 def measure(model: str, device: str, memory: str, sessions: int, tokens: int, rounds: int) -> dict[str, Any]:
     config = f"{{device: '{device}', memory: {memory}}}\n"
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -78,19 +97,23 @@ def measure(model: str, device: str, memory: str, sessions: int, tokens: int, ro
             for kind, options in KINDS.items():
                 rates[kind].append(asyncio.run(tokens_per_s(daemon.address, info.name, sessions, tokens, options)))
             _say(", ".join(f"{kind} {found[-1]:.0f}" for kind, found in rates.items()) + f" (round {number + 1})")
+        traces = {kind: steps(daemon.address, info.name, sessions, options) for kind, options in KINDS.items()}
         description = djinn.status(address=daemon.address).devices[0].description
     medians = {kind: statistics.median(found) for kind, found in rates.items()}
     ratios = {
         kind: statistics.median(one / free for one, free in zip(found, rates["free"], strict=True))
         for kind, found in rates.items()
     }
-    return {"tokens_per_s": medians, "ratio": ratios, "rounds": rates, "vocab": info.vocab, "device": description}
+    found = {"tokens_per_s": medians, "ratio": ratios, "steps": traces, "rounds": rates}
+    return found | {"vocab": info.vocab, "device": description}
 
 
 def table(found: dict[str, Any]) -> Table:
-    shown = Table("", "tokens/s", "of free generation", caption=f"on {found['device']}")
+    columns = ("", "tokens/s", "of free generation", "ms a step, traced", "ms waited for masks")
+    shown = Table(*columns, caption=f"on {found['device']}")
     for kind, rate in found["tokens_per_s"].items():
-        shown.add_row(kind, f"{rate:,.0f}", f"{found['ratio'][kind]:.3f}")
+        step, waited = found["steps"][kind].values()
+        shown.add_row(kind, f"{rate:,.0f}", f"{found['ratio'][kind]:.3f}", f"{step:.2f}", f"{waited:.3f}")
     return shown
 
 
