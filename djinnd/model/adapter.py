@@ -1,12 +1,12 @@
-"""Drives any decoder-only family of transformers block by block, without code for the family.
+"""Adapter: runs any decoder-only family of transformers block by block, without code for the family.
 
-What a family's layers want as arguments is learnt, not written down: recorders take the layers' places, the model's own
-forward runs over them, and what each was given is kept. The same forward does prologue (embedding, positions) and
-epilogue (final norm, head, and whatever scale or cap the family puts there):
+The arguments of a family's layers are learnt. Stand-ins replace the layers in the model, the model's own forward runs
+over them, and each stand-in records its arguments. The same forward serves as prologue (embedding, positions) and as
+epilogue (final norm, head, and any scale or cap that the family applies there):
 
-    prologue   forward(ids, positions) over recorders; the last one stops it      → hidden, arguments of every block
-    blocks     block i (hidden, its arguments), attention over pages              → hidden
-    epilogue   forward over stand-ins, the last of which returns our hidden       → logits
+    prologue   forward(ids, positions) over stand-ins; the last one stops it       → hidden, arguments of every block
+    blocks     block i (hidden, its arguments), with attention over pages          → hidden
+    epilogue   forward over stand-ins; the last one returns the given hidden       → logits
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from djinn_client.errors import ModelRejected
 
 
 class PrologueDone(Exception):
-    """Raised by the last stand-in: what the blocks are given has been recorded."""
+    """Raised by the last stand-in when the arguments of all blocks have been recorded."""
 
 
 class _StandIn(nn.Module):
-    """Takes a block's place in the model's own list of layers."""
+    """Stands in for a block in the model's own list of layers. Records its arguments in the prologue; passes the final
+    hidden states on in the epilogue."""
 
     def __init__(self, index: int, adapter: Adapter, block: nn.Module) -> None:
         super().__init__()
         self.index = index
         self.last = index == len(adapter.blocks) - 1
-        self.adapter = weakref.proxy(adapter)  # it owns the model and so us: a cycle would keep unloaded weights
-        object.__setattr__(self, "block", block)  # past nn.Module's bookkeeping: it is no child of ours
+        self.adapter = weakref.proxy(adapter)  # the adapter owns this object: a cycle would keep unloaded weights alive
+        object.__setattr__(self, "block", block)  # bypasses nn.Module, which would register the block as a child
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
@@ -59,14 +60,14 @@ class _StandIn(nn.Module):
 
 @dataclass(slots=True)
 class Prologue:
-    """`arguments[i]` are block i's keyword arguments. Tensors among them stay where they are: a graph may hold them."""
+    """The inputs of the blocks. Tensors in them keep their addresses, so a captured graph may hold them."""
 
-    hidden: Tensor  # [1, tokens, width], in memory of its own: who changes it changes what block 0 is given, no more
-    arguments: list[dict[str, Any]]
+    hidden: Tensor  # [1, tokens, width], in memory of its own: changing it changes only the input of block 0
+    arguments: list[dict[str, Any]]  # keyword arguments of each block
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The one list of decoder layers. Raises ModelRejected when there is none, or more than one."""
+    """The model's list of decoder layers. Raises ModelRejected unless there is exactly one."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and type(m[0]).__name__ in names]
     if len(found) != 1:
@@ -80,7 +81,7 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 class Adapter:
-    """Owns a CausalLM whose layers it has taken out (`blocks`) and replaced by stand-ins."""
+    """Owns a CausalLM. Takes its layers out (`blocks`) and puts stand-ins in their places."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -91,7 +92,7 @@ class Adapter:
         self._names = [_parameter_names(block) for block in self.blocks]
         self._recorded: list[dict[str, Any]] = [{} for _ in self.blocks]
         self._hidden: Tensor | None = None
-        self._is_shared: bool | None = None  # learnt by the first prologue, on whatever device: it is how they are made
+        self._is_shared: bool | None = None  # see _is_shared; learnt in the first prologue, the same on every device
         for index, block in enumerate(self.blocks):
             places[index] = _StandIn(index, self, block)
 
@@ -107,7 +108,7 @@ class Adapter:
         return self.recorded()
 
     def recorded(self) -> Prologue:
-        """Of the model's forward that has just run up to the blocks."""
+        """The prologue of the forward that has just run up to the blocks."""
         hidden = self._hidden
         assert hidden is not None
         if self._is_shared is None:
@@ -116,7 +117,7 @@ class Adapter:
         return Prologue(hidden.clone() if self._is_shared else hidden, list(self._recorded))
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """[1, tokens, width] → [1, tokens, width]."""
+        """hidden [1, tokens, width] → [1, tokens, width]."""
         out = self.blocks[index](hidden, **arguments)
         if isinstance(out, tuple):
             self.returns_tuple = True
@@ -126,7 +127,7 @@ class Adapter:
     def epilogue(self, hidden: Tensor) -> Tensor:
         """hidden [1, rows, width] → logits [rows, vocab] in the model's dtype."""
         rows = hidden.shape[1]
-        # The forward embeds these ids to no purpose: cheaper than knowing each family's tail.
+        # The embedding of these ids is not used. It costs little, and no code for each family's tail is needed.
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
         self.final_hidden = hidden
         try:
@@ -137,8 +138,8 @@ class Adapter:
 
 
 def _is_shared(tensor: Tensor, others: list[Any]) -> bool:
-    """Whether anything in `others`, in however deep structures, has the tensor's memory."""
-    memory = tensor.untyped_storage()._cdata  # there are no addresses on the meta device
+    """Returns True if a tensor anywhere in the nested structures of `others` shares the tensor's storage."""
+    memory = tensor.untyped_storage()._cdata  # not data_ptr(): tensors on the meta device have no addresses
     return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == memory for leaf in tree_leaves(others))
 
 

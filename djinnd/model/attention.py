@@ -1,8 +1,8 @@
-"""Attention over paged KV: where the tokens of a step stand, and the two ways to compute it.
+"""Attention over paged KV: the batch, and two implementations, torch's (CPU, reference) and Triton's (CUDA).
 
 A block's keys and values are [pages, page_size, kv_heads, head_dim], strided views of the page-major pool [pages,
-blocks, 2, page_size, kv_heads, head_dim]. A session's tokens lie in the pages that its row of the page table names, in
-order. Rows of one token (decode) and of many (prefill chunks, with or without history) come flattened in one batch.
+blocks, 2, page_size, kv_heads, head_dim]. A row's page table names the pages of its session's tokens in order. Decode
+rows (one token) and prefill chunks (many tokens, with or without history) are flattened into one batch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ except ModuleNotFoundError as missing:  # CPU builds of torch come without Trito
 
 @dataclass(slots=True)
 class PagedBatch:
-    """Where each token of a flattened batch stands in the paged KV.
+    """Positions of a flattened batch's tokens in the paged KV.
 
-    The tensors live on the device; a captured graph keeps their addresses. A row's queries are the last tokens of its
-    KV: query i of n, with length keys, stands at position length - n + i.
+    The tensors are on the device; a captured graph keeps their addresses. A row's queries are the last tokens of its
+    KV: of n queries with `length` keys, query i is at position length - n + i.
     """
 
     query_starts: Tensor  # int32 [rows + 1], cumulative token counts
-    kv_lengths: Tensor  # int32 [rows], tokens in KV once this step's are written
+    kv_lengths: Tensor  # int32 [rows], tokens in KV including this step's
     page_table: Tensor  # int32 [rows, max_pages], page ids
-    visits: Tensor  # int32 [rows, 4], and
+    visits: Tensor  # int32 [rows, 4]: see visits.py
     extent: Tensor  # int32 [3]: see visits.py
     slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
-    max_query: int  # longest row of this batch
+    max_query: int  # tokens of the longest row
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
-    fresh: bool  # every row starts at position 0: there is no history to read
+    fresh: bool  # every row starts at position 0, so that there is no history to read
 
 
 class PagedAttention(ABC):
@@ -48,7 +48,7 @@ class PagedAttention(ABC):
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         """Writes k and v [tokens, kv_heads, head_dim] of this step to `batch.slots` of a block's keys and values.
 
-        k and v may have any strides but that of the last dimension, which is 1.
+        The last dimension of k and v has stride 1; the other strides are free.
         """
 
     @abstractmethod
@@ -68,11 +68,11 @@ class PagedAttention(ABC):
     ) -> Tensor:
         """q [tokens, heads, head_dim], strided like k and v → [tokens, heads, head_dim], contiguous.
 
-        k and v are this step's own, already written: a fresh row reads them instead of pages.
+        k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages.
         scale: positive factor of the scores.
-        window: how many tokens a query sees, itself included; 0: all before it.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); 0: they stay.
-        sinks: [heads], one more logit in each head's denominator, which has no value (gpt-oss).
+        window: how many tokens a query sees, including itself; 0: all tokens before it.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged.
+        sinks: [heads], for each head one more logit in the denominator of the softmax, without a value (gpt-oss).
         """
 
 
@@ -81,7 +81,8 @@ def attention_for(device: torch.device) -> PagedAttention:
 
 
 class TorchAttention(PagedAttention):
-    """Gathers the pages of a row and uses torch's own attention: for the CPU, and the oracle of the kernels."""
+    """Gathers the pages of each row and calls torch's attention. Used on the CPU, as reference for the kernels in
+    tests, and on GPUs without the kernels."""
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         page_size = keys.shape[1]
@@ -133,9 +134,10 @@ def _attend_singles(
     softmax: _Softmax,
     out: Tensor,
 ) -> None:
-    """Rows of one token (None: all rows are) together, each padded to the longest with its own last token.
+    """Computes the rows of one token in one call; `rows` None means all rows. Writes to `out`.
 
-    With its own, because what lies past a row's end may be NaN, which a weight of 0 would not hide.
+    Each row is padded to the longest with its own last token. Memory past the end of a row may hold NaN, which a weight
+    of 0 would not hide.
     """
     table, lengths, tokens = batch.page_table, batch.kv_lengths[:, None], torch.arange(len(out), device=q.device)
     if rows is not None:
@@ -149,10 +151,11 @@ def _attend_singles(
 
 
 def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
-    """Tokens of sessions: x [pages, page_size, kv_heads, head_dim], table [..., pages of a session], at [..., tokens].
+    """Gathers the tokens at positions `at` [..., tokens] from x [pages, page_size, kv_heads, head_dim], with the page
+    tables `table` [..., pages of a session] → [..., tokens, kv_heads, head_dim].
 
-    Sees the pool as a list of tokens, of which a page is `per_page` apart from the next, other blocks' counted: rows
-    are then copied whole, ten times as fast as by indexing pages.
+    The pool is viewed as one list of tokens, in which consecutive pages of a block begin `per_page` tokens apart. Whole
+    tokens are then copied, ten times as fast as by indexing pages.
     """
     (pages, page_size, kv_heads, head_dim), width = x.shape, x.stride(1)
     per_page, rest = divmod(x.stride(0), width)
@@ -164,7 +167,7 @@ def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """What a family does between the scores and the values."""
+    """A family's variant of softmax attention: scale, window, soft cap and sinks."""
 
     scale: float
     window: int
@@ -176,7 +179,7 @@ class _Softmax:
         grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if self._is_plain:
-            # One token sees the same keys with every head: a group's heads stand as queries of their KV head.
+            # All heads of a group see the same keys, so they are passed as queries of their KV head.
             mask = seen[:, None, None, :]
             return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale).reshape(q.shape)
         return self._step_by_step(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :]).reshape(q.shape)
@@ -220,11 +223,11 @@ class _Softmax:
 
 
 class TritonAttention(PagedAttention):
-    """Our kernels (djinnd.model.kernels), which read pages where they are; torch's own attention where this GPU or this
-    compiler cannot have the kernel.
+    """Attention by djinnd's kernels (djinnd.model.kernels), which read the pages in place.
 
-    Decode is fit for capture: its grid and its addresses depend on shapes and host bounds alone. Torch's attention
-    reads lengths on the host and is not: a model that needs it runs without graphs.
+    Falls back to TorchAttention if the GPU or the compiler does not support a kernel. The kernels can be captured in a
+    graph: their grids and addresses depend only on shapes and host bounds. TorchAttention reads lengths on the host and
+    cannot be captured, so a model that needs it runs without graphs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Rows that need more than an argmax: biases, penalties, temperature, limits on what may be drawn, and the draw."""
+"""Draw: chooses tokens for rows that need more than an argmax: biases, penalties, temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WEIGHT_OF_PEAK = 1 << 40  # fixed point: the weights of 2^22 tokens still sum u
 
 
 def is_greedy(request: Request) -> bool:
-    """Whether the likeliest token of the raw logits is the answer."""
+    """Returns True if the request's token is always the argmax of the raw logits."""
     return request.sampling.temperature == 0 and not _is_penalised(request.sampling) and not is_shifted(request)
 
 
 class Draw:
-    """Some rows of a batch with their parameters on the device, uploaded once for as long as the batch keeps its
-    composition. Only the operations that one of these rows asks for are run."""
+    """Some rows of a batch, with their sampling parameters on the device. The parameters are uploaded once and used as
+    long as the batch has the same rows. Only operations that at least one of these rows needs are run."""
 
     def __init__(
         self, members: Sequence[int], requests: Sequence[Request], marks: TokenMarks, shifts: ShiftTable
     ) -> None:
-        """`members`: indices of the rows within the batch; `requests`: theirs, in that order."""
+        """members: indices of the rows in the batch. requests: one for each member, in the same order."""
         samplings = [request.sampling for request in requests]
         top_ks = [_ranks_of(sampling, shifts.vocab) for sampling in samplings]
         slots = [marks.slot(request) if _is_penalised(request.sampling) else BLANK for request in requests]
@@ -68,7 +68,10 @@ class Draw:
         )
 
     def choose(self, logits: Tensor, counters: Tensor, sessions: Sequence[Session]) -> Tensor:
-        """int64 [members]: a token for each. logits: the whole batch's, raw; sessions: the members'."""
+        """Chooses a token for each member → int64 [members].
+
+        logits: raw logits [rows, vocab] of the whole batch. sessions: one for each member.
+        """
         logits = logits.index_select(0, self.rows).float()
         if self._shifts:
             self._shifts.add_to(logits, sessions)
@@ -78,7 +81,7 @@ class Draw:
         if not self._random:
             return logits.argmax(dim=-1)
         lengths = torch.tensor([len(session.tokens) for session in sessions])
-        self._keys_staging.copy_(noise_keys(self._streams, lengths))  # the last step has read its keys
+        self._keys_staging.copy_(noise_keys(self._streams, lengths))  # safe: the last step's keys have been sent
         send(self._keys, self._keys_staging)
         noise = gumbel(self._keys, counters)
         score = noise.mul_(self._temperature).add_(logits)
@@ -89,17 +92,18 @@ class Draw:
         return score.argmax(dim=-1)
 
     def _lowest_ranked(self, logits: Tensor) -> Tensor:
-        """[rows, 1]: the lowest logit that top-k, and top-p among what top-k leaves, keep; -inf without either."""
+        """[rows, 1]: the lowest logit that top-k and then top-p keep; -inf for a row without either."""
         limit, vocab = self._ranks.numel(), logits.shape[1]
         ranked = (logits.topk(limit) if limit < vocab else logits.sort(descending=True)).values
         kept = self._nucleus_of(ranked) if self._nucleus else self._top_k
         return ranked.gather(1, (kept - 1).clamp_(min=0)).masked_fill_(self._unranked, -math.inf)
 
     def _nucleus_of(self, ranked: Tensor) -> Tensor:
-        """int64 [rows, 1]: how many of the ranks that top-k leaves top-p keeps: those with less than p before them.
+        """int64 [rows, 1]: how many of the ranks within top-k top-p keeps. It keeps a rank if the ranks above it have
+        less than p of the probability.
 
-        Weights are summed up as integers, which is exact in any order: a device that scans a batch of one otherwise
-        than a batch of many still finds the same token at the edge.
+        Weights are summed as integers, which is exact in any order. A device may scan a batch of one in another order
+        than a larger batch, and still finds the same last token.
         """
         allowed = self._ranks < self._top_k
         weight = (ranked.double() - ranked[:, :1]).div_(self._temperature.clamp(min=_TINY)).exp_()
@@ -108,7 +112,8 @@ class Draw:
         return (allowed & (total - weight < self._top_p * total[:, -1:])).sum(dim=-1, keepdim=True)
 
     def _lowest_below_peak(self, logits: Tensor) -> Tensor:
-        """[rows, 1]: min-p as a distance from the highest logit: p >= min_p * peak, the sum over all cancels out."""
+        """[rows, 1]: the lowest logit that min-p keeps. min-p is a fixed distance from the highest logit, because the
+        denominator of the softmax cancels out of p >= min_p * peak."""
         return (logits.amax(dim=-1, keepdim=True) - self._depth).float()
 
 
@@ -121,12 +126,12 @@ def _is_cut_below_peak(sampling: Sampling) -> bool:
 
 
 def _depth(sampling: Sampling) -> float:
-    """How far below the highest logit min-p reaches."""
+    """Distance from the highest logit to the lowest one that min-p keeps; infinity without min-p."""
     return -math.log(sampling.min_p) * sampling.temperature if _is_cut_below_peak(sampling) else math.inf
 
 
 def _ranks_of(sampling: Sampling, vocab: int) -> int:
-    """How many ranks top-k leaves: all of them where only top-p limits the row, 0 where neither does."""
+    """How many ranks top-k keeps: all of them if only top-p limits the row, 0 if neither does."""
     if sampling.temperature == 0:
         return 0
     if 0 < sampling.top_k < vocab:
@@ -135,5 +140,5 @@ def _ranks_of(sampling: Sampling, vocab: int) -> int:
 
 
 def _seed(sampling: Sampling) -> int:
-    assert sampling.seed is not None or sampling.temperature == 0, "the server draws the seed, so that it is on record"
+    assert sampling.seed is not None or sampling.temperature == 0, "the server draws and records a seed"
     return sampling.seed or 0

@@ -1,21 +1,23 @@
-"""CUDA graphs of a step: one for inputs and prologue, one a block, one for the epilogue, for each shape of batch.
+"""StepGraphs: CUDA graphs of a step. Each shape of batch has one for inputs and prologue, one a block, one for the
+epilogue.
 
-Launching a block's kernels one by one takes the host longer than the device needs to run them, for one token and for a
-chunk of 512 alike. A graph a block and not one for the model, because streaming, breakpoints and steering live on block
-boundaries; all replays of a step together cost the host little more than one (2.8 µs each).
+The host needs longer to launch a block's kernels one by one than the device needs to run them, for one token as for a
+chunk of 512. There is a graph for each block instead of one for the model because streaming, breakpoints and steering
+act between blocks. A replay costs the host 2.8 µs, so all replays of a step cost little more than one would.
 
-    decode    1 token a row                   1, 2, 3, 4, 8 … 256 rows
-    chunk     any rows, with history or not   16 … 2,048 tokens, up to 16, 64 or all rows
+    decode    1 token a row                         1, 2, 3, 4, 8 … 256 rows
+    chunk     any rows, with or without history     16 … 2,048 tokens, up to 16, 64 or all rows
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
-memory pool, and what a block's graph leaves behind may be overwritten by any later graph: a step replays the graphs of
-its shape in order, all of them or those of some blocks that follow each other, and only `logits` is read after it.
-Between two blocks' replays, what lies between these blocks is there to be seen and changed (model/probe.py). For what
-lies inside of a block, that block runs eagerly, and leaves what it gives where its graph would: the host launches it
-while the device has the blocks before it to do. So does the epilogue for what lies behind the blocks.
+memory pool, and any later graph may overwrite the results of an earlier one. So a step replays the graphs of its shape
+in order, all of them or a range of blocks, and only `logits` is read afterwards.
+
+Between the replays of two blocks, a probe may read and change the hidden states (model/probe.py). A block with a point
+inside it runs eagerly, and its result is copied to where its graph would write it. The host launches it while the
+device still runs the blocks before it. The epilogue runs eagerly for the points behind the blocks.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
-kernels are compiled before anybody waits (`compile`).
+kernels are compiled in advance, before a request waits for them (`compile`).
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from djinnd.model.unowned import unowned
 DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 CHUNK_ROWS = (16, 64)
-ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when they are needed
-KINDS = 6  # blocks, among which a family has all of its kinds: Gemma 3 has five with a window before one without
+ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when a batch needs them
+KINDS = 6  # the first so many blocks include all kinds of a family: Gemma 3 has five with a window before one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Holds the tensors that several graphs of a shape use, and what is read after the step."""
+    """The graphs of one shape, and the tensors that they share or that are read after the step."""
 
-    graphs: list[torch.cuda.CUDAGraph]
+    graphs: list[torch.cuda.CUDAGraph]  # prologue, one a block, epilogue
     prologue: Prologue
-    resid: list[Tensor]  # at resid 0 … N; from 1 on unowned: the pool may have them in one place
+    resid: list[Tensor]  # hidden states at resid 0 … N; from 1 on unowned: the pool may reuse their memory
     logits: Tensor
 
 
 class StepGraphs:
-    """Owns the graphs of one model and the memory pool that they share."""
+    """Owns the graphs of one model, their inputs, and the memory pool that they share."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class StepGraphs:
         width: int,
         max_kv: int,
     ) -> None:
-        """`width` pages and `max_kv` tokens bound every row for as long as the graphs live."""
+        """width, max_kv: most pages and tokens of a row, for as long as the graphs live."""
         self._model = model
         self._device = device
         self._width = width
@@ -86,12 +88,13 @@ class StepGraphs:
         self._is_full = False
         self._memory = torch.cuda.graph_pool_handle()
         shapes = dict.fromkeys(shape for shapes in (self._decode, *self._chunks) for shape in shapes)
-        # From the last on: the largest, whose memory all others use, and then those that are needed first.
+        # Captured from the end of the list: first the largest, so that the others reuse its memory, then from small to
+        # large, since small ones are needed first.
         *smaller, largest = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
         self._in_advance = [*reversed(smaller), largest]
 
     def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
-        """The smallest shape for a batch, whose longest row brings `longest` tokens; None where there is none."""
+        """The smallest shape that holds the batch; None if none does. `longest`: tokens of its longest row."""
         if longest == 1:
             candidates = self._decode
         else:
@@ -100,20 +103,20 @@ class StepGraphs:
         return candidates[at] if at < len(candidates) else None
 
     def inputs(self, shape: Shape) -> StepInputs:
-        """Where to put the batch that `run` then runs."""
+        """The inputs of a shape, which the caller fills before `run`."""
         if shape not in self._inputs:
             self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
         return self._inputs[shape]
 
     def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
-        """Sends the shape's inputs, which have been filled, and runs the step through all blocks, or through these (as
-        PagedModel.forward has it), by graphs if the shape has been captured. → logits [picks, vocab], valid until the
-        next step; None where none are wanted. The inputs are not to be filled again before somebody has read what
-        follows from the logits or, where there are none, has waited for the inputs."""
+        """Sends the filled inputs of the shape and runs the step → logits [picks, vocab], or None if `picks` is 0.
+
+        Replays graphs if the shape has been captured, and runs eagerly otherwise. `blocks` and `probe`: as in
+        PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after it has
+        read a result that depends on the logits or, without logits, after `StepInputs.wait`.
+        """
         blocks = range(self._model.num_blocks) if blocks is None else blocks
-        assert not picks or blocks.stop == self._model.num_blocks, (
-            "what has not been through the last block has no logits"
-        )
+        assert not picks or blocks.stop == self._model.num_blocks, "logits need a step through the last block"
         captured, residency = self._captured.get(shape), self._model.residency
         inputs = self.inputs(shape)
         if captured is None:
@@ -168,16 +171,19 @@ class StepGraphs:
         self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
 
     def wants(self, shape: Shape) -> bool:
-        """Whether the shape should be captured, now that it has been run."""
+        """Returns True if the shape has no graphs yet and memory allows more. Asked after a step of the shape."""
         return shape not in self._captured and not self._is_full
 
     def stop_capturing(self) -> None:
-        """There is no memory for more: other shapes run eagerly."""
+        """Stops capturing because there is no memory for more. Shapes without graphs run eagerly."""
         self._is_full = True
 
     def compile(self) -> Iterator[None]:
-        """Runs some blocks in each shape that is captured in advance, a second and a half for each kernel that this
-        machine has not compiled before. The caller may step other models between two shapes."""
+        """Compiles the kernels of each shape that is captured in advance, by running the first KINDS blocks.
+
+        A kernel that this machine has not compiled before takes a second and a half. The caller may step other models
+        between two shapes. Does nothing for a model that streams.
+        """
         if not self._model.residency.streams:
             for shape in self._in_advance:
                 self._run_empty(shape, 0, range(min(KINDS, self._model.num_blocks)))
@@ -186,9 +192,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Captures one shape that nobody has needed yet; False when there is none left. Takes a tenth of a second.
+        """Captures one shape in advance, in about 0.1 s. Returns False if none is left.
 
-        Nothing of a model that streams: the pass over it that comes before would have to wait for the bus."""
+        Captures nothing for a model that streams, because the step before a capture would wait for the bus.
+        """
         while self._in_advance and not self._is_full and not self._model.residency.streams:
             shape = self._in_advance.pop()
             if shape not in self._captured:
@@ -207,7 +214,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
-        """Of a shape that has just been run, so that its kernels are compiled and libraries set up."""
+        """Captures the graphs of a shape. The shape must have run just before, so that its kernels are compiled and its
+        libraries initialised."""
         model, adapter, inputs = self._model, self._model.adapter, self.inputs(shape)
         self._device.synchronize()
         self._attend(shape)
@@ -227,7 +235,7 @@ class StepGraphs:
 
     def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
         graphs.append(torch.cuda.CUDAGraph())
-        # thread_local: a thread that loads another model may allocate and pin meanwhile.
+        # thread_local: another thread may allocate and pin memory meanwhile, to load a model.
         return torch.cuda.graph(
             graphs[-1], pool=self._memory, stream=self._device.compute_stream, capture_error_mode="thread_local"
         )

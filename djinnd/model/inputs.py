@@ -1,13 +1,16 @@
-"""What a step brings to the device, in one copy.
+"""StepInputs: the inputs of one step, copied to the device in one piece.
 
-    staging (host, pinned) and device, the same layout, each array aligned to 16 bytes, as kernels are compiled for:
+Staging memory (host, pinned) and device memory have the same layout. Each array is aligned to 16 bytes, which kernels
+are compiled for:
 
     │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ …
+
     … │ lengths i32 [R] │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
 
-T tokens, R rows, W pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once and
-padded. Of the table, which is by far the largest, only the rows that are there are sent: `words` says how many 64 bits
-of all this are. So a graph can send, too, and the host, for which the device waits, has one kernel less to launch.
+T: tokens, R: rows, W: pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once
+and padded. The page table is by far the largest array, and only its used rows are sent: `words` is the number of 64-bit
+words to send. Because the count is in the data, a captured graph can send too, and the host launches one kernel less
+while the device waits for it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,11 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 class StepInputs:
+    """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row.
+
+    The caller fills `host`, then calls `send`, or `seal` and `cross` apart, and `wait` before it fills `host` again.
+    """
+
     def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
         self.tokens, self.rows, self.width = tokens, rows, width
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
@@ -61,35 +69,38 @@ class StepInputs:
         self._table_at = nbytes - _padded((rows, width), np.int32)
 
     def clear(self) -> None:
-        """Both sides are zeros: rows without tokens, and tokens that belong to no row."""
+        """Sets both sides to zero: rows without tokens, and tokens that belong to no row."""
         self._staging.zero_()
         self._device_bytes.zero_()
 
     def send(self) -> None:
-        """Queues all of it on the current stream. Until `wait` has returned, the host side stays as it is, and this is
-        kept."""
+        """Queues the copy on the current stream. Until `wait` has returned, the caller leaves the host side unchanged
+        and keeps this object."""
         self.seal()
         self.cross()
         self.sent()
 
     def seal(self) -> None:
-        """The host side is filled: puts the rows in order by what they bring, and says how much there is to send."""
+        """Completes a filled host side: computes `visits` and `extent`, and the number of words to send."""
         host = self.host
         rows = fill_visits(host["starts"], host["lengths"], host["visits"], host["extent"])
         used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
         host["words"][0] = used // 8
 
     def cross(self) -> None:
-        """Queues what has been sealed. A graph that captures this sends what is sealed when it is replayed."""
+        """Queues the copy of a sealed host side. A graph that captured this call copies the contents of the host side
+        at the time of the replay."""
         send_counted(self._device_bytes, self._staging)
 
     def sent(self) -> None:
-        """For `wait`: the current stream has that now. (Of no use where what the step gives is read.)"""
+        """Records the event that `wait` waits for. Not needed if the caller reads results of the step, since that waits
+        for the device anyway."""
         if self._taken is not None:
             self._taken.record()
 
     def wait(self) -> None:
-        """Until the device has what was sent last, as it begins that step: the host side may be filled again."""
+        """Waits until the device has the last inputs, which it takes at the start of their step. The host side may then
+        be filled again."""
         if self._taken is not None:
             self._taken.synchronize()
 
@@ -103,16 +114,16 @@ class StepInputs:
 
     @property
     def slots(self) -> Tensor:
-        """int64 [tokens]: where attention writes their keys and values; what it reads of this is what is there then."""
+        """int64 [tokens]: slots to which attention writes the tokens' keys and values. Kernels read it when they run."""
         return self._views["slots"]
 
     @property
     def real(self) -> Tensor:
-        """int32 [1]: how many tokens belong to rows; those behind them pad."""
+        """int32 [1]: number of tokens that belong to rows. The tokens behind them are padding."""
         return self._views["starts"][-1:]
 
     def picks(self, count: int) -> Tensor:
-        """Indices of the tokens whose logits are wanted: the first `count` of them."""
+        """int64 [count]: indices of the tokens that need logits."""
         return self._views["picks"][:count]
 
     def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
@@ -129,8 +140,8 @@ class StepInputs:
         )
 
     def pad(self, tokens: int, rows: int, picks: int) -> None:
-        """Makes what lies past the first `tokens`, `rows` and `picks` harmless: tokens that belong to no row and are
-        written to the scratch page, rows without tokens."""
+        """Fills the host side behind the first `tokens`, `rows` and `picks` with padding: tokens of no row, with slots
+        in the scratch page, and rows without tokens."""
         host = self.host
         if tokens < self.tokens:
             for name in ("ids", "positions", "slots"):

@@ -1,11 +1,11 @@
-"""From a checkpoint to modules over device buffers.
+"""Loader: turns a checkpoint into modules that are bound to device buffers. The steps of a load:
 
-    lay out  the family's modules on meta, layouts; the checkpoint has read the headers   nothing large is touched
-    plan     a place for each block within the budget                             or OutOfMemory with the figures
-    fill     files → arena, packed where that can be (skipped where it has been filled before)
-    move     every block to its place; modules are bound to them
+    lay out  builds the family's modules on the meta device and the layout of every buffer; no weight is read
+    plan     chooses a place for each block within the memory budget, or raises OutOfMemory with the figures
+    fill     reads the files into the arena in host memory, packed if possible; skipped if the arena is filled already
+    move     copies each block to its place and binds the modules to it
 
-Runs in a thread of its own: sessions of other models go on meanwhile.
+A load runs in a thread of its own, while sessions of other models go on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from djinnd.weights.store import Buffer, Routing, WeightStore
 
 log = logging.getLogger("djinnd.engine")
 
-Progress = Callable[[str, int, int], None]  # stage, bytes (or kernels) done, bytes (or kernels) in all
-# bytes, fingerprint → uint8 [bytes], and the identity of what fills them already; None: they are to be filled
+Progress = Callable[[str, int, int], None]  # stage, done, total; in bytes, or in kernels while compiling
+# (bytes, fingerprint) → host memory uint8 [bytes], and the identity of the weights in it, or None if it is not filled.
 Arena = Callable[[int, str], tuple[Tensor, str | None]]
 Reading = Callable[[], AbstractContextManager[Wait]]  # see `Loader.run`
 
@@ -61,23 +61,23 @@ class Weights:
     dtype: torch.dtype
     parameters: int
     notes: list[str]
-    identity: str = ""  # of the model: its configuration and all bytes of its weights, wherever they came from
-    fingerprint: str = ""  # of the store's bytes: identity, dtype and layout
-    rest: Tensor | None = None  # the buffer of what belongs to no block
-    is_adopted: bool = False  # an earlier engine had read them
+    identity: str = ""  # hash of the configuration and of all weight bytes; equal wherever the files came from
+    fingerprint: str = ""  # hash of identity, dtype and layout: equal for equal bytes in the store
+    rest: Tensor | None = None  # device buffer of the parameters outside the blocks
+    is_adopted: bool = False  # True if an earlier engine had filled the arena
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Device memory, in bytes."""
         return self.residency.nbytes + (0 if self.rest is None else self.rest.nbytes + self.skeleton.derived_bytes)
 
     def release_host(self, device: Device) -> None:
-        """Every block is resident, and is not to move again."""
+        """Unpins and detaches the host copy. Every block must be resident, and none can be moved afterwards."""
         device.unpin(self.store.pieces())
         self.store.detach()
 
     def release(self, device: Device) -> None:
-        """The model's modules must not run any more. The arena is the server's to remove."""
+        """Frees device memory and pinning. The modules must not run afterwards. The server removes the arena."""
         device.synchronize()
         device.unpin(self.store.pieces())
         self.residency.release()
@@ -88,7 +88,8 @@ class Weights:
 
 
 class Loader:
-    """Loads one model: `Loader(…)`, `plan`, `run`. What fails leaves nothing behind on the device."""
+    """Loads one model: `Loader(…)`, then `plan` (optional), then `run`. A failed load leaves no device memory
+    reserved."""
 
     def __init__(
         self,
@@ -99,10 +100,14 @@ class Loader:
         placing: Placing | None = None,
         shared: str | None = None,
     ) -> None:
-        """`shared`: the checkpoint has no weights; a client has them in this dtype, and the arena comes filled by it.
-        The checkpoint's files stay the caller's, and open until `run` has returned; before `run` none is read.
+        """Lays the model out. Reads no weights.
 
-        Raises ModelRejected, or InvalidRequest for a `dtype` that is none."""
+        shared: dtype of weights that a client provides. The checkpoint then has no weights, and `run` gets a filled
+            arena.
+        The caller owns the checkpoint's files, and keeps them open until `run` has returned.
+
+        Raises ModelRejected for a model that cannot be served, InvalidRequest for an unknown `dtype`.
+        """
         self.name = name
         self.device = device
         self.placing = placing or Placing()
@@ -120,7 +125,8 @@ class Loader:
             Buffer(pre, lay, {} if recipes is None else {n: recipes.recipe(pre + n) for n in lay.entries}, routing)
             for pre, lay, routing in _layouts(self.skeleton)
         ]
-        # A bus carries the dtype that is computed in; where there is none, the weights' own takes less memory.
+        # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
+        # checkpoint's own dtype takes less memory.
         self._stored = given if device.torch_device.type == "cpu" else self.dtype
         self.notes: list[str] = []
         self.store = self._make_store()
@@ -136,6 +142,7 @@ class Loader:
         return WeightStore(self._buffers, self._stored, packed=False)
 
     def _why_plain(self) -> str:
+        """Why the blocks cannot be packed; "" if they can."""
         if not self.placing.packing:
             return "packing is off"
         if self._stored != torch.bfloat16 or self.dtype != torch.bfloat16:
@@ -149,14 +156,14 @@ class Loader:
 
     @property
     def rest_bytes(self) -> int:
-        """Of what belongs to no block and is always resident: embedding, final norm, head, and tables that are derived
-        from the configuration."""
+        """Device memory of the parameters outside the blocks, which are always resident: embedding, final norm, head,
+        and the tables that are computed from the configuration."""
         return self._buffers[-1].layout.nbytes(self.dtype) + self.skeleton.derived_bytes
 
     @property
     def fingerprint(self) -> str:
-        """Of the files as they are before they are read, and of where their tensors are in the store: an arena with the
-        same one need not be filled again."""
+        """Hash of the files' identity, as known before reading them, and of the store's layout. An arena with the same
+        fingerprint holds the same bytes and is not filled again."""
         return self._laid_out("shared" if self.checkpoint is None else self.checkpoint.fingerprint())
 
     def _laid_out(self, weights: str) -> str:
@@ -165,7 +172,7 @@ class Loader:
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
     def _identity(self) -> str:
-        """When the weights are in the store."""
+        """See Weights.identity. Needs the weights in the store."""
         if self.checkpoint is not None:
             return self.checkpoint.identity()
         digest = hashlib.sha256(f"shared {self.skeleton.config.to_json_string()}".encode())
@@ -174,9 +181,14 @@ class Loader:
         return digest.hexdigest()
 
     def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE) -> Plan:
-        """A place for every block in `free` bytes of a `budget`, by default the device's, of which KV and workspace
-        take `beside`. `pages_share`: see plan_places. Raises OutOfMemory with the figures, InvalidRequest for a placing
-        that the model cannot have."""
+        """Chooses a place for every block.
+
+        beside: bytes that KV and workspace take of `free`.
+        free, budget: bytes of device memory; by default the device's.
+        pages_share: see plan_places.
+
+        Raises OutOfMemory with the figures, InvalidRequest for a placing that does not fit the model.
+        """
         free = self.device.budget.free if free is None else free
         staging = max((form.nbytes for form in self.store.forms if form is not None), default=0)
         try:
@@ -202,8 +214,13 @@ class Loader:
         pages_share: float = PAGES_SHARE,
         reading: Reading = lambda: nullcontext(Future.result),
     ) -> Weights:
-        """`beside` and `pages_share` as in `plan`. Files are read within `reading`, and the device is not used there
-        but for packing. Raises ModelRejected or OutOfMemory, and what `arena`, `progress` and `reading` raise."""
+        """Loads the model.
+
+        beside, pages_share: as in `plan`.
+        reading: context in which the files are read. The only device work within it is packing.
+
+        Raises ModelRejected or OutOfMemory, and any exception of `arena`, `progress` and `reading`.
+        """
         blocks = self.skeleton.adapter.blocks
         products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]
         try:
@@ -222,13 +239,13 @@ class Loader:
         pages_share: float,
         reading: Reading,
     ) -> Weights:
-        self.plan(beside, pages_share=pages_share)  # before anything large is touched
+        self.plan(beside, pages_share=pages_share)  # raises OutOfMemory before any large allocation
         store = self.store
         host, identity = arena(store.nbytes, self.fingerprint)
         store.attach(host)
         if self.checkpoint is None:
             _check_image(self.name, store)
-        self.device.trim()  # of what models had that have gone
+        self.device.trim()  # gives cached memory of unloaded models back to the driver
         clock = _Clock(self.name)
         pinning = self.device.begin_to_pin(store.pieces(), read_only=self.checkpoint is None)
         weights = self._weights(products)
@@ -248,7 +265,7 @@ class Loader:
             clock.told("blocks_placed", weights.nbytes)
         except BaseException:
             if not _is_pinned(pinning):
-                store.detach()  # there is nothing to unpin
+                store.detach()  # pinning failed: nothing to unpin
             weights.release(self.device)
             store.detach()
             raise
@@ -288,7 +305,8 @@ class Loader:
 
 
 def _layouts(skeleton: Skeleton) -> Iterator[tuple[str, Layout, Routing | None]]:
-    """Of the store's buffers, in its order: their names' prefix, the layout, and of experts how they are picked."""
+    """The buffers of the store in order: prefix of the parameters' names, layout, and for experts their routing.
+    One buffer for each block, then one for each block's stacked experts, then one for the rest."""
     for index, prefix in enumerate(skeleton.prefixes):
         yield prefix, skeleton.block_layout(index), None
     for index, stack in enumerate(skeleton.stacks):
@@ -298,7 +316,7 @@ def _layouts(skeleton: Skeleton) -> Iterator[tuple[str, Layout, Routing | None]]
 
 
 class _Clock:
-    """Logs how long each part of a load took."""
+    """Logs the duration of each part of a load."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -310,7 +328,7 @@ class _Clock:
 
 
 def _is_pinned(pinning: Pinning) -> bool:
-    """When that is decided."""
+    """Waits for pinning to end. Returns True if the pieces are pinned."""
     try:
         pinning.finish()
     except OutOfMemory:
@@ -327,8 +345,8 @@ def tables_label(name: str) -> str:
 
 
 def _check_image(name: str, store: WeightStore) -> None:
-    """Raises ModelRejected where a client's image has something else in the place of a packed block. What is inside of
-    one can make the model wrong, and nothing else."""
+    """Raises ModelRejected if the packed blocks in a client's image are not well-formed. The numbers in a well-formed
+    block are not checked: they can make the client's own model wrong, and do no other harm."""
     for index, buffer in enumerate(store.buffers):
         try:
             store.travelling(index)
@@ -338,7 +356,8 @@ def _check_image(name: str, store: WeightStore) -> None:
 
 
 def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
-    """Before any module is built, which takes time for each block: every block has tensors of its own."""
+    """Raises ModelRejected if there are more blocks than the checkpoint can have, since each has a tensor of its own.
+    Comes before the modules are built, because building takes time for each block."""
     if checkpoint is not None and blocks > len(checkpoint.tensors):
         raise ModelRejected(
             f"config.json promises {blocks:,} blocks, the checkpoint has {len(checkpoint.tensors):,} tensors in all",
@@ -350,7 +369,8 @@ def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
 
 
 def compute_dtype(wanted: str, stored: torch.dtype, device: Device) -> torch.dtype:
-    """`auto`: as in the checkpoint; on a CPU float32, where 16-bit products are slow or inexact."""
+    """`auto` is the checkpoint's dtype on a GPU, and float32 on a CPU, where 16-bit products are slow or inexact.
+    Raises InvalidRequest for an unknown name."""
     if wanted == "auto":
         return torch.float32 if device.torch_device.type == "cpu" else stored
     if wanted not in DTYPES:

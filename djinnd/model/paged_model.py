@@ -1,4 +1,4 @@
-"""A model that is ready to run: modules bound to device buffers, KV pool, and the loop over its blocks."""
+"""PagedModel: a loaded model with its KV pool, and the forward pass that runs it block by block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from djinnd.model.upload import upload
 
 
 class PagedModel:
-    """Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim], page-major: a page of all blocks is one
-    contiguous stretch. Page 0 is the scratch page."""
+    """A model that is ready to run. Its modules are bound to device buffers, and its attention reads and writes pages.
+
+    Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim]. The pool is page-major: a page's keys and values
+    of all blocks are contiguous. Page 0 is the scratch page: the KV of padding tokens is written there.
+    """
 
     def __init__(self, skeleton: Skeleton, residency: Residency, dtype: torch.dtype, pool: Tensor) -> None:
         self.skeleton = skeleton
@@ -31,7 +34,7 @@ class PagedModel:
         self.use_pool(pool)
 
     def use_pool(self, pool: Tensor) -> None:
-        """Graphs that were captured over another pool are of no use any more."""
+        """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
         self.pool = pool
         self.paged = [BlockKV(self.context, pool[:, i, 0], pool[:, i, 1]) for i in range(self.num_blocks)]
         for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
@@ -58,9 +61,11 @@ class PagedModel:
         probe: Probe | None = None,
         blocks: range | None = None,
     ) -> Tensor:
-        """Runs the batch in `inputs` through all blocks, or through these → hidden [1, tokens, width]. `probe` is shown
-        what it wants to see of it, but for norm and logits. The first block that runs, wherever it is, is given what
-        the prologue gives, unless the probe puts something else in its place."""
+        """Runs the batch in `inputs` through `blocks` (default: all) → hidden states [1, tokens, width].
+
+        The first block of `blocks` gets the output of the prologue, even if it is not block 0; `probe` may replace it.
+        `probe` is called at its points in these blocks. `logits` calls it at norm and logits.
+        """
         blocks = range(self.num_blocks) if blocks is None else blocks
         self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
         with self.device.span("compute", "prologue"):
@@ -80,13 +85,14 @@ class PagedModel:
         return hidden
 
     def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
-        """Attention, until told otherwise, is that of the batch in `inputs`, and experts are fetched for its tokens."""
+        """Sets the batch of `inputs` for the blocks that run next: attention reads its pages, and only its real tokens
+        choose the experts to fetch."""
         self.residency.tokens.real = inputs.real
         self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
-        """Decodes the block where that is needed, and computes it: what a captured graph holds of it. `probe` is shown
-        its attn and mlp."""
+        """Unpacks the block if its form needs that, and computes it. A captured graph holds exactly this call.
+        `probe` is called at the block's attn and mlp points."""
         self.residency.prepare(index, hidden.shape[1])
         if probe is None:
             return self.adapter.run_block(index, hidden, arguments)
@@ -95,8 +101,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, picks: Tensor, probe: Probe | None = None) -> Tensor:
-        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of those tokens. `probe` is shown norm
-        and logits."""
+        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of the picked tokens. `probe` is called
+        at the norm and logits points."""
         picked = hidden.index_select(1, picks)
         with self.device.span("compute", "epilogue"):
             if probe is None:
@@ -107,7 +113,8 @@ class PagedModel:
             return logits
 
     def _points_in(self, index: int) -> dict[Point, nn.Module]:
-        """Found by their paths each time: what stands there is replaced when the model comes to its device."""
+        """The block's modules at the attn and mlp points. They are looked up by path each time, because faster modules
+        replace them when the model is placed on its device."""
         block, points = self.adapter.blocks[index], self.skeleton.points
         paths = {Point("attn", index): points.attention, Point("mlp", index): points.mlp}
         return {point: block.get_submodule(path) for point, path in paths.items() if path}
@@ -118,8 +125,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:
-        """Before a page changes its tenant."""
-        words = self.pool.flatten(1).view(torch.int64)  # of numbers this wide there are the fewest to write
+        """Clears pages before another tenant may use them."""
+        words = self.pool.flatten(1).view(torch.int64)  # the widest dtype: fewest elements to write
         words.index_fill_(0, upload(pages, torch.int64, words.device), 0)
 
     @torch.inference_mode()

@@ -1,8 +1,8 @@
-"""Which checkpoint tensors make which parameter.
+"""RecipeBook: how each parameter is made from the checkpoint's tensors.
 
-Transformers renames and merges the tensors of older checkpoints (`block_sparse_moe.experts.*.w1` of Mixtral become one
-stacked `mlp.experts.gate_up_proj`). Its own table of these conversions is used here, one parameter at a time, so that
-a block can be read without the rest of the model.
+Transformers renames and merges the tensors of older checkpoints: `block_sparse_moe.experts.*.w1` of Mixtral become one
+stacked `mlp.experts.gate_up_proj`. Its table of conversions is applied here to one parameter at a time, so that a
+block can be read without the rest of the model.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from djinnd.weights.store import Recipe
 
 @dataclass(slots=True)
 class _Sources:
-    """The tensors of one parameter, in the order in which experts are stacked."""
+    """The checkpoint tensors of one parameter, in the order in which experts are stacked."""
 
     converter: WeightConverter | None
-    first: str  # what the converter makes comes under names that it derives from this one
+    first: str  # the converter derives the names of its results from this name
     tensors: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern of the converter)
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What converters ask of a model, which has other modules in the places of its blocks when they are run."""
+    """The part of a model's interface that converters use. The model itself cannot serve, because stand-ins have
+    replaced its blocks when converters run."""
 
     by_name: dict[str, Tensor]  # on the meta device
 
@@ -51,21 +52,21 @@ class _Parameters:
 
 
 class RecipeBook:
-    """Made from the whole model while its layers are in place; asked for one parameter at a time."""
+    """The recipes of all parameters. Made while the model still has its own layers; see Adapter."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._config = model.config
         self._parameters = _Parameters(model.state_dict())
         self._sources = _match(model, checkpoint)
-        self._twins: dict[str, list[str]] = {}  # other names of a tied parameter under which it has been saved, too
+        self._twins: dict[str, list[str]] = {}  # tied parameter → its other names that the checkpoint has, too
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], tied: dict[str, list[str]]) -> None:
-        """Raises ModelRejected when a parameter has no source, or one that cannot be read or is of another shape.
+        """Raises ModelRejected if a parameter has no source, or one that cannot be read or has another shape.
 
-        Memory for the parameters is reserved by what config.json says, so it is compared with the files before that.
+        Memory is reserved for the shapes that config.json implies, so they are compared with the files before that.
 
-        A tied parameter may have been saved under any of its names; under several, with the same values.
+        A tied parameter may be saved under any of its names. Under several names, its values must be equal.
         """
         for first, others in tied.items():
             for other in others:
@@ -84,7 +85,8 @@ class RecipeBook:
             self._check_size(name, shape)
 
     def _check_size(self, name: str, shape: tuple[int, ...]) -> None:
-        """Converters rearrange numbers or leave some out. None makes more than it is given."""
+        """Raises ModelRejected if the sources hold fewer numbers than the parameter. Converters rearrange numbers or
+        drop some; none makes more numbers than it gets."""
         sources = self._sources[name]
         stored = [self._checkpoint.tensors[source].shape for source, _ in sources.tensors]
         if sources.converter is None and stored[0] != shape:
@@ -98,13 +100,14 @@ class RecipeBook:
             )
 
     def _adopt(self, first: str, other: str) -> None:
-        """What was saved as `other` is `first`, too."""
+        """Makes the tensors saved as `other` a source of `first`, or a twin to compare with if `first` has a source."""
         if first not in self._sources:
             self._sources[first] = self._sources[other]
         elif first != other:
             self._twins.setdefault(first, []).append(other)
 
     def recipe(self, name: str) -> Recipe:
+        """A function that fills a view with the parameter's numbers."""
         fill = self._recipe_of(name, self._sources[name])
         twins = self._twins.get(name)
         return fill if twins is None else partial(self._fill_and_compare, name, fill, twins)
@@ -117,7 +120,7 @@ class RecipeBook:
         return partial(self._convert, name, sources)
 
     def _fill_and_compare(self, name: str, fill: Recipe, twins: list[str], view: Tensor) -> None:
-        """Of a parameter that is known by several names, and that the checkpoint has more than once."""
+        """Fills a tied parameter that the checkpoint has more than once. Raises ModelRejected if the values differ."""
         fill(view)
         for twin in twins:
             other = torch.empty_like(view)
@@ -130,7 +133,7 @@ class RecipeBook:
                 )
 
     def _stack(self, name: str, sources: _Sources, view: Tensor) -> None:
-        """Experts, each read into its place: no second copy of them all."""
+        """Reads each expert straight into its place in the stack, without a second copy of all experts."""
         assert sources.converter is not None
         parts = [[n for n, of in sources.tensors if of == p] for p in sources.converter.source_patterns]
         rows = [self._checkpoint.tensors[part[0]].shape[0] if part else 0 for part in parts]
@@ -153,7 +156,7 @@ class RecipeBook:
             converter.add_tensor(sources.first, source, pattern, read)
         try:
             made = converter.convert(sources.first, model=self._parameters, config=self._config)[name]
-        except Exception as error:  # transformers' own converters, on the checkpoint's tensors
+        except Exception as error:  # transformers' converters raise exceptions of many types for faulty tensors
             raise ModelRejected(f"tensors of {name} cannot be merged: {error}", tensor=name) from error
         tensor = made[0] if isinstance(made, list) else made
         if tensor.shape != view.shape:
@@ -162,7 +165,7 @@ class RecipeBook:
 
 
 def is_stack(converter: WeightConverter) -> bool:
-    """Whether it stacks the experts of a list: one of their matrices, or several, one below the other."""
+    """Returns True if the converter stacks a list of experts: one matrix of each, or several joined along dim 1."""
     first, *others = converter.operations
     if type(first) is not MergeModulelist or first.dim != 0:
         return False
@@ -184,7 +187,7 @@ def _match(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
         if target not in known and name in known:
             target, pattern = name, None
         if target not in known:
-            continue  # masks and frequencies that old checkpoints carry along
+            continue  # the model has no such parameter: masks and frequencies in old checkpoints
         converter = by_pattern[pattern] if pattern is not None else None
         for made in _made_by(converter, target):
             sources.setdefault(made, _Sources(converter, target)).tensors.append((name, pattern or name))
@@ -192,8 +195,8 @@ def _match(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
 
 
 def _made_by(converter: WeightConverter | None, target: str) -> list[str]:
-    """The parameters that come of a tensor: transformers names the first of them, `target`, and a converter may split
-    the tensor into several."""
+    """Names of the parameters that a tensor contributes to. `target` is the first; a converter may split the tensor
+    into several."""
     if converter is None or len(converter.target_patterns) == 1:
         return [target]
     first, *others = converter.target_patterns

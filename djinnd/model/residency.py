@@ -1,16 +1,16 @@
-"""The blocks of one model on its device: each in its place, and the streamed ones on their way through the ring.
+"""Residency: where the weights of each block are on the device, and the ring that streams blocks from host memory.
 
-    place      device memory of its own     computes from
-    plain      the flat buffer              its buffer
-    packed     the packed buffer            scratch, decoded just before; or its buffer, inside the products of few rows
-    streamed   none                         its region of the ring; where that is packed: scratch, decoded just before
+    place      device memory of its own   the block computes from
+    plain      flat buffer                that buffer
+    packed     packed buffer              scratch, unpacked just before; products of few rows read the packed buffer
+    streamed   none                       its region of the ring, or scratch, unpacked just before, if it is packed
 
-Stacked experts of a block that is not plain are no part of this: those that its router has picked are fetched into the
-scratch buffer, behind what the block itself has there (model/experts.py). Of a streamed block, only the rest passes.
+Stacked experts of packed and streamed blocks are handled apart: the experts that the router has chosen are fetched into
+the scratch buffer, behind the block's own weights (model/experts.py). The ring carries a streamed block without them.
 
-A pass over the blocks calls, for each in order, `begin`, `prepare`, its module, `end`, or for some of them `pass_over`.
-`prepare` only queues kernels over fixed addresses, so a captured graph may hold it; the others order copies and stay
-outside.
+A pass over the blocks calls, for each block in order, either `begin`, `prepare`, the module and `end`, or `pass_over`.
+`prepare` queues only kernels over fixed addresses, so a captured graph may hold it. The other calls order copies, and
+stay outside of graphs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from djinnd.weights.plan import Place, Plan, aligned
 from djinnd.weights.ring import PIECE, Ring, place_regions
 from djinnd.weights.store import WeightStore
 
-Progress = Callable[[int, int], None]  # bytes on the device, of all that go there
+Progress = Callable[[int, int], None]  # bytes copied to the device, bytes in all
 
 
 class Residency:
-    """Owns the device memory of the blocks. Used by one thread at a time: the loader's until the model is adopted, then
-    the engine's."""
+    """Owns the device memory of a model's blocks. One thread at a time uses it: the loader's during the load, then the
+    engine's."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Residency:
         return self._device
 
     def begin(self, index: int) -> None:
-        """Work on the block may be queued from now on. Raises what went wrong with its copy."""
+        """Makes the compute stream wait for the block's weights; its work may be queued afterwards. Raises the error of
+        a failed copy."""
         if index >= self.half:
             self._device.catch_up()
         place = self._blocks[index].place
@@ -92,54 +93,60 @@ class Residency:
 
     @property
     def half(self) -> int:
-        """The first block that waits for all copies the device expects. Those before it wait for none of them."""
+        """The first block that waits for the device's expected copies (Device.catch_up). Earlier blocks do not wait for
+        them."""
         return len(self._blocks) // 2
 
     def prepare(self, index: int, rows: int) -> None:
-        """Decodes what so many rows will need of the block in plain form."""
+        """Unpacks the parts of the block that a batch of `rows` tokens reads in plain form."""
         self._blocks[index].prepare(rows, self._scratch)
 
     def end(self, index: int) -> None:
-        """All work on the block has been queued."""
+        """Ends the block's turn, after all its work has been queued. A streamed block's region of the ring may be
+        reused."""
         if (trace := self._device.trace) is not None:
             trace.end("compute")
         if self._ring is not None and self._blocks[index].place is Place.STREAMED:
             self._ring.give_back()
 
     def pass_over(self, blocks: range) -> None:
-        """The pass goes on behind these, without them."""
+        """Skips these blocks in this pass."""
         if self._ring is not None:
             self._ring.skip(sum(self._blocks[index].place is Place.STREAMED for index in blocks))
 
     def restart(self) -> None:
-        """After a pass that was broken off."""
+        """Resets the ring to block 0 after a pass that was broken off."""
         if self._ring is not None:
             self._ring.restart()
 
     @property
     def fetched_bytes(self) -> int:
-        """Of experts of streamed blocks, on demand, since they came to be streamed. Waits for the device."""
+        """Bytes of experts fetched from the host since their blocks became streamed. Waits for the device."""
         streamed = [block.experts for block in self._blocks if block.place is Place.STREAMED]
         return sum(experts.fetched_bytes for experts in streamed if experts is not None)
 
     def not_finite(self) -> str | None:
-        """The first parameter on the host that holds NaN or infinity. Reads all of them."""
+        """Name of the first parameter in host memory that holds NaN or infinity; None if there is none or no host copy.
+        Reads all weights."""
         return self._store.not_finite() if self._store.is_attached else None
 
     # --- places -----------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Reserved in the device's budget."""
+        """Bytes of the device's budget that the blocks take."""
         return 0 if self.plan is None else self.plan.nbytes
 
     def move(self, plan: Plan, progress: Progress = lambda done, total: None, pinning: Pinning | None = None) -> None:
-        """Brings every block to its place in `plan`. No pass is under way, and nobody replays graphs that were captured
-        before. `pinning`: of the store's pieces, where that is still under way. Raises OutOfMemory, or what `progress`
-        raises; then only `release` may follow."""
+        """Brings every block to its place in `plan`. No pass may be under way, and graphs captured before are invalid.
+
+        pinning: pinning of the store's pieces that is still under way.
+
+        Raises OutOfMemory, or an exception of `progress`; only `release` may be called after that.
+        """
         self.make_room(plan)
         if plan.scratch_bytes:
-            # Zeroed for families that multiply all experts, most of them by nothing: whatever is there is a number.
+            # Zeroed because some families multiply all experts, most by a weight of 0, and 0 * NaN would be NaN.
             self._scratch = self._allocate(
                 "scratch", plan.scratch_bytes // self._dtype.itemsize, self._dtype, zero=True
             )
@@ -158,7 +165,7 @@ class Residency:
             block.bind(self._scratch, self._source_of_experts(index))
 
     def make_room(self, plan: Plan) -> None:
-        """The first part of `move(plan)`, which must follow: gives back what the plan has otherwise."""
+        """First part of `move(plan)`, which must follow: frees the ring, scratch, and each block that will move."""
         self._device.synchronize()
         self._drop_passage()
         for index, place in enumerate(plan.places):
@@ -194,7 +201,8 @@ class Residency:
             self._release("staging")
 
     def _staging(self, staged: list[int]) -> Tensor | None:
-        """Where the packed form of a block is for a moment that becomes plain: the scratch buffer, if there is one."""
+        """Memory for the packed form of a block while it is unpacked to its plain place: the scratch buffer if there is
+        one. None if no block of `staged` needs it."""
         if not staged:
             return None
         if self._scratch is not None:
@@ -203,7 +211,7 @@ class Residency:
         return self._allocate("staging", max(form.nbytes for form in forms if form is not None), torch.uint8)
 
     def _parts(self, index: int) -> list[Tensor]:
-        """Of the memory of a resident block: what each of its buffers has there."""
+        """Splits the memory of a resident block into its buffers: the block itself, then its stacked experts if any."""
         memory, numbers = self._blocks[index].memory, self._store.parts(index)
         assert memory is not None
         if memory.dtype == torch.uint8:
@@ -242,7 +250,8 @@ class Residency:
         )
 
     def _source_of_experts(self, index: int) -> Tensor | None:
-        """Where a block's experts are: on the device beside it, or on the host."""
+        """The memory that a block's experts are fetched from: the device for a resident block, the host for a streamed
+        one. None if the block has no stacked experts."""
         number = self._store.experts.get(index)
         if number is None:
             return None
@@ -251,16 +260,16 @@ class Residency:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """The modules must not run any more."""
+        """Frees all device memory of the blocks. The modules must not run afterwards."""
         self._drop_passage()
         for index in range(len(self._blocks)):
             self._drop(index)
-        for label in list(self._labels):  # of a move that was broken off
+        for label in list(self._labels):  # left over from a move that was broken off
             self._release(label)
         self.plan = None
 
     def _drop_passage(self) -> None:
-        """Ring and scratch, and what is bound to them."""
+        """Frees ring and scratch, and unbinds the modules that compute from them."""
         self._ring = None
         self._scratch = None
         for index, block in enumerate(self._blocks):

@@ -1,17 +1,18 @@
-"""The next token of every row, on the device.
+"""Sampler: chooses the next token of every row on the device.
 
-    raw logits ─► argmax ─────────────────────────────────────────────────────────────────────────────► greedy rows
-         └─ the other rows ─► biases, penalties ─► + temperature * Gumbel noise, where not cut off ─► argmax
-                                            └─► top-k ─► top-p ─► min-p: the lowest logit that is not ─┘
+    raw logits ─► argmax ─────────────────────────────────────────────────────────────────────► greedy rows
+         └─ other rows ─► biases, penalties ─► + temperature * Gumbel noise, where kept ─► argmax
+                                         └─► top-k ─► top-p ─► min-p: the lowest kept logit ─┘
 
-The argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel-max). With the noise scaled by the
-temperature rather than the logits divided by it, temperature 0 is greedy by the same formula. The limits come in the
-order of transformers' logits warpers: each works on what the one before left, and all on probabilities after penalties
-and temperature. They cut between logits and never between equal ones, so that the outcome does not hang on the order of
-a sort: what ties with the last token that is kept is kept.
+The argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel-max). The noise is multiplied by the
+temperature instead of dividing the logits by it, so temperature 0 is greedy by the same formula.
 
-Greedy rows without penalties and biases cost one argmax whatever else is in the batch; all rows together wait once for
-the device (log probabilities: three short copies more).
+The limits apply in the order of transformers' logits warpers: each works on the tokens that the one before has kept,
+with probabilities after penalties and temperature. A limit never cuts between equal logits: tokens that tie with the
+last kept token are kept. So the result does not depend on the order of a sort.
+
+A greedy row without penalties and biases costs one argmax, whatever else is in the batch. A call waits once for the
+device; log probabilities add three short copies.
 """
 
 from __future__ import annotations
@@ -35,34 +36,38 @@ from djinnd.model.token_marks import TokenMarks
 from djinnd.model.token_masks import RowMasks, TokenMasks
 from djinnd.model.upload import upload
 
-# Rows that are not greedy are worked on in groups of at most so many logits, which bounds the device memory of a call.
+# Most logits that rows which are not greedy are worked on at once; bounds the device memory of a call.
 GROUP_LOGITS = 1 << 22
 TEMPORARY_BYTES = 64 * GROUP_LOGITS
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One entry a row. `unsound` names the rows whose logits hold NaN or +inf, or nothing above -inf: their token is
-    the likeliest of the finite ones, they have no log probabilities, and what becomes of them the caller says."""
+    """The result of a step, one entry a row.
+
+    `unsound` lists the rows with NaN or +inf among their logits, or with no logit above -inf. Their token is the
+    likeliest of the finite ones, and they have no log probabilities. The caller decides how their requests end.
+    """
 
     tokens: list[int]
     logprobs: list[Logprobs | None]
     unsound: list[int]
-    late: Sequence[int] = ()  # rows whose masks were not there: their tokens do not count
+    late: Sequence[int] = ()  # rows without their mask in time: their tokens are discarded
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Rows whose log probabilities are told, each with the `counts` likeliest."""
+    """A group of rows that report log probabilities."""
 
-    members: Sequence[int]
-    rows: Tensor
-    counts: list[int]
+    members: Sequence[int]  # indices of the rows
+    rows: Tensor  # the same, int64 on the device
+    counts: list[int]  # likeliest tokens to report for each
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What follows from a batch's composition, kept until that changes. Requests compare by identity."""
+    """The groups of a batch and their parameters, kept as long as the same requests are in the batch, in the same
+    order. Requests compare by identity."""
 
     requests: tuple[Request, ...] = ()
     draws: tuple[Draw, ...] = ()
@@ -70,7 +75,7 @@ class _Plan:
 
 
 class Sampler:
-    """Owns the token marks of requests with penalties, and what others add to logits, each until `forget`."""
+    """Owns the token marks (penalties) and logit shifts (biases) of requests, each until `forget`."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         assert 0 < vocab <= GROUP_LOGITS
@@ -91,10 +96,11 @@ class Sampler:
         meanwhile: Callable[[], bool] = lambda: False,
         masks: RowMasks | None = None,
     ) -> Sampled:
-        """Chooses each session's token at position len(tokens), as its request says. Appending it is the caller's.
+        """Chooses each session's token at position len(tokens) by its request's sampling. The caller appends it.
 
-        logits: [rows, vocab], any float dtype, left as they are but for those that `masks` rule out. Each session has a
-        request, and that has a seed where its temperature is above 0. `meanwhile`: see Inbox.read.
+        logits: [rows, vocab], any float dtype; unchanged except for tokens that `masks` forbid.
+        sessions: one a row, each with a request, which has a seed if its temperature is above 0.
+        meanwhile: see Inbox.read.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)
@@ -105,7 +111,7 @@ class Sampler:
         for draw in plan.draws:
             members = [sessions[row] for row in draw.members]
             chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members))
-        # One copy brings tokens and soundness.
+        # One copy brings both to the host: -1 marks an unsound row.
         tokens = self._inbox.read(torch.where(peak.abs() < math.inf, chosen, -1), meanwhile)
         unsound = [row for row, token in enumerate(tokens) if token < 0]
         if unsound:
@@ -118,7 +124,7 @@ class Sampler:
         return Sampled(tokens, logprobs, unsound)
 
     def forget(self, request: Request) -> None:
-        """The named release: called when a request ends, whatever its sampling."""
+        """Releases all that is kept for a request. Called when any request ends."""
         self._marks.forget(request)
         self._shifts.forget(request)
         if request in self._plan.requests:
@@ -155,7 +161,7 @@ def _likeliest_finite(logits: Tensor) -> list[int]:
 
 
 def _logprobs(raw: Tensor, chosen: Tensor, told: _Told) -> Iterator[Logprobs]:
-    """Of the raw logits of its rows."""
+    """Log probabilities of the rows of `told`, from their raw logits."""
     found = token_logprobs(raw, chosen.index_select(0, told.rows), max(told.counts))
     own, tokens, values = (part.tolist() for part in found)
     for row, count in enumerate(told.counts):

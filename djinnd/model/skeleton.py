@@ -1,6 +1,6 @@
-"""A model without weights: the family's own modules on the meta device, and what can be learnt from them.
+"""Skeleton: the family's own modules on the meta device, and the names, shapes and layouts learnt from them.
 
-Only names, shapes and arithmetic: no parameter has memory until its block's buffer is bound to it.
+A parameter has no memory until `bind` gives it a view of its block's buffer.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from djinnd.model.rope import fix_frequencies
 from djinnd.model.switches import set_switches
 from djinnd.weights.layout import Layout
 
-# Kinds of blocks, as families' configurations name them. None: the configuration names none.
+# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
 _FULL = ("full_attention", "attention", None)
 _SLIDING = ("sliding_attention", None)
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one block keeps of one token."""
+    """Shape of one token's key, and of its value, in one block."""
 
     kv_heads: int
     head_dim: int
 
 
 def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
-    """From what config.json says, as AutoConfig does it, which opens files itself. Code that a checkpoint brings along
-    is never run.
+    """Makes the transformers configuration from the contents of config.json.
 
-    Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve."""
+    Does what AutoConfig does; AutoConfig itself would open files. Code in a checkpoint is never run.
+
+    Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve.
+    """
     values = deepcopy(dict(told))
     check_counts(values)
     if values.get("model_type") == "mistral" and "layer_types" in values:
@@ -58,7 +60,7 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelRejected(f"config.json: model_type is {str(family)[:80]!r}; {known}", family=str(family)[:80])
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(values)
-    except Exception as error:  # transformers raises nearly anything here; all of it is the checkpoint's fault
+    except Exception as error:  # transformers raises exceptions of many types for a faulty configuration
         raise ModelRejected(f"config.json: {error}", family=family) from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ModelRejected(
@@ -77,21 +79,22 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _method(config: PreTrainedConfig) -> str:
-    """What the configuration calls its quantisation."""
+    """The configuration's name for its quantisation method."""
     told = config.quantization_config
     told = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
     return str(told)[:80]
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The family's CausalLM on the meta device, with our attention. Raises ModelRejected by the family's name."""
+    """The family's CausalLM on the meta device, with djinnd's attention. Raises ModelRejected with the family's
+    name."""
     hf_attention.install()
     PATCHED.get(config.model_type, lambda: None)()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
-    except Exception as error:  # KeyError, ValueError, ImportError …: by family
-        if error.args == (hf_attention.NAME,):  # looked for in a table of its own
+    except Exception as error:  # families raise KeyError, ValueError, ImportError …
+        if error.args == (hf_attention.NAME,):  # the family looks attention up in a table of its own
             raise _past_the_interface(config) from error
         raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
     model.eval()
@@ -109,7 +112,8 @@ def _past_the_interface(config: PreTrainedConfig) -> ModelRejected:
 
 
 class Skeleton:
-    """The modules of a model that `build` made: takes its blocks out and knows the layout of every buffer."""
+    """A model that `build` made, without weights. Takes the blocks out of the model (see Adapter), and has the layout
+    of every buffer, the KV shape, the points and the expert stacks."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -134,7 +138,7 @@ class Skeleton:
         return len(self.adapter.blocks)
 
     def block_names(self, index: int) -> list[str]:
-        """The checkpoint-side full names of block `index`'s parameters."""
+        """Full names of the parameters of block `index`."""
         prefix = self.prefixes[index]
         return [name for name in self.names if name.startswith(prefix)]
 
@@ -143,13 +147,13 @@ class Skeleton:
         return [name for name in self.names if not name.startswith(prefixes)]
 
     def block_layout(self, index: int) -> Layout:
-        """Without experts that are fetched on demand."""
+        """Layout of a block's parameters, without stacked experts, which are fetched on demand."""
         stack, cut = self.stacks[index], len(self.prefixes[index])
         shapes = {name[cut:]: self.names[name] for name in self.block_names(index)}
         return Layout((name, shape) for name, shape in shapes.items() if stack is None or name not in stack.names)
 
     def experts_layout(self, index: int) -> Layout:
-        """Of a block that has a stack."""
+        """Layout of the stacked experts of a block that has them."""
         stack, prefix = self.stacks[index], self.prefixes[index]
         assert stack is not None
         return Layout((name, self.names[prefix + name]) for name in stack.names)
@@ -159,7 +163,7 @@ class Skeleton:
 
     @torch.inference_mode()
     def _learn_kv_shape(self) -> KVShape:
-        """Runs each block on the meta device until its attention asks for pages."""
+        """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
             prologue = self.adapter.prologue(ids, ids)
@@ -167,7 +171,7 @@ class Skeleton:
             wanted = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
         except ModelRejected:
             raise
-        except Exception as error:  # whatever a family's forward stumbles over
+        except Exception as error:  # a family's forward may raise exceptions of any type
             raise ModelRejected(
                 f"{self.family} cannot be driven block by block: {error!r}", family=self.family
             ) from error
@@ -204,20 +208,20 @@ class Skeleton:
             raise ModelRejected(reason, family=self.family)
         unserved = wanted.unserved
         if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):
-            unserved = f"{kind} by a mask"  # which nobody makes for us
+            unserved = f"{kind} by a mask"  # djinnd makes no masks
         if unserved:
             reason = f"the attention of {self.family} wants what djinnd cannot give: {unserved}"
             raise ModelRejected(reason, family=self.family)
         return wanted
 
     def _kind(self, index: int) -> str | None:
-        """What the family's configuration calls block `index`; None where all blocks are alike."""
+        """The kind of block `index` in the family's configuration; None if the configuration names no kinds."""
         kinds = getattr(self.config, "layer_types", None)
         return str(kinds[index]) if kinds else None
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """For each parameter that is known by several names: the first, and the others."""
+    """For each parameter that has several names: the first name → the other names."""
     by_identity: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)
@@ -225,13 +229,13 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _unused(model: PreTrainedModel) -> list[str]:
-    """Patterns of the names that state dicts of the family may have, and that nothing is made of."""
+    """Patterns of tensor names that a checkpoint of the family may have and that are ignored."""
     derived = [name for name, _ in model.named_buffers() if name not in model.state_dict()]
     return [*(f"^{re.escape(name)}$" for name in derived), *(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def _parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameters and persistent buffers: all that a checkpoint brings."""
+    """Shapes of all tensors that a checkpoint must have: parameters and persistent buffers."""
     kept = set(model.state_dict().keys())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in kept}
@@ -245,7 +249,7 @@ def _block_prefixes(model: nn.Module) -> list[str]:
 
 
 def bind(module: nn.Module, views: dict[str, Tensor]) -> None:
-    """Gives each named parameter (or persistent buffer) its memory: a view, never a copy."""
+    """Replaces each named parameter or persistent buffer by its view. Copies nothing."""
     for name, view in views.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
