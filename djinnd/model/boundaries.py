@@ -1,7 +1,7 @@
-"""The positions at which a model may begin to compute differently.
+"""Boundaries: positions at which a model may begin to compute differently.
 
-A window, a chunk, the length of pretraining, the step of an attention temperature: whatever it is, the configuration
-says it as a number of tokens. So every number of the configuration that a context can reach is one to look at.
+A boundary can be a window, a chunk, the length of pretraining or the step of an attention temperature. Each of them is
+a number of tokens in the configuration. So every number of the configuration that a context can reach is checked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _TELLING = re.compile("window|chunk|position|length|scale|floor|context|block_si
 
 
 def boundaries(config: dict[str, Any], longest: int) -> list[int]:
-    """Ascending, each from 2 to `longest`, which is the last one. Those that a telling name has come before others
-    where there are more than MOST."""
+    """Up to MOST positions to check, ascending, from 2 to `longest`, which is always the last. If there are more
+    candidates, numbers with a name like `window` or `position` are preferred, then larger ones."""
     found: dict[int, bool] = {}
     for name, number in _numbers(config):
         if 2 <= number < longest:

@@ -1,9 +1,13 @@
-"""The check at load: is this family really run block by block over our pages?
+"""The check at load: verifies that a model runs correctly block by block over pages.
 
-A family that ignores the attention interface, or that carries state past it, would answer and be wrong. Three things
-must hold, on the weights that will serve: our attention ran exactly once in each block, a prompt that is run at once
-gives the logits of the same prompt run in chunks and single steps, and far positions are computed as transformers does
-(far_check.py). Chunks and steps are attended to as graphs will have it, which allow for the longest context.
+A family that ignores the attention interface, or that keeps state outside of it, would give wrong answers without an
+error. Three things must hold with the weights that will be served:
+
+    djinnd's attention ran exactly once in each block;
+    a prompt in one pass gives the same logits as the prompt in chunks and single steps;
+    far positions are computed as transformers computes them (far_check.py).
+
+Chunks and steps use the bound on KV length that captured graphs use: the longest context.
 """
 
 from __future__ import annotations
@@ -23,16 +27,17 @@ from djinnd.model.far_check import check_far_positions
 from djinnd.model.inputs import StepInputs
 from djinnd.model.paged_model import PagedModel
 
-CHUNKS = (13, 16)  # a fresh one, and one with history
-SINGLES = 11
-FEW_SINGLES = 3  # where each is a pass over the bus, or an earlier engine has checked the same weights
-# ‖a - b‖ / ‖b‖ of logits that two roundings of the same arithmetic may show; a wrong path shows 0.1 to 1. Of all single
-# steps the median counts: a router of experts may choose differently at a near tie, for a token here and there.
+CHUNKS = (13, 16)  # tokens of a chunk without history, and of one with history
+SINGLES = 11  # single steps after the chunks
+FEW_SINGLES = 3  # single steps if each streams the model over the bus, or an earlier engine has checked these weights
+# Allowed ‖a - b‖ / ‖b‖ of logits, which two roundings of the same arithmetic may reach; a wrong path shows 0.1 to 1.
+# The median over the single steps counts, since an expert router may choose differently at a near tie for some token.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_DEPTH = 16  # blocks, up to which that holds. Roundings add up: 80 blocks of random bfloat16 weights have shown 0.13
+_DEPTH = 16  # blocks up to which the tolerance holds; rounding adds up: 80 blocks of random bfloat16 weights show 0.13
 
 
 def tolerance(dtype: torch.dtype, blocks: int) -> float:
+    """Allowed relative error of the logits; grows with the square root of the depth."""
     return _TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / _DEPTH))
 
 
@@ -44,9 +49,11 @@ def check_paging(
     *,
     again: bool = False,
 ) -> Iterator[None]:
-    """Runs the check part by part, a forward pass each; the caller may step other models between two parts. Raises
-    ModelRejected. The check uses the pool's first pages, which no session has yet, and leaves them zeroed.
-    `again`: an earlier engine has checked these weights."""
+    """Runs the check in parts of one forward pass each; the caller may step other models between two parts.
+
+    Uses the pool's first pages, which no session may have yet, and leaves them zeroed. `again`: an earlier engine has
+    checked these weights. Raises ModelRejected.
+    """
     family = model.skeleton.family
     count = sum(CHUNKS) + (FEW_SINGLES if model.residency.streams or again else SINGLES)
     pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
@@ -62,7 +69,7 @@ def check_paging(
         whole = run(0, count)
     except torch.OutOfMemoryError:
         raise
-    except Exception as fault:  # whatever a family's forward stumbles over
+    except Exception as fault:  # a family's forward may raise exceptions of any type
         raise ModelRejected(f"{family} fails the check at load: {fault!r}", family=family) from fault
     if bool(whole.isnan().any()):
         _refuse_not_finite(model)
@@ -91,8 +98,8 @@ def check_paging(
     allowed = tolerance(model.dtype, model.num_blocks)
     if not error < allowed:
         raise ModelRejected(
-            f"{family} fails the check at load: a prompt at once and the same token by token differ by {error:.2g} of "
-            f"the logits' norm, {allowed:.2g} is allowed",
+            f"{family} fails the check at load: the logits of a prompt in one pass and token by token differ by "
+            f"{error:.2g} of their norm; {allowed:.2g} is allowed",
             family=family,
             error=error,
         )
@@ -117,7 +124,7 @@ def _run(
     page_size: int,
     max_kv: int,
 ) -> Tensor:
-    """Logits [tokens, vocab], float32, of `tokens`, which stand at positions from `start`."""
+    """Runs `tokens` at positions from `start` → logits [tokens, vocab], float32."""
     count = len(tokens)
     inputs = StepInputs(device, count, 1, len(pages))
     positions = np.arange(start, start + count)

@@ -1,6 +1,6 @@
-"""Numbers of a configuration that say how often something is made.
+"""Bounds the counts in a configuration, such as numbers of layers and labels.
 
-Transformers makes lists of so many entries while it reads a configuration, before anybody can look at it.
+Transformers allocates lists of that length while it reads a configuration, so the counts are checked before that.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from djinn_client.errors import ModelRejected
 
-MAX_COUNT = 1 << 16  # far above what any model has; how many blocks are served is bounded later
+MAX_COUNT = 1 << 16  # far above the counts of any model; the loader bounds the number of blocks further
 _COUNTS = re.compile("layers?$|^num_labels$|^attention_types$")
 
 
 def check_counts(told: dict[str, Any]) -> None:
-    """Raises ModelRejected with the field."""
+    """Raises ModelRejected with the name of a field that is too large."""
     for name, value in told.items():
         largest = max(_numbers(value), default=0)
         if _COUNTS.search(name) and largest > MAX_COUNT:

@@ -1,8 +1,8 @@
-"""Small arrays that cross between host and device in every step, past the copy engines.
+"""Crossing: copies small arrays between host and device in every step, by a kernel instead of a copy engine.
 
-A copy engine carries what goes one way in the order in which it was queued, whichever stream it belongs to: the inputs
-of a step, a few kilobytes, would wait for 256 MB of pages before them, five milliseconds, and the step for them. A
-kernel reads and writes pinned host memory by itself, in turn with what else is on the bus.
+A copy engine carries the copies of one direction in the order queued, whatever their streams. A step's inputs, a few
+kilobytes, could wait 5 ms behind 256 MB of pages, and the step with them. A kernel reads and writes pinned host memory
+itself, and shares the bus with the copies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 _NAP = 0.0002  # seconds between two calls of `meanwhile`
-_LOOKS_AWAY = 0.8  # of the time that the last read took: behind that the event alone is waited for, and seen at once
+# Share of the last read's duration during which `meanwhile` is called. After that the read only waits for the event, so
+# that it notices the end at once.
+_LOOKS_AWAY = 0.8
 
 
 def send(target: Tensor, source: Tensor) -> None:
-    """To the device, queued on the current stream. `source`: from Device.staging, and as it is until the device has
-    taken it: torch does not know of it, and gives the memory of one that is dropped to somebody else. Both are
-    contiguous and of whole 64 bits."""
+    """Queues a copy to the device on the current stream. Both tensors are contiguous, their bytes a multiple of 8.
+
+    source: host memory from Device.staging. The caller keeps it alive and unchanged until the device has read it. Torch
+        does not track this copy, and reuses the memory of a tensor that is dropped.
+    """
     if not target.is_cuda:
         target.copy_(source)
     elif target.numel():
@@ -30,8 +34,8 @@ def send(target: Tensor, source: Tensor) -> None:
 
 
 def send_counted(target: Tensor, source: Tensor) -> None:
-    """As `send`, of as many 64 bits as the first ones of the source count, themselves included. A graph that has
-    captured this sends, whenever it is replayed, what is there then, and as much as is counted then."""
+    """Like `send`, but copies only as many 64-bit words as the first word of `source` says, including that word. A
+    replay of a graph that captured this call reads the source, and the count, at the time of the replay."""
     if target.is_cuda:
         from djinnd.model.kernels.cross import cross_counted
 
@@ -42,17 +46,19 @@ def send_counted(target: Tensor, source: Tensor) -> None:
 
 
 class Inbox:
-    """Where the host reads what a step has come to. Used by one thread, for one array at a time."""
+    """Reads the results of a step on the host. Used by one thread, for one array at a time."""
 
     def __init__(self) -> None:
         self._staging = torch.empty(0, dtype=torch.int64)
-        self._numbers = self._staging.numpy()  # the same memory, which torch takes longer to read
+        self._numbers = self._staging.numpy()  # the same memory: numpy's `tolist` is faster than torch's
         self._event: torch.cuda.Event | None = None
-        self._seconds = 0.0  # that the last read has waited
+        self._seconds = 0.0  # duration of the last read
 
     def read(self, values: Tensor, meanwhile: Callable[[], bool]) -> list[int]:
-        """int64 [n], on the device. Waits for it, and for what the current stream has to do before. Calls `meanwhile`
-        first, and again and again while that says so, though hardly when it would hold up who waits."""
+        """Waits for the current stream, and returns `values`, int64 [n] on the device.
+
+        Calls `meanwhile` at least once, and again as long as it returns True and the result is not expected soon.
+        """
         if not (values.is_cuda and values.numel()):
             meanwhile()
             return list[int](values.tolist())

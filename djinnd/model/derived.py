@@ -1,7 +1,7 @@
-"""Buffers that modules compute from the configuration: rotary frequencies, sinusoids, causal masks.
+"""Derived buffers: tensors that modules compute from the configuration, such as rotary frequencies, sinusoids and
+causal masks.
 
-No checkpoint has them, so nothing but a number in its config.json says how large they are. Their bytes are known
-before any of them has memory.
+No checkpoint contains them: their size depends only on numbers in config.json. It is checked before they get memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAX_DERIVED = 256 << 20  # bytes, of all modules together; computing one takes a
 
 
 def derived_bytes(model: nn.Module) -> int:
-    """Raises ModelRejected where they are too large. Takes a model on the meta device with its blocks in place."""
+    """Bytes of all derived buffers of a model on the meta device that still has its own layers. Raises ModelRejected if
+    they exceed MAX_DERIVED."""
     total = sum(buffer.nbytes for module in model.modules() for buffer in _derived(module).values())
     if total > MAX_DERIVED:
         family = model.config.model_type
@@ -38,10 +39,10 @@ def _derived(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch.device) -> None:
-    """Computes what modules derive from the configuration (rotary frequencies, sinusoids) on `device`.
+    """Computes the derived buffers and puts them on `device`.
 
-    On the meta device such buffers have no values; the family's own `_init_weights` knows them. It leaves parameters
-    alone, which come from the checkpoint.
+    On the meta device these buffers have no values. The family's own `_init_weights` computes them; parameters come
+    from the checkpoint and are left alone.
     """
     for module in [m for root in (model, *blocks) for m in root.modules()]:
         missing = {name: buffer for name, buffer in _derived(module).items() if buffer.is_meta}
@@ -52,7 +53,7 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
         module._buffers |= {name: _without_values(buffer) for name, buffer in missing.items()}
         try:
             model._init_weights(module)  # type: ignore[operator]
-        except Exception as error:  # a family's own code
+        except Exception as error:  # a family's code may raise exceptions of any type
             raise ModelRejected(
                 f"{type(module).__name__} cannot be computed from the configuration: {error!r}",
             ) from error
@@ -66,5 +67,6 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
 
 
 def _without_values(buffer: Tensor) -> Tensor:
-    """On the host; NaN where the dtype has one, so that a buffer which nobody computes is found."""
+    """A buffer on the host to compute in. It is filled with NaN, if the dtype has that, to detect a buffer that the
+    family leaves unset."""
     return torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu")

@@ -1,6 +1,6 @@
-"""The arithmetic of edits, on the rows of an activation that they name.
+"""The arithmetic of edits on rows of an activation.
 
-With a a row of the activation, v the edit's values and v̂ = v / |v|:
+With `a` a row of the activation, `v` the edit's values and v̂ = v / |v|:
 
     add           a + scale · v
     scale         scale · a
@@ -8,8 +8,8 @@ With a a row of the activation, v the edit's values and v̂ = v / |v|:
     replace       v
     clamp         a + (min(max(a · v̂, low), high) - a · v̂) v̂
 
-In float32, whatever the activation is in, and rounded once into that. Rows of all sessions and all ops go together; an
-edit reads and writes the row that it names and no other.
+The arithmetic is float32 whatever the activation's dtype, and rounded to that dtype once. Rows of all sessions and all
+ops are edited in one call; an edit reads and writes only the row that it names.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CODES: dict[Op, int] = {op: code for code, op in enumerate(get_args(Op))}
 
 @dataclass(frozen=True, slots=True)
 class EditRows:
-    """`n` edits, on the activation's device. What an op has no use for may be anything: `value` of `scale` too, if it
-    is a row of the bank, so a bank has at least one row."""
+    """`n` edits, on the activation's device. Fields that an op does not use may hold any number, but `value` must
+    always name a row of the bank, so a bank has at least one row."""
 
     op: Tensor  # int32 [n]: CODES
     scale: Tensor  # float32 [n]
@@ -40,12 +40,14 @@ class EditRows:
 
 
 def apply(target: Tensor, where: Tensor, edits: EditRows) -> None:
-    """Edits rows `where` (int64 [n], distinct, on the device) of `target` [tokens, width] in place; edit i is row i of
-    `edits`. Where several edits are of one row, the caller applies one after another, each in a call of its own.
+    """Edits rows of `target` [tokens, width] in place: edit i of `edits` applies to row `where[i]`.
 
-    Queues a kernel and waits for nothing. Rows that are not named are not read. NaN and infinity in a row go no further
-    than that row, and `replace` makes it good. A v of zeros has no direction: `project_out` and `clamp` along it change
-    nothing. The last dimension of target and bank has a stride of 1."""
+    where: int64 [n] on the device, all different. The caller applies several edits of one row in several calls.
+
+    Queues one kernel and does not wait. Other rows are not read. NaN and infinity in a row stay in that row, and
+    `replace` removes them. A v of zeros has no direction: `project_out` and `clamp` along it change nothing. The last
+    dimension of target and bank has stride 1.
+    """
     if target.is_cuda:
         from djinnd.model.kernels.edit import edit  # needs Triton, which comes with CUDA builds of torch
 
@@ -56,7 +58,7 @@ def apply(target: Tensor, where: Tensor, edits: EditRows) -> None:
 
 
 def warm_up(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles what `apply` runs on targets of this width and dtype with a float32 bank: no step waits for it then."""
+    """Compiles the kernel of `apply` for this width and dtype and a float32 bank, so that no step waits for it."""
     one, nothing = torch.ones(1, device=device), torch.zeros(1, width, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
     apply(nothing.to(dtype), first, EditRows(first.int(), one, one, one, first, nothing))
@@ -71,7 +73,7 @@ def _apply(target: Tensor, where: Tensor, edits: EditRows) -> None:
     unit = functional.normalize(values, dim=1, eps=torch.finfo(torch.float32).tiny)
     along = (rows * unit).sum(1, keepdim=True)
     shift = torch.where(op == CODES["clamp"], along.clamp(low, high) - along, -scale * along)
-    # Chosen, not multiplied by nothing: what the op has no use for may be NaN.
+    # `where` instead of multiplying by 0: numbers that the op does not use may be NaN.
     edited = rows + torch.where(is_add, scale * values, shift * unit)
     edited = torch.where(is_scale, scale * rows, edited)
     edited = torch.where(op == CODES["replace"], values, edited)

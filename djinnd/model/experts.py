@@ -1,14 +1,14 @@
-"""Experts on demand: of stacked experts, only those that a batch's router has picked come to where they are read.
+"""Experts on demand: fetches only the stacked experts that a batch's router has chosen.
 
-    host memory, pinned (streamed)  ─┐  when the router has picked: those experts,
-    device memory (packed)          ─┴──► decoded on the way ──► scratch, at their own places ──► the family's module
+    host memory, pinned (streamed)  ─┐  after the router: the chosen experts,
+    device memory (packed)          ─┴──► unpacked on the way ──► scratch, at their own places ──► the family's module
 
-The family's experts module reads [experts, …] parameters over the scratch buffer, of which it touches only the picked
-ones. What lies in the places of the others is left over from other blocks.
+The family's module has its [experts, …] parameters over the scratch buffer, and reads only the chosen ones. The places
+of the others hold leftovers of other blocks.
 
-The fetch is work of the compute stream, between the router and the experts: nobody knows earlier what to fetch, so no
-computing hides it. For one row it moves `picked` of `count` experts; a prefill that needs all of them moves the bytes
-that the ring would have moved.
+The fetch runs on the compute stream between the router and the experts. The choice is not known earlier, so no
+computation hides the fetch. A decode step of one row moves `picked` of `count` experts; a prefill that needs all of
+them moves as many bytes as the ring would have.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from djinnd.weights.store import Routing
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stacked experts of a block: parameters of one module, called with hidden states, which experts, their weights."""
+    """The stacked experts of a block. They are parameters of one module, which is called with hidden states, the
+    chosen experts and their weights."""
 
-    names: tuple[str, ...]  # of its [experts, …, …] parameters, in the block
+    names: tuple[str, ...]  # of its [experts, …, …] parameters, relative to the block
     routing: Routing
 
 
@@ -41,10 +42,10 @@ class _Called(Exception):
 
 @torch.inference_mode()
 def find_stack(block: nn.Module, width: int) -> Stack | None:
-    """Of a block on the meta device, whose hidden states have `width`. None: it has no experts, its router picks all of
-    them, or they are not called as others are.
+    """The stacked experts of a block on the meta device whose hidden states have `width`.
 
-    How many experts a row picks is learnt: the module that has the experts is run until it calls them.
+    None if the block has none, if a row picks all of them, or if they are called in an unknown way. The number of
+    experts that a row picks is learnt by running the parent module until it calls them.
     """
     stacks = {path: own for path, module in block.named_modules() if (own := _stacked(module))}
     if len(stacks) != 1:
@@ -53,7 +54,7 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
     experts, owner = block.get_submodule(path), block.get_submodule(path.rpartition(".")[0])
     count = len(next(iter(parameters.values())))
     if any(len(p) != count or p.numel() % (GROUP * count) for p in parameters.values()):
-        return None  # an expert that is no whole groups cannot be decoded alone
+        return None  # an expert must be a whole number of packing groups, to be unpacked alone
 
     def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Called(_picked(args, kwargs))
@@ -63,7 +64,7 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
             owner(torch.empty(1, 2, width, device="meta"))
         except _Called as call:
             picked = call.picked.shape[-1]
-        except Exception:  # whatever a family's forward stumbles over
+        except Exception:  # a family's forward may raise exceptions of any type
             return None
         else:
             return None
@@ -73,27 +74,28 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
 
 
 def _stacked(module: nn.Module) -> dict[str, Tensor]:
-    """Its parameters that are [experts, …, …]."""
+    """The module's three-dimensional parameters: [experts, …, …]."""
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
 
 
 def _picked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Which experts each row picks, int64 [rows, picked]: the one argument that is no floating point."""
+    """The experts that each row picks, int64 [rows, picked]: the only integer tensor among the arguments."""
     integers = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()]
     if len(integers) != 1 or integers[0].dim() != 2:
-        raise TypeError("the experts are not told which of them each row picks")
+        raise TypeError("the arguments of the experts have no single [rows, picked] tensor of integers")
     return integers[0]
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """Of the step that runs, for all blocks of a model."""
+    """The token count of the running step, shared by all blocks of a model."""
 
-    real: Tensor | None = None  # int32 [1] on the device: how many tokens there are before those that pad
+    real: Tensor | None = None  # int32 [1] on the device: tokens before the padding; None: no token is padding
 
 
 class Experts:
-    """The experts of one block that are not on the device as they are computed with."""
+    """The stacked experts of one packed or streamed block. A hook on the experts' module fetches the chosen ones into
+    scratch before each call."""
 
     def __init__(
         self,
@@ -110,21 +112,24 @@ class Experts:
         self._routing = routing
         self._tokens = tokens
         self._picked = torch.zeros(routing.count, dtype=torch.int32, device=device)
-        self._fetches = torch.zeros(routing.count, dtype=torch.int64, device=device)  # of each, since they were bound
+        self._fetches = torch.zeros(routing.count, dtype=torch.int64, device=device)  # of each expert, since `bind`
         self._source: Tensor | None = None
         self._scratch: Tensor | None = None
         self._hook: RemovableHandle | None = None
 
     def bind(self, source: Tensor, scratch: Tensor) -> None:
-        """`source`: where all of them are, packed if they have a packed form; in pinned host memory, or on the device.
-        `scratch`: flat, where the module reads the ones that have been fetched."""
+        """Sets the memory to fetch from and to.
+
+        source: all experts of the block, in packed form if there is one, in pinned host memory or on the device.
+        scratch: flat, in the compute dtype; the module reads the fetched experts there.
+        """
         self.unbind()
         self._source, self._scratch = source, scratch
         self._fetches.zero_()
         self._hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def unbind(self) -> None:
-        """The module finds its parameters by itself, or must not run."""
+        """Stops fetching. The module then has plain parameters, or must not run."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._source = self._scratch = None
@@ -139,7 +144,7 @@ class Experts:
         return args, {name: wanted if argument is picked else argument for name, argument in kwargs.items()}
 
     def _of_real_tokens(self, picked: Tensor) -> Tensor:
-        """Tokens that pad pick what the first one picks: nothing is fetched for them."""
+        """Gives padding tokens the choice of the first token, so that no expert is fetched for them."""
         real = self._tokens.real
         if real is None:
             return picked
@@ -147,8 +152,8 @@ class Experts:
         return torch.where(rows < real, picked, picked[:1])
 
     def fetch(self, picked: Tensor) -> None:
-        """Queues the fetch of the experts in `picked`, int64 on the device. A captured graph may hold it: a replay
-        fetches what is picked then."""
+        """Queues the fetch of the experts in `picked`, int64 on the device. A captured graph may hold this call: a
+        replay fetches the experts that are picked at that time."""
         source, scratch = self._source, self._scratch
         assert source is not None and scratch is not None
         self._picked.zero_().index_fill_(0, picked.reshape(-1), 1)
@@ -180,12 +185,13 @@ class Experts:
                 out[expert].copy_(stack[expert])
 
     def _stacks(self, memory: Tensor) -> list[Tensor]:
-        """[experts, …] each, in the order of the layout, which is that of the form's units."""
+        """Views [experts, …] of each parameter, in the order of the layout, which is also the order of the form's
+        units."""
         return list(self.layout.views(memory).values())
 
     @property
     def fetched_bytes(self) -> int:
-        """Since they were bound, without patches. Waits for the device."""
+        """Bytes fetched since `bind`, without the patches of the packed form. Waits for the device."""
         assert self._source is not None
         expert = self.layout.numel // self._routing.count
         return int(self._fetches.sum()) * (expert * 3 // 2 if self.form else expert * self._source.itemsize)

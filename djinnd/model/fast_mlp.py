@@ -1,7 +1,7 @@
-"""Puts one kernel between the products of a gated MLP: down(activation(gate(x)) * up(x)).
+"""GatedMLP: one kernel between the products of a gated MLP, down(activation(gate(x)) * up(x)).
 
-Which modules compute just that is decided by trying, on a copy whose products are replaced by random results: nothing
-is asked about their weights, which may be anywhere, nor about the modules that multiply by them.
+A trial decides which modules compute exactly this. It runs a copy of the module with random results in the places of
+its products, so it needs neither the weights, which may be anywhere, nor the modules that multiply by them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from djinnd.model.kernels.gate import ACTIVATIONS, gated
 from djinnd.model.kernels.launches import UNAVAILABLE
 
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
-_WIDTH = 512  # of the trial
+_WIDTH = 512  # of the trial's tensors
 
 
 class GatedMLP(nn.Module):
-    """[..., width] → [..., width], rounded after the activation and after the product, as tensor operations do."""
+    """[..., width] → [..., width]. Rounds after the activation and after the product, as tensor operations do."""
 
     def __init__(self, own: nn.Module, activation: str) -> None:
         """Takes over the products of the family's `own`, and its hooks (families/branch_factor.py)."""
@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
 
 
 class _Given(nn.Module):
-    """In the place of a product: gives what it was made with, or else its input."""
+    """Stands in for a product in a trial. Returns the given result, or its input if there is none."""
 
     def __init__(self, result: Tensor | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Given(nn.Module):
 
 @torch.inference_mode()
 def replace_mlps(root: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Replaces every gated MLP below `root` that agrees with ours on random input; says how many."""
+    """Replaces every gated MLP below `root` that agrees with the kernel on random input → how many."""
     replaced = 0
     for parent in root.modules():
         for name, mlp in list(parent._modules.items()):
@@ -60,21 +60,22 @@ def replace_mlps(root: nn.Module, dtype: torch.dtype, device: torch.device) -> i
 
 
 def _activation_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
-    """With which of the kernel's activations it computes the same; "" where with none."""
+    """The kernel's activation with which the MLP agrees; "" if it agrees with none."""
     generator = torch.Generator(device).manual_seed(0)
     gate, up = (4 * torch.randn(1, 4, _WIDTH, device=device, generator=generator) for _ in range(2))
     gate, up = gate.to(dtype), up.to(dtype)
     trial = copy.copy(mlp)
     trial._modules = {**mlp._modules, "gate_proj": _Given(gate), "up_proj": _Given(up), "down_proj": _Given()}
     try:
-        wanted = trial.forward(gate)  # without its hooks
-    except Exception:  # it looks at its products more closely than a stand-in allows
+        wanted = trial.forward(gate)  # not trial(gate): without its hooks
+    except Exception:  # its forward reads attributes of its products that a stand-in does not have
         return ""
     return next((name for name in ACTIVATIONS if _agrees(wanted, gate, up, name)), "")
 
 
 def _agrees(wanted: object, gate: Tensor, up: Tensor, activation: str) -> bool:
-    """To two units in the last place, and to what is left where 1 + tanh cancels out."""
+    """Returns True if the results agree within two units in the last place. The absolute tolerance covers the
+    cancellation in 1 + tanh."""
     try:
         got = gated(gate, up, activation)
     except UNAVAILABLE:

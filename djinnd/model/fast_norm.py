@@ -1,8 +1,8 @@
-"""Puts one fused kernel in the place of a family's RMSNorm, where it computes the same.
+"""FusedRMSNorm: one kernel in the place of a family's RMSNorm.
 
-A norm written in torch is seven small kernels; in a decode step of a resident model they cost more than their bytes.
-Which classes are the plain RMSNorm (float32 statistics, cast, times weight) is decided by trying, not by name: Gemma's
-multiplies by 1 + weight, others keep float32 to the end.
+An RMSNorm in torch is seven small kernels, whose launches cost more than their bytes in a decode step of a resident
+model. A trial, not the name, decides which classes are the plain RMSNorm (float32 statistics, cast, times weight):
+Gemma's norm multiplies by 1 + weight, and others keep float32 to the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from djinnd.model.kernels.rms_norm import rms_norm
 
 
 class FusedRMSNorm(nn.Module):
-    """[..., width] → [..., width], rounded as transformers' LlamaRMSNorm does."""
+    """[..., width] → [..., width], with the rounding of transformers' LlamaRMSNorm."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class FusedRMSNorm(nn.Module):
 
 @torch.inference_mode()
 def replace_norms(root: nn.Module) -> int:
-    """Replaces every norm under `root` that agrees with ours on a random input; says how many."""
+    """Replaces every norm under `root` that agrees with the kernel on random input → how many."""
     replaced = 0
     for parent in root.modules():
         for name, norm in list(parent._modules.items()):
@@ -46,7 +46,7 @@ def _is_plain(norm: nn.Module) -> bool:
         return False
     generator = torch.Generator(weight.device).manual_seed(0)
     x, own = torch.randn(2, 4, weight.numel(), device=weight.device, dtype=weight.dtype, generator=generator)
-    trial = copy(norm)  # with a weight of its own: that of a streamed block may not have come yet
+    trial = copy(norm)  # with a weight of its own: the weight of a streamed block may not be on the device yet
     trial._parameters = {**norm._parameters, "weight": nn.Parameter(own[0], requires_grad=False)}
     wanted = trial(x)
     try:

@@ -1,7 +1,8 @@
-"""Kernels of ours in the places of a family's small operations, which cost a decode step more than their bytes.
+"""The fast path: replaces a family's small operations by djinnd's kernels. In a decode step, launching these operations
+costs more than reading their bytes.
 
-Nothing is known of families by name: each piece is tried against the family's own on random input, and what does not
-agree stays, as does what has a kernel that cannot be compiled. Needs Triton, which comes with CUDA builds of torch.
+No family is known by name. Each replacement is tried against the family's own module on random input. The family's
+module stays if they disagree, or if the kernel cannot be compiled. Needs Triton, which comes with CUDA builds of torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ def install(
     device: torch.device,
     compiling: Callable[[int, int], None],
 ) -> None:
-    """`model` without its `blocks`, both bound to memory on the CUDA device. `dtype`: of activations. `compiling` is
-    called while kernels for the trials are compiled, with how many are done and how many there are."""
+    """Installs the fast path in `model` and its `blocks`, which are bound to memory on the CUDA device.
+
+    dtype: of the activations.
+    compiling: called with (kernels compiled, kernels in all) while kernels for the trials are compiled.
+    """
     with launches.listing(leave_out=False) as missing:
         _replace(model, blocks, dtype, device)
     if missing:

@@ -1,8 +1,8 @@
-"""Puts one kernel in the place of a family's `apply_rotary_pos_emb`, where it computes the same to the bit.
+"""FastRope: one kernel in the place of a family's `apply_rotary_pos_emb`, if their results are equal to the bit.
 
-Families' attention calls that function by its name in the family's own file, so it is replaced there, in this process
-only. Layouts and roundings differ (interleaved pairs, angles of half a head, float32 to the end): which the kernel
-serves is decided by trying. All other calls, tensors on the CPU among them, go to the family's own function.
+A family's attention calls that function by name in the family's own file, so it is replaced there, in this process
+only. Layouts and roundings differ between families (interleaved pairs, angles of half a head, float32 to the end). A
+trial decides which calls the kernel serves. All others, such as tensors on the CPU, go to the family's own function.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Rope = Callable[..., tuple[Tensor, Tensor]]
 
 
 class FastRope:
-    """Stands where the family's function `own` stood."""
+    """Replaces the family's function `own`. Calls the kernel for the dtypes whose trial agreed, and `own` otherwise."""
 
     def __init__(self, own: Rope) -> None:
         self.own = own
-        self._served: set[tuple[torch.dtype, torch.dtype]] = set()  # of q and k, and of the angles
+        self._served: set[tuple[torch.dtype, torch.dtype]] = set()  # (dtype of q and k, dtype of the angles)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and self._serves(*args):
@@ -38,7 +38,7 @@ class FastRope:
         return (q.dtype, cos.dtype) in self._served and _is_plain(q, k, cos, sin)
 
     def try_with(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether there is anything to serve for queries and keys of `dtype`."""
+        """Tries the kernel with queries and keys of `dtype`. Returns True if it agrees for some dtype of the angles."""
         agreeing = {angles for angles in (dtype, torch.float32) if self._agrees(dtype, angles, device)}
         self._served |= {(dtype, angles) for angles in agreeing}
         return bool(agreeing)
@@ -51,7 +51,7 @@ class FastRope:
         )
         try:
             wanted = self.own(q, k, cos, sin)
-        except Exception:  # a function of that name that takes other arguments
+        except Exception:  # a function of the same name with other arguments
             return False
         try:
             got = rope(q, k, cos, sin)
@@ -63,7 +63,7 @@ class FastRope:
 
 
 def _is_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """A flattened batch on a CUDA device whose angles cover whole heads."""
+    """Returns True for a flattened batch on a CUDA device whose angles cover whole heads."""
     angles = (1, q.shape[2], q.shape[3])
     return (
         q.is_cuda
@@ -77,7 +77,7 @@ def _is_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 @torch.inference_mode()
 def replace_rope(root: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the function in the files of all modules under `root` whose forward calls it."""
+    """Replaces the function in the Python module of every class under `root` whose forward calls it."""
     for kind in {type(module) for module in root.modules()}:
         forward = inspect.unwrap(kind.forward)
         names = forward.__globals__

@@ -1,8 +1,8 @@
-"""The seam between transformers' attention modules and our pages.
+"""Connects transformers' attention modules to paged KV.
 
-Transformers calls the function that is registered under `_attn_implementation` with the q, k and v of the new tokens.
-Ours finds the block's place in the pool on the module (`module.paged`, put there at load), writes k and v into pages
-and attends over them. No mask function is registered under this name: transformers then builds no mask at all.
+Transformers calls the function registered under `_attn_implementation` with q, k and v of the new tokens.
+`paged_attention` finds the block's views of the pool on the module (`module.paged`, set at load), writes k and v to the
+pages, and attends over the pages. No mask function is registered under this name, so transformers builds no masks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from djinnd.model.attention import PagedAttention, PagedBatch
 
 NAME = "djinn"
 
-_KNOWN_TENSORS = {"position_ids", "cache_position"}  # what the page table says already
+_KNOWN_TENSORS = {"position_ids", "cache_position"}  # arguments that repeat what the page table says
 
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Shared by all blocks of a model: the kernels, and where the tokens of the step that runs stand."""
+    """The attention kernels and the running step's batch, shared by all blocks of a model."""
 
     kernels: PagedAttention
     batch: PagedBatch | None = None
@@ -35,22 +35,22 @@ class BlockKV:
     context: AttentionContext
     keys: Tensor
     values: Tensor
-    calls: int = field(default=0)  # audited by the check at load: exactly one a step
+    calls: int = field(default=0)  # the check at load requires exactly one a step
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a family's attention asks of ours."""
+    """The shape and options with which a family's module calls attention."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int  # 0: none
-    unserved: str  # what else of its arguments ours would pass over in silence; "": nothing
+    unserved: str  # arguments that paged attention does not support; "": none
 
 
 class NoPages(Exception):
-    """Raised in the place of attention while there are no pages; `wanted` is what was asked of it."""
+    """Raised by `paged_attention` if the module has no pages yet. `wanted` describes the call."""
 
     def __init__(self, wanted: Wanted) -> None:
         super().__init__("attention was called before there were pages")
@@ -101,7 +101,7 @@ def paged_attention(
 
 
 def _unserved(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> str:
-    """What a family wants of attention beyond a causal window over all earlier tokens."""
+    """Names the features of a call beyond causal attention, with or without a window; "" if there are none."""
     unknown = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
     if mask is not None:
         unknown.append("a mask of its own")

@@ -1,4 +1,5 @@
-"""The image of a model as a client has to make it: the layout of its WeightStore, in words that travel."""
+"""Describes the image of a model, which a client fills to share its weights: the layout of the WeightStore, as protocol
+structs."""
 
 from __future__ import annotations
 

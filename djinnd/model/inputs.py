@@ -114,7 +114,7 @@ class StepInputs:
 
     @property
     def slots(self) -> Tensor:
-        """int64 [tokens]: slots to which attention writes the tokens' keys and values. Kernels read it when they run."""
+        """int64 [tokens]: slots to which attention writes the tokens' keys and values. Kernels read it as they run."""
         return self._views["slots"]
 
     @property

@@ -1,4 +1,5 @@
-"""What requests add to raw logits: a bias for some tokens, and -inf for the tokens that must not end an output yet."""
+"""Logit shifts: numbers that requests add to raw logits. A bias shifts some tokens; a bar adds -inf to the stop tokens
+until the output has min_tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +20,20 @@ Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 
 
 def is_shifted(request: Request) -> bool:
+    """Returns True if the request has biases or min_tokens."""
     return bool(request.sampling.logit_bias or request.sampling.min_tokens)
 
 
 class _Entries(NamedTuple):
-    """Of one request: int64 tokens, and the float32 that is added to the logit of each."""
+    """A request's shifts, without regard to its row."""
 
-    tokens: Numbers
-    values: Numbers
+    tokens: Numbers  # int64 [entries]
+    values: Numbers  # float32 [entries], added to the logits of these tokens
 
 
 class ShiftTable:
-    """What each request adds, as arrays. They are made once a request: a batch's composition may change in every step,
-    and each request may have a thousand entries."""
+    """The shifts of each request as arrays. They are made once a request, because the batch may change in every step
+    and a request may have a thousand entries."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
@@ -39,7 +41,7 @@ class ShiftTable:
         self._bars: dict[Request, _Entries] = {}
 
     def __len__(self) -> int:
-        """Requests that have something here."""
+        """Number of requests with entries."""
         return len(self._biases.keys() | self._bars.keys())
 
     def bias(self, request: Request) -> _Entries:
@@ -55,21 +57,21 @@ class ShiftTable:
         return self._bars[request]
 
     def forget(self, request: Request) -> None:
-        """Called when a request ends, whatever it has here."""
+        """Drops the request's arrays. Called when any request ends."""
         self._biases.pop(request, None)
         self._bars.pop(request, None)
 
     def _entries(self, tokens: Collection[int], values: Collection[float]) -> _Entries:
-        """Without tokens past the head, which checkpoints may name as their end: they have no logit."""
+        """Leaves tokens past the head out: checkpoints may list them as end tokens, but they have no logit."""
         ids, numbers = np.array([*tokens], np.int64), np.array([*values], np.float32)
         return _Entries(ids[ids < self.vocab], numbers[ids < self.vocab])
 
 
 class LogitShifts:
-    """Of some rows of a batch, for as long as the batch keeps its composition."""
+    """The shifts of some rows of a batch, on the device. Valid as long as the batch has the same rows."""
 
     def __init__(self, requests: Sequence[Request], table: ShiftTable, device: torch.device) -> None:
-        """`requests`: the rows', in their order."""
+        """requests: one for each row, in the order of the rows."""
         self._requests = requests
         self._table = table
         self._device = device
@@ -80,21 +82,21 @@ class LogitShifts:
             for row, request in enumerate(requests)
             if request.sampling.min_tokens and request.stop_tokens
         ]
-        self._closed: list[int] = []  # rows that may not end yet, in the step that ran last
+        self._closed: list[int] = []  # rows that were below min_tokens in the last step
         self._bars = self._shift([], [])
 
     def __bool__(self) -> bool:
         return bool(self._barred) or self._biases.places.numel() > 0
 
     def add_to(self, logits: Tensor, sessions: Sequence[Session]) -> None:
-        """In place. logits: float32 [rows, vocab], contiguous; sessions: the rows'."""
+        """Adds the shifts in place. logits: float32 [rows, vocab], contiguous; sessions: one for each row."""
         self._biases.add_to(logits)
         if self._barred:
             self._follow(sessions)
             self._bars.add_to(logits)
 
     def _follow(self, sessions: Sequence[Session]) -> None:
-        """Uploads something only when a row has come to its min_tokens."""
+        """Updates the bars. Uploads only if a row has reached its min_tokens since the last step."""
         closed = [row for row, until in self._barred if len(sessions[row].tokens) < until]
         if closed != self._closed:
             self._closed = closed
@@ -110,10 +112,10 @@ class LogitShifts:
 
 
 class _Shift(NamedTuple):
-    """int64 and float32 [entries]: a place in the flattened logits, and what is added there."""
+    """Shifts of a batch, on the device."""
 
-    places: Tensor
-    values: Tensor
+    places: Tensor  # int64 [entries], indices into the flattened logits
+    values: Tensor  # float32 [entries]
 
     def add_to(self, logits: Tensor) -> None:
         if self.places.numel():

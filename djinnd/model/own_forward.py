@@ -1,7 +1,7 @@
-"""A family's forward as transformers itself drives it, in the middle of a sequence: with a cache that has seen the
-tokens before, from which the family takes positions and masks.
+"""Runs a family's forward as transformers does in the middle of a sequence: with a cache of earlier tokens, from which
+the family takes positions and masks.
 
-djinnd gives positions instead, and no mask. Whether that comes to the same is for the check at load to find.
+djinnd passes positions instead, and no mask. The check at load (far_check.py) compares the two.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from djinnd.model.adapter import Adapter, Prologue, PrologueDone
 from djinnd.model.hf_attention import paged_attention
 
-_NAME = "djinn_with_masks"  # our attention, and masks that say by which rule they are made
+_NAME = "djinn_with_masks"  # attention implementation: paged attention, and masks that carry the rule they follow
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of query, of key → whether it sees it
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query position, key position → True if seen
 
 
 class _Seen(DynamicCache):
-    """A cache that says it has tokens, and has none: attention is given the new ones."""
+    """A cache that reports `tokens` earlier tokens but holds none. Attention gets the new keys and values only."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Seen(DynamicCache):
         return self._tokens
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        new = query_length if isinstance(query_length, int) else len(query_length)  # older ones give the positions
+        new = query_length if isinstance(query_length, int) else len(query_length)  # older transformers: positions
         return self._tokens + new, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -44,8 +44,9 @@ class _Seen(DynamicCache):
 
 @torch.inference_mode()
 def prologue_after(adapter: Adapter, ids: Tensor, seen: int) -> tuple[Prologue, list[Rule | None]]:
-    """What the family's own forward makes of `ids` [1, tokens] behind `seen` tokens, and each block's mask; None: the
-    family makes none in the way of transformers. The masks are taken out of the arguments."""
+    """Runs the family's own prologue on `ids` [1, tokens] after `seen` earlier tokens → the blocks' inputs, and the
+    rule of each block's mask. A rule is None if the family makes no mask by transformers' functions. The masks are
+    removed from the arguments."""
     cache, model = _Seen(seen), adapter.model
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with _masks(model.config), suppress(PrologueDone):
@@ -71,7 +72,7 @@ def _masks(config: Any) -> Iterator[None]:
 
 
 def _mask(q_length: int, kv_length: int, mask_function: Rule, device: Any = None, **_: Any) -> Tensor:
-    """In the place of transformers' sdpa_mask."""
+    """Replaces transformers' sdpa_mask: an empty mask that carries its rule."""
     mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]
     return mask

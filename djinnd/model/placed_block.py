@@ -1,4 +1,4 @@
-"""One block on the device: its modules, and the memory that they compute from."""
+"""PlacedBlock: one block on the device, with its modules and the memory that they compute from."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from djinnd.weights.plan import Place
 
 @dataclass(slots=True)
 class PlacedBlock:
-    """`memory` is what is resident of it: flat in the compute dtype, or packed, with its experts behind it. `packed` is
-    where its packed form is when it computes: resident or in the ring. `layout` and `form` are without the experts."""
+    """A block, its place and its memory. Residency allocates the memory and sets `place`, `memory` and `packed`."""
 
     module: nn.Module
-    layout: Layout
-    form: PackedForm | None
+    layout: Layout  # without stacked experts
+    form: PackedForm | None  # without stacked experts; None: the block has no packed form
     products: list[Product]
     experts: Experts | None
     place: Place | None = None
-    memory: Tensor | None = None
-    packed: Tensor | None = None
-    few_rows_as_packed: bool = False
+    memory: Tensor | None = None  # resident: flat in the compute dtype, or packed uint8; stacked experts at the end
+    packed: Tensor | None = None  # the packed form while the block computes: resident or in the ring
+    few_rows_as_packed: bool = False  # products of few rows read the packed form directly
 
     def prepare(self, rows: int, scratch: Tensor | None) -> None:
-        """Decodes what so many rows will need of it in plain form. Queues kernels over fixed addresses, no more."""
+        """Unpacks the block to `scratch`, unless a batch of `rows` tokens reads the packed form directly. Queues only
+        kernels over fixed addresses."""
         if self.packed is None or (self.few_rows_as_packed and rows <= PACKED_ROWS):
             return
         assert self.form is not None and scratch is not None
         unpack(self.form, self.packed, scratch[: self.layout.numel])
 
     def bind(self, scratch: Tensor | None, experts: Tensor | None) -> None:
-        """Gives the modules their tensors: views, never copies. `experts`: theirs, flat where they are plain on the
-        device, else where those that are picked are fetched from."""
+        """Binds the modules to views of the memory. Copies nothing.
+
+        experts: for a plain block, its stacked experts, flat; otherwise the memory to fetch them from.
+        """
         layout, packed = self.layout, self.packed
         if packed is None:
             assert self.memory is not None
@@ -62,7 +64,8 @@ class PlacedBlock:
         bind(self.module, {name: view for name, view in views.items() if name not in self._of_products})
 
     def _bind_experts(self, experts: Experts, source: Tensor, scratch: Tensor | None) -> Tensor:
-        """→ where the block's module finds its experts, flat; of those that are fetched on demand, the picked ones."""
+        """→ the flat memory in which the block's module finds its experts. For experts on demand it is part of
+        scratch, and valid for the fetched ones only."""
         if self.place is Place.PLAIN:
             return source
         assert scratch is not None
@@ -72,7 +75,7 @@ class PlacedBlock:
         return fetched
 
     def _products_suffice(self) -> bool:
-        """Whether a pass of few rows needs none of the block's matrices in plain form."""
+        """Returns True if products of few rows can read every matrix of the block in packed form."""
         if self.place is not Place.PACKED or self.packed is None or not self.packed.is_cuda:
             return False
         from djinnd.model.kernels import product_fits  # needs Triton, which comes with CUDA builds of torch
@@ -81,7 +84,7 @@ class PlacedBlock:
         return len(self.products) == len(self.layout.units) and all(map(product_fits, self.form.units))
 
     def unbind(self) -> None:
-        """Lets go of the memory: nothing may run the block until it is bound again."""
+        """Drops all references to the memory. The block must not run until it is bound again."""
         nothing = torch.empty(0, device="meta")
         for product in self.products:
             product.bind(nothing, None)
@@ -93,11 +96,12 @@ class PlacedBlock:
 
     @property
     def _of_products(self) -> set[str]:
+        """Names of the parameters that products own; the others are bound to their modules."""
         return {name for product in self.products for name in (*product.unit, *product.biases)}
 
 
 def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
-    """By the kernel on CUDA, else by the form's own reference."""
+    """Unpacks to `out`, in bfloat16: by the kernel on CUDA, by the form's reference code on the CPU."""
     if out.is_cuda:
         from djinnd.model import kernels  # needs Triton, which comes with CUDA builds of torch
 
@@ -107,7 +111,7 @@ def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
 
 
 def _joined_bias(views: dict[str, Tensor], biases: tuple[str, ...]) -> Tensor | None:
-    """The biases of a product as one: they lie side by side."""
+    """The biases of a product as one view. They are adjacent in the buffer. None if it has none."""
     if not biases:
         return None
     first = views[biases[0]]

@@ -1,16 +1,18 @@
-"""What a family calls the modules at whose output a session may look: learnt by running it on the meta device.
+"""Learns the paths of the modules at which sessions may read and edit activations, by a run on the meta device.
 
     layers      the list of blocks
-    attention   within a block, the module that calls attention: its output is what o_proj gives
-    mlp         within a block, the one child beside attention that has matrices and gives hidden states
-    norm        what runs last between the last block and the head, and has no matrices
-    head        the output embedding, where nothing (a cap, a scale) comes between it and what is sampled from
+    attention   within a block, the module that calls attention; its output is the output of o_proj
+    mlp         within a block, the only child beside attention that has matrices and returns hidden states
+    norm        the last module between the last block and the head that has no matrices
+    head        the output embedding, if its output is sampled from directly, without a cap or scale
 
-These are the modules on which users of Hugging Face put hooks, and their outputs are what hooks see there. Where a
-family has a norm behind attention or MLP, that is from before it; a factor in that place families/branch_factor.py has
-moved into the modules. Of an MLP that is no module of its own but two products (OPT) it is the second, fc2: the other
-does not give hidden states. Where several children could be it, and where blocks of one model differ in its name, there
-is none: a name must mean the same in every block.
+These are the modules on which users of Hugging Face put hooks, with the same outputs. If a family has a norm after
+attention or MLP, the output is the one before that norm. A factor in that place is moved into the modules
+(families/branch_factor.py). If the MLP is two products without a module of their own (OPT), the point is the second,
+fc2, because the first does not return hidden states.
+
+A point has no path if several children qualify, or if its name differs between blocks: a name must mean the same in
+every block.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _TOKENS = 2
 
 @torch.inference_mode()
 def learn_points(adapter: Adapter, layers: str, vocab: int) -> PointMap:
-    """Of a model on the meta device. `layers`: the path of its blocks. What cannot be run there has no names: only its
-    outputs tell."""
+    """Learns the points of a model on the meta device. `layers`: the path of its list of blocks. A part of the model
+    that cannot run on the meta device has no points."""
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     prologue = adapter.prologue(ids, ids)
     first_of_kind = {_kind(block): index for index, block in reversed(list(enumerate(adapter.blocks)))}
@@ -58,18 +60,19 @@ def learn_points(adapter: Adapter, layers: str, vocab: int) -> PointMap:
 
 
 def _kind(block: nn.Module) -> tuple[tuple[str, type], ...]:
+    """The paths and classes of the block's modules; blocks of the same kind have the same points."""
     return tuple((path, type(module)) for path, module in block.named_modules())
 
 
 def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -> tuple[str, str]:
-    """Attention's and the MLP's."""
+    """Paths of attention and of the MLP within the block; "" if there is none."""
     gave = _Outputs()
     with ExitStack() as undo:
         paged = _give_attention(block, undo)
         for path, module in block.named_modules():
             undo.enter_context(module.register_forward_hook(partial(gave.note, path)))
             if _is_stack(module):
-                module.forward = _as_given  # they multiply by what the router has picked
+                module.forward = _as_given  # stacked experts cannot run on meta: the router's choice has no values
                 undo.callback(delattr, module, "forward")
         _try(run)
     callers = [path for path, own in paged.items() if own.calls == 1 and gave.once_like(path, hidden)]
@@ -82,7 +85,7 @@ def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -
 
 
 def _names_behind(adapter: Adapter, last_block: str, hidden: Tensor) -> tuple[str, str]:
-    """The final norm's and the head's."""
+    """Paths of the final norm and of the head; "" if there is none."""
     model, gave = adapter.model, _Outputs()
     head = model.get_output_embeddings()  # type: ignore[operator]
     with ExitStack() as undo:
@@ -99,7 +102,7 @@ def _names_behind(adapter: Adapter, last_block: str, hidden: Tensor) -> tuple[st
 
 
 class _Outputs:
-    """What modules gave, by their paths."""
+    """Records the outputs of modules by their paths, and the order in which the modules ran."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -110,18 +113,20 @@ class _Outputs:
         self._values.setdefault(path, []).append(output[0] if isinstance(output, tuple) else output)
 
     def once_like(self, path: str, hidden: Tensor) -> bool:
-        """Whether it ran once, and gave a row for each token, of the hidden states' width."""
+        """Returns True if the module ran once and returned a tensor shaped like the hidden states."""
         values = self._values.get(path, [])
         rows = hidden.shape[1:]
         return len(values) == 1 and isinstance(values[0], Tensor) and values[0].shape in (rows, (1, *rows))
 
     def is_memory_of(self, path: str, tensor: Tensor) -> bool:
-        """Whether the tensor is what it gave, or a view of that."""
+        """Returns True if the tensor is the module's output or a view of it."""
         (*_, value) = self._values[path]
         return isinstance(value, Tensor) and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 class _ShapeOnly(PagedAttention):
+    """Attention that computes only the shape of its output."""
+
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         pass
 
@@ -130,7 +135,7 @@ class _ShapeOnly(PagedAttention):
 
 
 def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
-    """A place in pages that do not exist, of its own for each module that may call attention: it counts the calls."""
+    """Gives each module that may call attention an empty BlockKV of its own, which counts the calls."""
     nothing = torch.empty(0, device="meta")
     context = AttentionContext(
         _ShapeOnly(), PagedBatch(nothing, nothing, nothing, nothing, nothing, nothing, 0, 0, fresh=True)
@@ -144,7 +149,7 @@ def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Of experts, in [experts, …, …] parameters."""
+    """Returns True if the module has stacked experts, which are [experts, …, …] parameters."""
     return any(own is not None and own.dim() == 3 for own in module._parameters.values())
 
 
@@ -159,5 +164,5 @@ def _has_matrices(module: nn.Module) -> bool:
 def _try(run: Callable[[], object]) -> object:
     try:
         return run()
-    except Exception:  # whatever a family's forward stumbles over on the meta device
+    except Exception:  # a family's forward may raise exceptions of any type on the meta device
         return None

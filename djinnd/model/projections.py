@@ -1,9 +1,10 @@
-"""The matrix products of a block, over whatever place its weights are in.
+"""Products: the matrix products of a block, wherever its weights are.
 
-q, k and v (and gate and up) lie side by side in a block's buffer, so their weights are one matrix without a copy. The
-family's attention still calls three modules; the first call computes all three products, the others take their part.
+The weights of q, k and v are adjacent in a block's buffer, so they are one matrix without a copy; so are gate and up.
+The family's attention still calls three modules. The first call computes all three products, and the others take their
+parts of the result.
 
-A block's modules are put in place once; `Product.bind` gives them their weights, again whenever the block moves.
+The modules are replaced once. `Product.bind` gives them their weights, again each time the block moves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from djinnd.weights.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A unit of a packed block on the device, which few rows can be multiplied with as it is."""
+    """A unit (matrix) of a packed block on the device, which products of few rows read in packed form."""
 
     form: PackedForm
     unit: int
@@ -28,10 +29,10 @@ class PackedWeight:
 
 
 class Product:
-    """y = x Wᵀ + b, [..., in] → [..., out], of one unit of a block's layout."""
+    """y = x Wᵀ + b, [..., in] → [..., out], for one unit of a block's layout."""
 
     def __init__(self, unit: tuple[str, ...], biases: tuple[str, ...]) -> None:
-        """Names in the layout: the unit's, and those of its biases, if it has any."""
+        """unit, biases: names in the layout. `biases` may be empty."""
         self.unit = unit
         self.biases = biases
         self._weight: Tensor | None = None
@@ -39,11 +40,12 @@ class Product:
         self._packed: PackedWeight | None = None
 
     def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
-        """`weight` [out, in]. With `packed`, it holds the weights only for more than PACKED_ROWS rows."""
+        """Sets the weights. weight: [out, in]. With `packed`, up to PACKED_ROWS rows use `packed`, and `weight` holds
+        the weights only when more rows are computed."""
         self._weight, self._bias, self._packed = weight, bias, packed
 
     def described(self, *shape: int) -> Described:
-        """A part of the weight, or of the bias, that has this shape."""
+        """Shape, dtype and device of a part of the weight or of the bias."""
         assert self._weight is not None
         return Described(torch.Size(shape), self._weight.dtype, self._weight.device)
 
@@ -59,12 +61,12 @@ class Product:
         return fast_linear(x, self._weight, self._bias)
 
 
-PACKED_ROWS = 8  # rows that a product on the packed form is worth it for: measured, see docs/log.md
+PACKED_ROWS = 8  # most rows for which a product on the packed form is faster; measured, see docs/log.md
 
 
 class SharedProduct:
-    """A product whose result several modules take their parts of. Holds it only between the first member's call and the
-    last one's."""
+    """A product whose result is divided among several modules. The first module's call computes it, and the last
+    module's call drops it."""
 
     def __init__(self, product: Product, sizes: list[int]) -> None:
         self._product = product
@@ -87,8 +89,8 @@ class SharedProduct:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter's shape, dtype and device, which some forwards look at. It is no tensor: one that computes with it,
-    past the product, fails."""
+    """Shape, dtype and device of a parameter, which some forwards read. It is not a tensor, so a forward that computes
+    with it, instead of calling the product, fails."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -96,6 +98,8 @@ class Described:
 
 
 class _InPlaceOfLinear(nn.Module):
+    """Replaces a Linear. Has the attributes that forwards read, and no parameters."""
+
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
         self.in_features = linear.in_features
@@ -113,7 +117,7 @@ class _InPlaceOfLinear(nn.Module):
 
 
 class Projection(_InPlaceOfLinear):
-    """Stands where a Linear stood that has a product of its own."""
+    """Replaces a Linear that has a product of its own."""
 
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__(linear, product)
@@ -124,7 +128,8 @@ class Projection(_InPlaceOfLinear):
 
 
 class SharedProjection(_InPlaceOfLinear):
-    """Stands where one of several Linears stood: [..., in] → [..., out of this member], a view of the shared result."""
+    """Replaces one of several Linears that share a product: [..., in] → [..., out of this member], a view of the shared
+    result."""
 
     def __init__(self, linear: nn.Linear, product: Product, shared: SharedProduct, index: int) -> None:
         super().__init__(linear, product)
@@ -136,8 +141,8 @@ class SharedProjection(_InPlaceOfLinear):
 
 
 def install_products(block: nn.Module, layout: Layout) -> list[Product]:
-    """Replaces the plain Linear modules of `block` by products over the layout's units; what else the block has keeps
-    its parameters."""
+    """Replaces the plain Linear modules of `block` by products over the layout's units. Other modules keep their
+    parameters."""
     products = []
     for unit in layout.units:
         if not all(name.endswith(".weight") for name in unit):

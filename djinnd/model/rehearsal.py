@@ -1,11 +1,11 @@
-"""Lists the kernels that a model needs, before anybody waits for them.
+"""Rehearsal: lists the kernels that a model needs, so that they are compiled before a request waits for them.
 
-The list is what the model launches: a few passes over some of its blocks, with rows that are empty, in which launches
-of kernels that are not compiled are noted and left out. So types, strides and constants are those of the model's own
-modules over its own memory. Attention's kernels differ with the bounds of a batch, too; each call of attention is made
-with all bounds that lead to another kernel.
+The rehearsal runs a few passes over some blocks with empty rows. A launch of a kernel that is not compiled is noted and
+skipped. So types, strides and constants are those of the model's own modules over its own memory. Attention's kernels
+also differ with the bounds of a batch, so each call of attention is repeated with all bounds that lead to another
+kernel.
 
-A kernel that is left out leaves what was in its output. Nothing that is an index comes from one: inputs are zeros.
+A skipped kernel leaves its output unchanged. That is safe because no index comes from such an output: inputs are zeros.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from djinnd.model.paged_model import PagedModel
 
 log = logging.getLogger("djinnd.engine")
 
-_TOKENS = (1, 8, 16)  # the most for which each kernel of a product with few rows serves
-_KV_BOUNDS = (64, 256, 512, 1024, 2048)  # behind each of them, keys may be divided among more programs
+_TOKENS = (1, 8, 16)  # the most rows of each kernel for products of few rows
+_KV_BOUNDS = (64, 256, 512, 1024, 2048)  # above each of them, keys may be divided among more programs
 
 
 def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int) -> list[Variant]:
-    """Of steps with up to `max_tokens` tokens and sessions of up to `max_kv`: those that are not in Triton's cache. To
-    be called between steps."""
+    """Kernels that are not in Triton's cache, for steps of up to `max_tokens` tokens and sessions of up to `max_kv`
+    tokens. Call it between steps."""
     with launches.listing() as listed:
         own = model.context.kernels
         model.context.kernels = EveryBound(own)
@@ -49,7 +49,7 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
                     editing.warm_up(width, model.dtype, model.pool.device)
                 token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
                 Inbox().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
-        except Exception as fault:  # the check at load says what is wrong with the model
+        except Exception as fault:  # the check at load reports the fault of the model
             log.warning("kernels_not_listed family=%s error=%r", model.skeleton.family, fault)
             model.residency.restart()
         finally:
@@ -70,8 +70,8 @@ def _run_empty(model: PagedModel, device: Device, tokens: int, max_kv: int) -> N
 
 
 class EveryBound(PagedAttention):
-    """Calls attention with all bounds of a batch that may lead to other kernels, once for each kind of call: the first,
-    which has the most tokens."""
+    """Calls attention with all bounds of a batch that may lead to other kernels. It does so for the first call of each
+    kind, which has the most tokens."""
 
     def __init__(self, own: PagedAttention) -> None:
         self._own = own
@@ -87,14 +87,14 @@ class EveryBound(PagedAttention):
         kind = (q.dtype, bool(options.get("window")), bool(options.get("softcap")), options.get("sinks") is None)
         if kind not in self._seen:
             self._seen.add(kind)
-            apart = TritonAttention(q.device)  # memory between kernels is not kept for bounds that nobody has
+            apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real
             for tokens, bounds in _bounds(len(q), batch):
                 apart.attend(q[:tokens], k[:tokens], v[:tokens], *given, bounds, **options)
         return self._own.attend(q, k, v, *given, batch, **options)
 
 
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:
-    """→ how many of `most` tokens, and their batch."""
+    """→ pairs: a number of tokens, up to `most`, and the batch with the bounds to try."""
     lengths = [*(bound for bound in _KV_BOUNDS if bound < batch.max_kv), batch.max_kv]
     for max_kv in lengths:
         for queries in range(1, min(most, MAX_QUERY) + 1):

@@ -1,8 +1,8 @@
-"""RoPE whose frequencies transformers chooses anew in each step, by the longest row of the batch.
+"""Fixes RoPE whose frequencies transformers chooses in each step by the longest row of the batch.
 
-One session would then change what another gets. `longrope` (Phi-3's long-context checkpoints) has two sets, one for
-sequences up to the length of pretraining and one for longer ones: djinnd serves the first, and no longer sequences.
-`dynamic` has a set for every length, and is refused.
+With such a choice, one session would change another's output. `longrope` (Phi-3's long-context checkpoints) has two
+sets of frequencies, one for sequences up to the length of pretraining and one for longer ones. djinnd serves the first
+set, and no longer sequences. `dynamic` has a set for every length, and is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from djinn_client.errors import ModelRejected
 
 
 def fix_frequencies(config: PreTrainedConfig) -> None:
-    """Limits a configuration with `longrope` to the positions of its first set. Raises ModelRejected for what cannot be
-    limited."""
+    """Limits a configuration with `longrope` to the positions of its first set. Raises ModelRejected if frequencies
+    still depend on the batch."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     types = _types(parameters)
     if parameters.get("rope_type") == "longrope":
         pretrained = int(parameters["original_max_position_embeddings"])
-        # the scale of cos and sin follows from this ratio, which must stay what it was
+        # The scale of cos and sin depends on this ratio, which must not change with the limit below.
         if parameters.get("factor") is None:
             parameters["factor"] = config.max_position_embeddings / pretrained
         config.max_position_embeddings = min(config.max_position_embeddings, pretrained)
@@ -37,16 +37,16 @@ def fix_frequencies(config: PreTrainedConfig) -> None:
 
 
 def stop_choosing(module: nn.Module) -> None:
-    """A rotary module that has its first set has nothing left to choose, and would read all positions in every step.
+    """Makes a `longrope` module keep its first set. Otherwise it would read all positions in every step to choose.
 
-    The second set, an attribute, is the mark of a module that chooses between two.
+    Such a module is recognised by its attribute `long_inv_freq`, the second set.
     """
     if hasattr(module, "long_inv_freq"):
         module.rope_type = "default"  # type: ignore[assignment]
 
 
 def _types(parameters: Any) -> set[str]:
-    """All that are named in `rope_parameters`, which may nest one for each kind of layer."""
+    """All RoPE types in `rope_parameters`, which may nest parameters for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()

@@ -1,7 +1,7 @@
-"""Fields of a configuration that change what a forward takes or returns, and never which token comes next.
+"""Switches: fields of a configuration that change the arguments or results of a forward, but never the next token.
 
-They are left over from training or from the tool that saved the checkpoint. djinnd drives a family's forward in one
-way only, so each of them is set to the value that this way needs, before any module is built.
+They are left over from training or from the tool that saved the checkpoint. djinnd calls a family's forward in one way
+only, so each switch is set to the value that this needs before any module is built.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# Setting an attention implementation is `build`'s. A dropout is off because the model is in eval mode.
+# Not here: `build` sets the attention implementation, and dropout is off because the model is in eval mode.
 SWITCHES: dict[str, Any] = {
-    "pad_token_id": None,  # a forward without a mask then looks for pads in its ids, and an embedding has no use for it
-    "output_router_logits": False,  # would be gathered from the blocks, which have been taken out
+    "pad_token_id": None,  # with an id, a forward without a mask would search its ids for padding
+    "output_router_logits": False,  # the model would collect them from its blocks, which have been taken out
     "output_attentions": False,
     "output_hidden_states": False,
     "return_dict": True,
@@ -25,7 +25,8 @@ SWITCHES: dict[str, Any] = {
 
 
 def set_switches(config: PreTrainedConfig) -> None:
-    """Only those that the configuration has: transformers passes unknown fields through to places of its own."""
+    """Sets the switches that the configuration has. Others are not added, since transformers forwards unknown fields to
+    other places."""
     for name, value in SWITCHES.items():
         if hasattr(config, name):
             setattr(config, name, value)

@@ -1,10 +1,10 @@
-"""Which tokens a session holds, and how often the output has them, on the device for requests that use penalties.
+"""TokenMarks: on the device, which tokens a session holds and how often its output has them. Penalties need that.
 
-    marks   int16 [slots, vocab]     SEEN where the prompt has the token, and GENERATED for each time in the output, of
-                                     which 16,000 are counted
+    marks   int16 [slots, vocab]     SEEN if the prompt has the token, plus GENERATED for each time that the output has
+                                     it; the count stops at 16,000
 
-Slot 0 stays blank and stands for every request without penalties. A request owns its slot from the first `follow` that
-names its session until `forget`.
+Slot 0 stays blank and serves all requests without penalties. A request owns a slot from its first `slot` until
+`forget`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from djinnd.model.upload import upload
 
 SEEN = 1
 GENERATED = 2
-BLANK = 0  # the slot
+BLANK = 0  # the slot of requests without penalties
 _MOST = 16_000 * GENERATED + SEEN
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """float32 [rows, 1] each. `frequency` None: no row has one."""
+    """The penalties of a batch's rows, float32 [rows, 1] each. `frequency` None: no row has one."""
 
     repetition: Tensor
     presence: Tensor
@@ -42,6 +42,8 @@ class _Entry:
 
 
 class TokenMarks:
+    """Owns the marks, and the slots of requests."""
+
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.device = device
         self._vocab = vocab
@@ -50,11 +52,11 @@ class TokenMarks:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """Requests that own a slot."""
+        """Number of requests that own a slot."""
         return len(self._entries)
 
     def slot(self, request: Request) -> int:
-        """The request's slot, taken and cleared where it had none."""
+        """The request's slot. Takes and clears one if the request has none."""
         entry = self._entries.get(request)
         if entry is None:
             if not self._free:
@@ -64,12 +66,13 @@ class TokenMarks:
         return entry.slot
 
     def forget(self, request: Request) -> None:
-        """Gives the slot back. Also what to call before a session is truncated under a running request."""
+        """Frees the request's slot. Also called before a session is truncated during its request."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry.slot)
 
     def follow(self, sessions: Iterable[Session]) -> None:
-        """Marks the tokens that have come since the last call: work in proportion to those, not to the sessions."""
+        """Marks the tokens that are new since the last call. Takes time in proportion to the new tokens, not to the
+        length of the sessions."""
         prompt: list[int] = []
         output: list[int] = []
         for session in sessions:
@@ -83,7 +86,7 @@ class TokenMarks:
                     (prompt if index < request.prompt_end else output).append(base + tokens[index])
             entry.covered = len(tokens)
         marks = self._marks.view(-1)
-        if prompt:  # before the output is counted, which this would overwrite
+        if prompt:  # comes before the output's counts, which it would overwrite
             marks.index_fill_(0, upload(prompt, torch.int64, self.device), SEEN)
         if output:
             counts = Counter(output)
@@ -93,22 +96,22 @@ class TokenMarks:
             marks.index_copy_(0, places, counted.short())
 
     def rows(self, slots: Tensor) -> Tensor:
-        """int16 [rows, vocab], a copy, for int64 slots [rows]."""
+        """slots int64 [rows] → a copy of their marks, int16 [rows, vocab]."""
         return self._marks.index_select(0, slots)
 
     def _grow(self) -> None:
-        """Doubles the slots. Slots keep their numbers."""
+        """Doubles the number of slots. Existing slots keep their numbers and marks."""
         slots = self._marks.shape[0]
         self._free.extend(range(2 * slots - 1, slots - 1, -1))
         self._marks = torch.cat([self._marks, torch.zeros_like(self._marks)])
 
 
 def penalised(logits: Tensor, marks: Tensor, penalties: Penalties) -> Tensor:
-    """Logits with the penalties; float32 [rows, vocab] and int16 [rows, vocab].
+    """Applies penalties: logits float32 [rows, vocab], marks int16 [rows, vocab] → logits.
 
-    Repetition as in CTRL (Keskar et al. 2019): for tokens in prompt or output, positive logits are divided by the
-    penalty and negative ones multiplied. Then frequency is subtracted for each time that the output has the token, and
-    presence once; vLLM has the same order. A row with penalties 1, 0 and 0 comes out bit for bit as it went in.
+    Repetition is as in CTRL (Keskar et al. 2019): for tokens in prompt or output, positive logits are divided by the
+    penalty and negative ones multiplied by it. Then the frequency penalty is subtracted for each time that the output
+    has the token, and the presence penalty once; vLLM has the same order. Penalties 1, 0 and 0 change no bit.
     """
     repeated = torch.where(logits < 0, logits * penalties.repetition, logits / penalties.repetition)
     logits = torch.where(marks > 0, repeated, logits)

@@ -1,8 +1,8 @@
-"""Tensors over device memory that something else keeps.
+"""Unowned tensors: views of device memory that do not keep it allocated.
 
-A tensor that a graph was captured with owns its memory in the graphs' pool: held, nothing else of the pool may lie
-there. Held for every block and every shape, that is what all hidden states take together, where the blocks of a step
-need two of them in turn. The memory itself stays with the graphs.
+A tensor made during a capture owns its memory in the graphs' pool: while it is held, the pool cannot reuse that memory.
+Holding the hidden states of every block and shape would take the memory of all of them, while the blocks of a step need
+only two, in turn. The graphs keep the pool itself alive.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory, shape, strides and dtype (of 2 or 4 bytes). Whoever uses it sees that the memory is there, and
-    that what is in it is what it takes it for."""
+    """A tensor with the same memory, shape, strides and dtype (of 2 or 4 bytes) that does not own the memory. The
+    caller makes sure that the memory is still there and holds the expected values."""
     return torch.as_tensor(_Described(tensor), device=tensor.device).view(tensor.dtype)
 
 
@@ -25,8 +25,8 @@ class _Described:
 
 
 def array_interface(tensor: Tensor) -> dict[str, Any]:
-    """As version 3 of NumPy's and of CUDA's array interface have it, which agree in this much. As integers of its
-    dtype's size: neither has a name for bfloat16."""
+    """Describes the tensor by version 3 of the array interface; NumPy's and CUDA's agree in these keys. The type is an
+    integer of the same size, because neither has a name for bfloat16."""
     return {
         "version": 3,
         "shape": tuple(tensor.shape),

@@ -1,4 +1,4 @@
-"""Small tensors from the host, without waiting for the device."""
+"""Copies small tensors to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 def upload(
     values: Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Queued on the current stream, from pinned memory where there is a bus: torch's host allocator keeps that memory
+    """Queues the copy on the current stream. On CUDA the source is pinned memory, which torch's host allocator keeps
     until the copy is done."""
     pinned = device.type == "cuda"
-    if isinstance(values, np.ndarray):  # of which torch makes no pinned tensor by itself
+    if isinstance(values, np.ndarray):  # torch.tensor cannot make a pinned tensor of an array
         host = torch.empty(values.shape, dtype=dtype, pin_memory=pinned)
         host.numpy()[...] = values
     else:

@@ -1,10 +1,10 @@
-"""Which rows of a batch bring a chunk and which one token: attention (kernels/mixed.py) visits those and no others.
+"""Visits: the rows of a batch that have tokens in this step, sorted for attention (kernels/mixed.py).
 
-    visits  int32 [R, 4]  of a row that brings something: which it is, its first token, its tokens, its tokens in KV
-                          once this step's are written; those that bring a chunk come first
-    extent  int32 [3]     how many bring a chunk, tokens of the longest chunk, how many bring anything
+    visits  int32 [R, 4]  (row, its first token, its tokens in this step, its tokens in KV including this step's);
+                          rows with a chunk come before rows with one token
+    extent  int32 [3]     rows with a chunk, tokens of the longest chunk, rows with tokens
 
-A program finds in one read what it works on.
+Attention visits only these rows, and a program finds its work with one read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 def fill_visits(starts: Integers, lengths: Integers, visits: Integers, extent: Integers) -> int:
-    """`starts` [R + 1]: cumulative token counts of rows, of which some may bring none. `lengths` [R]: tokens in KV. →
-    rows, behind the last of which none brings anything."""
+    """Fills `visits` and `extent` → the number of rows up to the last one with tokens.
+
+    starts: [R + 1], cumulative token counts of the rows; a row may have no tokens.
+    lengths: [R], tokens in KV.
+    """
     counts = starts[1:] - starts[:-1]
     tokens, longest = int(starts[-1]), int(counts.max())
     rows = int(starts.searchsorted(tokens))
-    if longest <= 1 and rows == tokens:  # as decode steps are
+    if longest <= 1 and rows == tokens:  # a decode step: one token a row, without gaps
         visits[:rows, 0] = visits[:rows, 1] = np.arange(rows)
         visits[:rows, 2] = 1
         visits[:rows, 3] = lengths[:rows]

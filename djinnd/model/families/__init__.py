@@ -1,11 +1,11 @@
-"""What the generic adapter cannot learn of a family. One file a family; most need none."""
+"""Code for the few families that the generic adapter cannot serve alone. One file a family; most need none."""
 
 from __future__ import annotations
 
 from djinnd.model.families import branch_factor, falcon, gptj
 
-# Families whose attention ignores transformers' attention interface, but for which we brought a subclass.
+# Families that ignore transformers' attention interface. Called before the model is built; adds a subclass that uses it.
 PATCHED = {"falcon": falcon.install, "gptj": gptj.install}
 
-# Families whose modules are changed after they have been built.
+# Families that need a change of their modules: called with the blocks after the model has been built.
 ADAPTED = dict.fromkeys(branch_factor.FAMILIES, branch_factor.move)

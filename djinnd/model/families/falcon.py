@@ -1,4 +1,5 @@
-"""Falcon picks its attention from a table of classes, not through the attention interface. This adds ours to it."""
+"""Falcon takes its attention from a table of classes instead of the attention interface. This adds paged attention to
+the table."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from djinnd.model.hf_attention import NAME, paged_attention
 
 
 class PagedFalconAttention(modeling_falcon.FalconAttention):
-    def forward(  # type: ignore[override]  # what it has no use for comes by name
+    def forward(  # type: ignore[override]  # unused arguments come by name
         self,
         hidden_states: Tensor,
         alibi: Tensor | None,
@@ -21,7 +22,7 @@ class PagedFalconAttention(modeling_falcon.FalconAttention):
     ) -> tuple[Tensor, None]:
         """hidden_states: [1, tokens, width] → [1, tokens, width].
 
-        One KV head stands behind its group of query heads in each of Falcon's three layouts: a group of all heads
+        In each of Falcon's three layouts, a KV head follows its group of query heads: a group of all heads
         (multi-query), of one (multi-head), or of `heads / kv_heads`. Transformers repeats K and V for each query head;
         here they are kept once.
         """
@@ -33,7 +34,7 @@ class PagedFalconAttention(modeling_falcon.FalconAttention):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if position_embeddings is not None:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
-        # alibi is no argument of ours: at load it is refused by its name
+        # Paged attention does not support alibi: a model that passes a tensor is refused at load.
         out, _weights = paged_attention(self, query, key, value, attention_mask, alibi=alibi)
         return self.dense(out.flatten(2)), None
 

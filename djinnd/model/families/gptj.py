@@ -1,6 +1,7 @@
-"""GPT-J picks its attention from a table of classes instead of the attention interface. This adds ours to the table.
+"""GPT-J takes its attention from a table of classes instead of the attention interface. This adds paged attention to
+the table.
 
-From transformers 5.24 on it goes through the interface, and there is no table.
+From transformers 5.24 on, GPT-J uses the interface, and there is no table.
 """
 
 from __future__ import annotations
