@@ -1,9 +1,12 @@
-"""Part of the check at load: positions that no short prompt reaches.
+"""Part of the check at load: verifies positions that no short prompt reaches.
 
-A family may compute differently from some position on, and take that position from where djinnd does not give it. So
-at each of the positions where the configuration's numbers lie, what attention is given must be what it is given when
-transformers drives the family behind so many tokens, and each block's mask must be the window that attention is asked
-for. No KV is needed for that: attention itself does not run, and one block of each kind is enough.
+A family may compute differently from some position on, and may take the position from an argument that djinnd does not
+pass. So two things are checked at each boundary that the configuration suggests (boundaries.py):
+
+    attention gets the same queries, keys and values as when transformers runs the family after so many tokens;
+    each block's mask equals the window that attention is called with.
+
+This needs no KV: attention itself does not run, and one block of each kind is enough.
 """
 
 from __future__ import annotations
@@ -23,21 +26,21 @@ from djinnd.model.boundaries import boundaries
 from djinnd.model.own_forward import Rule, prologue_after
 from djinnd.model.paged_model import PagedModel
 
-# ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two sizes.
+# Allowed ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two sizes.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-_BESIDE = 2  # tokens before a boundary that are looked at with it
+_BESIDE = 2  # tokens before a boundary that are checked with it
 
 
 @dataclass(slots=True)
 class _Given:
-    """What attention was given by one run of a block."""
+    """The arguments of attention in one run of a block."""
 
     tensors: list[Tensor] = field(default_factory=list)  # k, v, q: [tokens, heads, head_dim]
     options: dict[str, Any] = field(default_factory=dict)  # scale, window, softcap
 
 
 class _Catching(PagedAttention):
-    """In the place of attention: keeps what it is given, and gives each token its own query back."""
+    """Replaces attention: keeps its arguments, and returns each token's own query."""
 
     def __init__(self) -> None:
         self.given = _Given()
@@ -57,7 +60,7 @@ class _Catching(PagedAttention):
 
 @torch.inference_mode()
 def check_far_positions(model: PagedModel, device: Device, max_context: int) -> None:
-    """Raises ModelRejected. The model has run before."""
+    """Checks the boundaries up to `max_context`. The model must have run before. Raises ModelRejected."""
     looked_at = boundaries(model.skeleton.config.to_dict(), max_context)
     rows = [range(max(0, end - _BESIDE - 1), min(end + 1, max_context)) for end in looked_at]
     usual, model.context.kernels = model.context.kernels, (catching := _Catching())
@@ -97,7 +100,8 @@ def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching)
 
 
 def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
-    """Blocks that differ in more than their weights: each in its turn of a pass over the model, until `end`."""
+    """One pass over the model that yields one block of each kind; the caller calls `residency.end` for it. Blocks are
+    of the same kind if they differ only in their weights."""
     seen: set[object] = set()
     for index, block in enumerate(model.adapter.blocks):
         kind = _kind(block)
@@ -110,7 +114,7 @@ def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
 
 
 def _kind(block: nn.Module) -> object:
-    """Its modules, and their plain attributes: what a forward can branch on."""
+    """Everything of a block that a forward can branch on: its modules and their plain attributes."""
     return tuple(
         (path, type(module), tuple(sorted((k, str(v)) for k, v in vars(module).items() if _is_plain(k, v))))
         for path, module in block.named_modules()
@@ -122,7 +126,7 @@ def _is_plain(name: str, value: object) -> bool:
 
 
 def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: str) -> None:
-    """Of tokens that have numbers: a few rows of an embedding may hold none."""
+    """Compares tokens whose numbers are finite; a few rows of an embedding may hold NaN. Raises ModelRejected."""
     ours, theirs = ours.flatten(1).float(), theirs.flatten(1).float()
     norms = theirs.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     errors = ((ours - theirs).norm(dim=1) / norms)[theirs.isfinite().all(dim=1)]
@@ -130,12 +134,13 @@ def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: 
         return
     error, allowed = errors.max().item(), _TOLERANCE[model.dtype]
     if not error <= allowed:
-        told = f"it {does} otherwise with positions than behind a cache, by {error:.2g} of the norm"
-        _refuse(model, row, f"{told}, {allowed:.2g} is allowed")
+        told = f"it {does} differently with positions than with a cache, by {error:.2g} of the norm"
+        _refuse(model, row, f"{told}; {allowed:.2g} is allowed")
 
 
 def _check_mask(model: PagedModel, index: int, rule: Rule | None, window: int, rows: list[range]) -> None:
-    """Whether queries at the boundaries see the keys there, and those where the window ends, as the family says."""
+    """Compares the family's mask with causality and `window`, for queries and keys at the boundaries and at the ends of
+    their windows. Raises ModelRejected."""
     if rule is None:
         return
     reached = {position for row in rows for position in row}

@@ -1,10 +1,10 @@
 """Learns the paths of the modules at which sessions may read and edit activations, by a run on the meta device.
 
-    layers      the list of blocks
-    attention   within a block, the module that calls attention; its output is the output of o_proj
-    mlp         within a block, the only child beside attention that has matrices and returns hidden states
-    norm        the last module between the last block and the head that has no matrices
-    head        the output embedding, if its output is sampled from directly, without a cap or scale
+    layers      the list of blocks;
+    attention   within a block, the module that calls attention (its output is the output of o_proj);
+    mlp         within a block, the only child beside attention that has matrices and returns hidden states;
+    norm        the last module between the last block and the head that has no matrices;
+    head        the output embedding, if its output is sampled from directly, without a cap or scale.
 
 These are the modules on which users of Hugging Face put hooks, with the same outputs. If a family has a norm after
 attention or MLP, the output is the one before that norm. A factor in that place is moved into the modules

@@ -1,7 +1,7 @@
-"""What a step does at points of the model beside computing: the seam at which edits are made and captures taken.
+"""Probe: the interface by which edits and captures read and change activations during a step.
 
-resid points lie between blocks, where the block loop is ours; attn, mlp and norm are the outputs of the family's own
-modules, and are reached by forward hooks, put on for one run of the block or the epilogue.
+resid points are between blocks, where djinnd's own loop calls the probe. attn, mlp and norm are outputs of the family's
+modules; forward hooks call the probe there, and are registered for one run of the block or of the epilogue.
 """
 
 from __future__ import annotations
@@ -19,43 +19,49 @@ INSIDE: tuple[Where, ...] = ("attn", "mlp")
 
 
 class Probe(Protocol):
-    """Of one step. Whoever runs the step calls `at` once at each of `points`, in the order of computing, on the step's
-    stream; in a step that runs some of the blocks, from before the first to behind the last of those. norm and logits
-    come only where logits are wanted, and once each time that they are."""
+    """The reads and changes of one step.
+
+    The code that runs the step calls `at` once at each of `points`, in the order of computation, on the step's stream.
+    A step over a range of blocks calls it from before the first to behind the last block of the range. norm and logits
+    come once for each computation of logits.
+    """
 
     @property
     def first(self) -> int:
-        """No point is of a block below this one. Until the blocks below it have been launched, nobody asks for
-        `points`, which may take the host as long to find as the device needs for a block."""
+        """No point is in a block below this one. `points` is not read before the blocks below it have been launched,
+        since finding the points may take the host as long as the device needs for a block."""
 
     @property
     def points(self) -> frozenset[Point]: ...
 
     def at(self, point: Point, value: Tensor) -> None:
-        """`value`, in the model's dtype, is what the model goes on with when this returns, and may be changed in place;
-        it must not be kept. [1, tokens, width], a row for each of the step's tokens as they are in its inputs; for norm
-        and logits [1, picks, width or vocab], a row for each pick. Behind those there may be rows that pad."""
+        """Reads or changes `value` in place; the model continues with it. The probe must not keep it.
+
+        value: the model's dtype, [1, tokens, width], one row for each token of the step's inputs; for norm and logits
+            [1, picks, width or vocab], one row for each pick. Padding rows may follow.
+        """
 
 
 def look(probe: Probe, point: Point, value: Tensor) -> None:
+    """Calls the probe if `point` is one of its points."""
     if point.block >= probe.first and point in probe.points:
         probe.at(point, value)
 
 
 def looks_inside(probe: Probe, block: int) -> bool:
-    """Whether it is shown more of the block than what lies before and behind it."""
+    """Returns True if the probe has a point inside the block."""
     return block >= probe.first and any(Point(where, block) in probe.points for where in INSIDE)
 
 
 def looks_behind(probe: Probe) -> bool:
-    """Whether it is shown something of the epilogue."""
+    """Returns True if the probe has a point in the epilogue."""
     return any(point.is_behind for point in probe.points)
 
 
 @contextmanager
 def watching(probe: Probe, modules: Mapping[Point, nn.Module]) -> Iterator[None]:
-    """Until it is left, what these modules give is shown to the probe. What they return must be a tensor, or a tuple
-    whose first is it, of one row a token."""
+    """Calls the probe with the outputs of these modules within the context. An output is a tensor with one row a token,
+    or a tuple with such a tensor first."""
     with ExitStack() as hooks:
         for point, module in modules.items():
             if point in probe.points:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from djinnd.model.families import branch_factor, falcon, gptj
 
-# Families that ignore transformers' attention interface. Called before the model is built; adds a subclass that uses it.
+# Families that ignore transformers' attention interface. Called before the build; adds an attention class that uses it.
 PATCHED = {"falcon": falcon.install, "gptj": gptj.install}
 
 # Families that need a change of their modules: called with the blocks after the model has been built.

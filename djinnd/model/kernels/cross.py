@@ -1,4 +1,4 @@
-"""A few kilobytes between pinned host memory and the device, by a kernel: see model/crossing.py."""
+"""Copies a few kilobytes between pinned host memory and the device by a kernel: see model/crossing.py."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 1024  # of 64 bits, that a program copies
+WORDS = 1024  # words of 64 bits that a program copies
 
 
 @triton.jit(do_not_specialize=["words"])
 def cross_kernel(source, target, words, WORDS: tl.constexpr):
     at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    # What the host has written since another kernel read there is to be seen: no cache may answer.
+    # .cv bypasses the caches: the host may have written there since another kernel read the same address.
     tl.store(target + at, tl.load(source + at, mask=at < words, cache_modifier=".cv"), mask=at < words)
 
 
@@ -27,15 +27,15 @@ def cross_counted_kernel(source, target, WORDS: tl.constexpr):
 
 
 def cross_counted(source: Tensor, target: Tensor) -> None:
-    """As `cross`, of as many words as the source's first one counts when the kernel runs."""
+    """Like `cross`, but copies only as many words as the first word of the source says when the kernel runs."""
     source, target = (tensor.view(-1).view(torch.int64) for tensor in (source, target))
     assert source.numel() == target.numel()
     cross_counted_kernel[(triton.cdiv(source.numel(), WORDS),)](source, target, WORDS=WORDS, num_warps=4)
 
 
 def cross(source: Tensor, target: Tensor) -> None:
-    """Contiguous, of one size, in whole 64 bits; the one of the two that is the host's is pinned. Queued on the current
-    stream: a source on the host stays as it is until that has come by."""
+    """Queues a copy on the current stream. Both tensors are contiguous and of one size, a multiple of 8 bytes; the one
+    on the host is pinned. The caller leaves a source on the host unchanged until the kernel has run."""
     source, target = (tensor.view(-1).view(torch.int64) for tensor in (source, target))
     assert source.numel() == target.numel() and (source.is_cuda or source.is_pinned())
     cross_kernel[(triton.cdiv(source.numel(), WORDS),)](source, target, source.numel(), WORDS=WORDS, num_warps=4)

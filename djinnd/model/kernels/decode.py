@@ -1,9 +1,9 @@
-"""Attention of rows that bring one or a few tokens: bound by reading the KV, so the reading is spread over the device.
+"""Attention of rows with one or a few tokens. It is bound by reading the KV, so the reading is spread over the device.
 
-Split KV (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023): a row's keys are divided among `splits` programs, each of
-which leaves an unnormalised output with its peak and total; a second kernel combines them. The grid depends on host
-bounds only. Lengths and page tables are read on the device, and a split that finds no keys leaves at once, so that a
-captured graph serves any lengths.
+Split KV (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023): a row's keys are divided among `splits` programs. Each writes
+an unnormalised output with its peak and total, and a second kernel combines them. The grid depends only on host bounds.
+Lengths and page tables are read on the device, and a split without keys returns at once, so a captured graph serves any
+lengths.
 
     partial  float32 [rows x max_query, heads, splits, head_dim]
     stats    float32 [rows x max_query, heads, splits, 2]          peak and total
@@ -29,24 +29,27 @@ from djinnd.model.kernels.tile import (
     score_factors,
 )
 
-MAX_QUERY = 8  # longer rows are worth the prefill kernel's larger tiles
-MOST_PACKED_ROWS = 64  # queries of a group's heads that one program takes: of more, registers spill
+MAX_QUERY = 8  # tokens of a row; longer rows are faster with the prefill kernel's larger tiles
+MOST_PACKED_ROWS = 64  # packed query rows of a program; more spill registers
 MOST_WAVES = tl.constexpr(8)  # programs a processor
-AT_ONCE, NEARLY_ALL = 3, 0.8  # programs a processor that run at once, and the share of these that is worth it
+AT_ONCE, NEARLY_ALL = 3, 0.8  # programs that a processor runs at once, and the share of them that is enough
 SHORTEST_SPLIT, LONGEST_SPLIT = 64, 4096  # tokens; a long session among many short ones must not run alone at the end
-MAX_SPLITS, FEW_SPLITS = 128, 8
-COMBINED_AT_ONCE = 16
+MAX_SPLITS, FEW_SPLITS = 128, 8  # most splits of a row, and most splits that LONGEST_SPLIT may enforce
+COMBINED_AT_ONCE = 16  # splits that the combining kernel loads at once
 
 
 def fits_decode(max_query: int, group: int) -> bool:
-    """Whether rows of up to so many tokens, each with `group` heads for one KV head, are for this kernel."""
+    """Returns True if this kernel serves rows of up to `max_query` tokens with `group` query heads a KV head."""
     return max_query == 1 or (max_query <= MAX_QUERY and max_query * group <= MOST_PACKED_ROWS)
 
 
 def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
-    """Into how many pieces to divide each row's keys. A row alone fills the device once, which measured best; rows are
-    of unequal length, so many of them want several waves to keep it filled to the end. Where all programs run at once,
-    a few too many are worse than a few too few: some processors have one more than others, which all wait for."""
+    """Number of pieces into which each row's keys are divided.
+
+    A single row fills the device once, which measured best. Rows differ in length, so several rows get several waves,
+    to keep the device filled to the end. If all programs run at once, slightly too many are worse than slightly too
+    few: some processors then run one program more, and the step waits for them.
+    """
     useful, needed = split_bounds(max_kv)
     programs, of_each = processors * min(rows, MOST_WAVES.value), rows * kv_heads
     if rows <= AT_ONCE and programs // of_each * of_each >= NEARLY_ALL * programs:
@@ -55,7 +58,7 @@ def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
 
 
 def split_bounds(max_kv: int) -> tuple[int, int]:
-    """→ the most splits that are of use, and the fewest that a long session may have."""
+    """→ the most useful number of splits for up to `max_kv` tokens, and the smallest allowed number."""
     useful = min(-(-max_kv // SHORTEST_SPLIT), MAX_SPLITS)
     needed = min(-(-max_kv // LONGEST_SPLIT), FEW_SPLITS)
     return useful, max(needed, 1)
@@ -63,6 +66,7 @@ def split_bounds(max_kv: int) -> tuple[int, int]:
 
 @triton.jit
 def splits_to_fill(rows, kv_heads, programs, useful, needed):
+    """→ splits a row so that all rows together have about `programs` programs, from `needed` to `useful`."""
     filling = (programs + rows * kv_heads - 1) // (rows * kv_heads)
     return max(min(filling, useful), needed)
 
@@ -74,13 +78,13 @@ def decode_tiles(packed_rows: int, dim: int, itemsize: int) -> Tiles:
 
 @triton.jit
 def split_span(first, length, splits, TILE: tl.constexpr):
-    """Keys of one split: an equal share of [first, length), in whole tiles."""
+    """Number of keys of one split: an equal share of [first, length), in whole tiles."""
     return tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
 
 
 @triton.jit
 def first_key(length, queries, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that any query of the row sees, down to a whole tile."""
+    """The first key that any query of the row sees, rounded down to a whole tile."""
     if WINDOW:
         return tl.maximum(length - queries - window + 1, 0) // TILE * TILE
     else:
@@ -118,8 +122,12 @@ def attend_split(
     ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row and KV head. The row's `queries` tokens begin with `start`; of all tokens' pieces its own
-    begin with `first_piece`. DIRECT: there is one split, so it normalises and writes the output itself."""
+    """Computes one split of one row and KV head.
+
+    start, queries: the row's first token in the batch, and its number of tokens.
+    first_piece: index of the row's first token in `partial` and `stats`.
+    DIRECT: there is only one split, so the program normalises and writes the output itself.
+    """
     begin = first_key(length, queries, window, TILE, WINDOW)
     span = split_span(begin, length, splits, TILE)
     first = begin + split * span
@@ -191,7 +199,7 @@ def combine_splits(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the outputs of the splits that had keys, SPLITS of them at a time."""
+    """Combines the splits of one head of one token that had keys, SPLITS of them at a time."""
     begin = first_key(length, queries, window, TILE, WINDOW)
     used = tl.cdiv(length - begin, split_span(begin, length, splits, TILE))
     dims = tl.arange(0, DIM)
@@ -237,7 +245,7 @@ def decode(
 ) -> None:
     """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
 
-    `splits` and `tiles` are chosen from the shapes unless a measurement gives them.
+    `splits` and `tiles` are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
     heads, head_dim = q.shape[1:]

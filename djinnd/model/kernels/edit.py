@@ -1,4 +1,5 @@
-"""Edits of rows in one launch: steering every block of a model would cost a decode step hundreds of small kernels."""
+"""Edits rows in one launch. With tensor operations, steering every block would add hundreds of small kernels to a
+decode step."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from djinnd.model.editing import CODES, EditRows
 
-BLOCK = 2048
+BLOCK = 2048  # elements of a row that a program handles at once
 ADD, SCALE, REPLACE, CLAMP = (tl.constexpr(CODES[op]) for op in ("add", "scale", "replace", "clamp"))
 
 
-# Parts of what a step has sent begin anywhere, and no step is to wait for a compiler.
+# The arguments are slices of a step's uploads with any alignment. Specialising on it would compile during a step.
 @triton.jit(do_not_specialize_on_alignment=["where", "codes", "scales", "lows", "highs", "value"])
 def edit_kernel(
     x, where, codes, scales, lows, highs, value, bank, x_row, bank_row,
@@ -36,7 +37,7 @@ def edit_kernel(
             product += a * v
             square += v * v
     length = tl.sqrt(tl.sum(square, 0))
-    inverse = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)  # zeros are no direction
+    inverse = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)  # a v of zeros has no direction
     along = tl.sum(product, 0) * inverse
     if op == CLAMP:
         inside = tl.minimum(tl.maximum(along, tl.load(lows + edit)), tl.load(highs + edit))
@@ -48,7 +49,7 @@ def edit_kernel(
         at = start + tl.arange(0, BLOCK)
         a = tl.load(row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        # Chosen, not multiplied by nothing: what the op has no use for may be NaN.
+        # `where` instead of multiplying by 0: numbers that the op does not use may be NaN.
         edited = tl.where(op == ADD, a + scale * v, a + shift * v)
         edited = tl.where(op == SCALE, a * scale, edited)
         edited = tl.where(op == REPLACE, v, edited)
@@ -56,7 +57,7 @@ def edit_kernel(
 
 
 def edit(target: Tensor, where: Tensor, edits: EditRows) -> None:
-    """What `editing.apply` is asked for. The last dimension of target and bank has a stride of 1; there is an edit."""
+    """Implements `editing.apply` for at least one edit. The last dimension of target and bank has stride 1."""
     bank, width = edits.bank, target.shape[1]
     assert target.stride(1) == bank.stride(1) == 1 and bank.shape[1] == width
     edit_kernel[(len(where),)](

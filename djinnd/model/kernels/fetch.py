@@ -1,12 +1,12 @@
-"""Of stacked experts, those that were picked: from host memory, over the bus, or from packed device memory.
+"""Fetches the picked ones of stacked experts: from host memory over the bus, or from packed device memory.
 
-The copy engine cannot do it: which experts is known on the device only, and the host would have to wait for it. A
-kernel can, because pinned host memory has an address on the device. Its loads reach 92 % of what copies reach on the
-bus (docs/log.md). The grid is fixed, so a captured graph may hold it: a program whose expert nobody picked leaves at
-once.
+A copy engine cannot do this, because only the device knows which experts are picked, and the host would have to wait
+for it. A kernel can, because pinned host memory has an address on the device. Its loads reach 92 % of the bus bandwidth
+of copies (docs/log.md). The grid is fixed, so a captured graph may hold it: a program of an expert that is not picked
+returns at once.
 
-`picked` is int32 [experts], not 0 for those to fetch. Nothing that a buffer says makes a kernel read outside of it, or
-write outside of the experts that were picked.
+`picked` is int32 [experts], not 0 for experts to fetch. The contents of a buffer cannot make a kernel read outside of
+that buffer or write outside of the picked experts.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -22,17 +22,17 @@ from djinn_client.packed import FIRST_BASE, STRIPE, PackedForm
 from djinnd.model.kernels.packed_code import decode, load_patches
 from djinnd.model.kernels.tile import INTERPRETED
 
-PROGRAMS = 512  # an expert, at the most
-WORDS = 2048  # of 32 bits, that a program copies at once
-PAIRS = 1024  # that a program decodes at once
-PATCHES = 512  # that a program puts right at once
-PATCHERS = 32  # programs an expert
+PROGRAMS = 512  # most programs an expert
+WORDS = 2048  # words of 32 bits that a program copies at once
+PAIRS = 1024  # pairs of weights that a program decodes at once
+PATCHES = 512  # patches that a program applies at once
+PATCHERS = 32  # programs an expert that apply patches
 WARPS = 4
 
 
 @triton.jit
 def fetch_plain_kernel(picked, source, target, words, WORDS: tl.constexpr):
-    """One expert's `words` of 32 bits."""
+    """Copies one expert: `words` words of 32 bits."""
     expert = tl.program_id(1).to(tl.int64)
     if tl.load(picked + expert) == 0:
         return
@@ -45,9 +45,10 @@ def fetch_plain_kernel(picked, source, target, words, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["number"])
 def fetch_packed_kernel(picked, sm, nibbles, bases, out, number, pairs, PAIRS: tl.constexpr, PLAINLY: tl.constexpr):
-    """One expert's pairs of weights, without patches. A pair is a byte of nibbles: weights j and j + 64 of a group.
+    """Decodes one expert's pairs of weights, without patches. A pair is a byte of nibbles: weights j and j + 64 of a
+    group.
 
-    Whole lines are read, and the halves of groups parted afterwards: the bus carries no half lines.
+    Reads whole lines and separates the halves of a group afterwards, because the bus carries only whole lines.
     """
     expert = tl.program_id(1).to(tl.int64)
     if tl.load(picked + expert) == 0:
@@ -74,8 +75,8 @@ def fetch_patches_kernel(
     picked, patches, head, stripes, out, first_weight, rows, cols, capacity,
     PATCHES: tl.constexpr, STRIPE: tl.constexpr,
 ):  # fmt: skip
-    """Patches of one expert, which is `rows` of a unit. The unit begins with `first_weight` and the first of `stripes`;
-    `out` is the whole buffer."""
+    """Applies the patches of one expert, which is `rows` rows of a unit. The unit begins at `first_weight` and at the
+    first of `stripes`; `out` is the whole buffer."""
     expert = tl.program_id(1)
     if tl.load(picked + expert) == 0:
         return
@@ -92,7 +93,8 @@ def fetch_patches_kernel(
 
 
 def fetch_plain(picked: Tensor, source: Tensor, out: Tensor) -> None:
-    """source, out [experts, …] of one dtype, contiguous; an expert is whole 256 bytes."""
+    """Fetches plain experts. source, out: [experts, …], of one dtype, contiguous; an expert's bytes are a multiple of
+    256."""
     experts = len(picked)
     assert source.shape == out.shape and source.dtype == out.dtype and len(out) == experts
     assert source.is_contiguous() and out.is_contiguous()
@@ -103,14 +105,14 @@ def fetch_plain(picked: Tensor, source: Tensor, out: Tensor) -> None:
 
 
 def fetch_packed(picked: Tensor, form: PackedForm, packed: Tensor, out: Tensor) -> None:
-    """packed uint8 [form.nbytes] → the picked experts' places in out bf16 [form.numel], bit for bit. Each unit is
-    stacked experts, and an expert is whole groups."""
+    """packed uint8 [form.nbytes] → the picked experts' places in out bf16 [form.numel], exact to the bit. Each unit is
+    a stack of experts, and an expert is a whole number of groups."""
     assert packed.numel() == form.nbytes and out.numel() == form.numel and out.dtype == torch.bfloat16
     experts = len(picked)
     head, sm, nibbles = form.head_view(packed), form.sm_view(packed), form.nibbles_view(packed)
     for number, unit in enumerate(form.units):
         pairs = unit.weights // experts // 2
-        assert pairs < 1 << 30  # of which a program's int32 count
+        assert pairs < 1 << 30  # a program counts weights in int32
         fetch_packed_kernel[(min(triton.cdiv(pairs, PAIRS), PROGRAMS), experts)](
             picked, sm[unit.offset :], nibbles[unit.offset // 2 :], head[FIRST_BASE:], out[unit.offset :], number,
             pairs, PAIRS=PAIRS, PLAINLY=INTERPRETED, num_warps=WARPS,

@@ -1,8 +1,9 @@
-"""Y = X Wᵀ for a few tokens: still bound by reading W once, with tensor cores for what would keep the others too busy.
+"""Y = X Wᵀ for a few tokens. It is still bound by reading W once, but needs tensor cores, because the ordinary cores
+would be too slow.
 
-A program is some rows of W and all of X, which comes out of the caches. Whatever the tokens beside it are, and however
-many there are up to eight, or up to sixteen, a token's sums are the same to the bit. On an H200 the products of a block
-of Llama-2-13B take 5 to 8 % longer so than for one token by `matvec`, and 11 to 15 % by cuBLAS's choice (docs/log.md).
+A program computes some rows of W times all of X, which comes from the caches. A token's sums do not depend on the other
+tokens: they are equal to the bit for any 1 to 8 tokens, and for any 9 to 16. On an H200 the products of a block of
+Llama-2-13B take 5 to 8 % longer than one token's by `matvec`; cuBLAS takes 11 to 15 % longer (docs/log.md).
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -20,12 +21,12 @@ from djinnd.model.kernels.scratch import processors, shared_memory
 from djinnd.model.kernels.tile import INTERPRETED, dot
 
 MAX_TOKENS = 16
-_LEAST_TOKENS = 8  # of a tile that tensor cores multiply
+_LEAST_TOKENS = 8  # tokens of the smallest tile for tensor cores
 
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Rows of W and columns of it in a tile, and how Triton runs it."""
+    """Rows and columns of W in a tile, and Triton's launch options."""
 
     rows: int
     columns: int
@@ -45,7 +46,7 @@ def few_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
-    # Rows behind the last are the last one again: nothing is read that is not W's, and no load needs a mask for it.
+    # Rows past the end read the last row again: no read is outside of W, and loads need no mask for rows.
     weight += tl.minimum(row, rows - 1).to(tl.int64)[:, None] * IN
     there = (token < tokens)[None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -65,8 +66,10 @@ def few_rows_kernel(
 
 
 def row_tiles(rows: int, tokens: int, processors: int, shared: int) -> RowTiles:
-    """As a sweep on the H200 chose: where few programs share the reading, each has more of it under way. `tokens` are
-    the tile's; `shared`: bytes that a program may have for what is under way."""
+    """Tiles chosen by a sweep on an H200. With few programs, each program keeps more loads in flight.
+
+    tokens: of the tile. shared: bytes of shared memory that a program may have for loads in flight.
+    """
     is_tall = rows >= 64 * processors
     if tokens > _LEAST_TOKENS:
         tiles = RowTiles(rows=64, columns=128 if is_tall else 256, warps=4, stages=4)
@@ -79,8 +82,8 @@ def row_tiles(rows: int, tokens: int, processors: int, shared: int) -> RowTiles:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: RowTiles | None = None) -> Tensor:
-    """x [..., in] of at most MAX_TOKENS rows in all, weight [out, in] and bias [out] of one dtype of 16 bits →
-    [..., out]. Sums in float32. `tiles` is chosen from the shapes unless a measurement gives it."""
+    """x [..., in] of at most MAX_TOKENS rows in all, weight [out, in] and bias [out] of one 16-bit dtype → [..., out].
+    Sums in float32. `tiles` is derived from the shapes; benchmarks set it."""
     rows, width = weight.shape
     tokens = x.numel() // width
     assert 0 < tokens <= MAX_TOKENS and x.shape[-1] == width and weight.is_contiguous()

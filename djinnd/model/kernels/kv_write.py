@@ -1,4 +1,4 @@
-"""Writes a step's keys and values into their pages, both in one launch."""
+"""Writes a step's keys and values to their pages in one launch."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from djinnd.model.kernels.tile import block_strides
 
-ELEMENTS = 2048  # that one program copies of each: two 16-byte accesses a thread
+ELEMENTS = 2048  # elements of k, and of v, that one program copies: two 16-byte accesses a thread
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def kv_write_kernel(
     k_token, k_head, v_token, v_head, key_page, key_token, key_head, value_page, value_token, value_head,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of the heads of one token."""
+    """Writes HEADS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, DIM)[None, :]
@@ -35,7 +35,8 @@ def kv_write_kernel(
 def kv_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """k, v [tokens, kv_heads, head_dim] → keys, values [pages, page_size, kv_heads, head_dim] at `slots` [tokens].
 
-    Two tokens may name one slot only where nobody reads it: which of them stays is not defined.
+    Several tokens may have the same slot only if the slot is never read, such as one in the scratch page: it is not
+    defined which token stays.
     """
     assert k.stride(2) == v.stride(2) == 1
     tokens, kv_heads, head_dim = k.shape

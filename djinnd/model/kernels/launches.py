@@ -1,12 +1,12 @@
-"""Launches of kernels that this process has not loaded yet: what happens instead of compiling them on the spot.
+"""Launches: handles the first launch of a kernel variant in this process, so that Triton never compiles in the engine.
 
-    `listing`     the launch is noted and left out, also of a variant that could not be compiled for an earlier model
-    otherwise     the variant is in Triton's cache: it is loaded and launched
-                  it is not: it is compiled elsewhere meanwhile, and this thread waits
-                  it could not be compiled: KernelUnavailable, here and at every later launch
+    within `listing`       the launch is noted and skipped, even if the variant could not be compiled for another model;
+    in Triton's cache      the variant is loaded and launched;
+    not in the cache       another process compiles the variant while this thread waits;
+    cannot be compiled     KernelUnavailable, at this launch and at each later one.
 
-Triton asks its `jit_cache_hook` only when it has no such variant in this process, so other launches cost nothing more.
-Without `install`, as in the benches, Triton compiles on the spot.
+Triton calls its `jit_cache_hook` only for a variant that is new to the process, so other launches cost nothing extra.
+Without `install`, as in the benchmarks, Triton compiles in this process.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from djinnd.model.kernels.variants import Variant, is_compiled, settle_keys
 log = logging.getLogger("djinnd.engine")
 
 Told = Callable[[int, int], None]  # variants done, variants in all
-Compile = Callable[[Sequence[Variant], Told], Mapping[Variant, str]]  # → those that could not be compiled, and why
+Compile = Callable[[Sequence[Variant], Told], Mapping[Variant, str]]  # → variants that cannot be compiled, and why
 
 
 class KernelUnavailable(Exception):
-    """This GPU or this compiler cannot have that kernel."""
+    """The kernel cannot be compiled for this GPU by this compiler."""
 
     def __init__(self, variant: Variant, reason: str) -> None:
         super().__init__(f"the kernel {variant} is not available: {reason}")
 
 
-UNAVAILABLE = (KernelUnavailable, OutOfResources)  # the second where a kernel wants more than the GPU has
+UNAVAILABLE = (KernelUnavailable, OutOfResources)  # the second: the kernel needs more resources than the GPU has
 
 
 class Launches:
-    """One for the process, as Triton's hook is. Lists are of the thread that makes them."""
+    """The process's hook for new variants. There is one, as Triton has one hook. A listing concerns only its thread."""
 
     def __init__(self) -> None:
         self._compile: Compile | None = None
@@ -49,28 +49,31 @@ class Launches:
         self._thread = threading.local()
 
     def install(self, compile: Compile | None, told: Told = lambda done, total: None) -> None:
-        """`compile` compiles variants into Triton's cache, in another process, and returns when that is done; it calls
-        `told` meanwhile, where a launch waits that nobody has listed. None: Triton compiles by itself again."""
+        """Sets the function that compiles variants into Triton's cache in another process.
+
+        compile: returns when the variants are compiled; None: Triton compiles in this process again.
+        told: receives the progress when a launch waits for a variant that was not listed before.
+        """
         settle_keys()
         self._compile, self._told = compile, told
         self._refused.clear()
         triton.knobs.runtime.jit_cache_hook = None if compile is None else self._hook
 
     def compile(self, variants: Sequence[Variant], told: Told) -> None:
-        """Of a list. Returns when they can be launched, but for those that cannot be compiled."""
-        assert self._compile is not None, "nothing is listed where Triton compiles by itself"
+        """Compiles listed variants. Afterwards they can be launched, except for those that cannot be compiled."""
+        assert self._compile is not None, "compile is called only for variants listed after install"
         self.settle(variants, self._compile(variants, told))
 
     def settle(self, variants: Sequence[Variant], failed: Mapping[Variant, str]) -> None:
-        """These have been compiled; launches of those that `failed` raise KernelUnavailable from now on."""
+        """Notes that these variants have been compiled. Launches of a variant in `failed` raise KernelUnavailable."""
         for variant in variants:
             self._refused.pop(variant, None)
         self._refused.update(failed)
 
     @contextmanager
     def listing(self, *, leave_out: bool = True) -> Iterator[dict[Variant, None]]:
-        """Lists variants that would have to be compiled: those that this thread launches meanwhile. What they would
-        have written is left as it was; with `leave_out` false each such launch raises KernelUnavailable instead."""
+        """Collects the variants that this thread launches in the context and that need compiling. Such a launch is
+        skipped and writes nothing; if `leave_out` is false, it raises KernelUnavailable."""
         listed: dict[Variant, None] = {}
         self._thread.listed, self._thread.leaves_out = listed, leave_out
         try:
@@ -79,7 +82,7 @@ class Launches:
             self._thread.listed = None
 
     def _hook(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Whether Triton is to leave this launch out."""
+        """Called by Triton for a variant that is new to the process. Returns True if Triton should skip the launch."""
         variant = Variant(fn.module, fn.name, compile["specialization_data"])
         listed: dict[Variant, None] | None = getattr(self._thread, "listed", None)
         is_listed = listed is not None and variant in listed

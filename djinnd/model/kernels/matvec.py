@@ -1,8 +1,8 @@
-"""y = W x for one token: bound by reading W once, and nothing but that reading is worth arranging.
+"""y = W x for one token. It is bound by reading W once.
 
-A program is one row of W: few warps that keep several 16-byte loads in flight each, and so many programs that some are
-always starting while others add up. On an H200 this reads W at 4.1 to 4.4 TB/s where a launch takes long enough, and
-cuBLAS's choice for one row at 3.4 to 4.0 (docs/log.md).
+A program computes one row of W, with few warps that keep several 16-byte loads in flight each. There are enough
+programs that some start while others add up. On an H200 a long enough launch reads W at 4.1 to 4.4 TB/s; cuBLAS's
+choice for one row reads it at 3.4 to 4.0 TB/s (docs/log.md).
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

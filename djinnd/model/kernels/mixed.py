@@ -1,12 +1,12 @@
-"""Attention of a batch in which some rows bring a chunk and others one token: prefill.py and decode.py in one launch.
+"""Attention of a batch with prefill chunks and decode rows: prefill.py and decode.py in one launch.
 
-How many there are of each kind differs from step to step, while the grid of a captured graph does not. So each kind has
-some programs, no more than it can use and the device can hold, which take one piece of its work after another; what
-there is, they find in `visits` and `extent` (djinnd/model/visits.py). A grid of all the rows that may be there would
-have ten thousands of programs that find nothing to do, at some nanoseconds each.
+The number of rows of each kind changes from step to step, but the grid of a captured graph does not. So each kind has a
+fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
+and find the work in `visits` and `extent` (djinnd/model/visits.py). A grid for all possible rows would have tens of
+thousands of programs without work, at some nanoseconds each.
 
-A chunk waits for the matrix units, and single tokens for memory, so both run side by side (as in POD-Attention: Kamath
-et al., 2025). A second kernel combines what pieces of either kind leave.
+A chunk is bound by the matrix units and a decode row by memory, so both run side by side (as in POD-Attention: Kamath
+et al., 2025). A second kernel combines the pieces of either kind.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +30,8 @@ from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blo
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED, PagedRows, Tiles, pool_strides, score_factors
 
-SINGLES, COMBINING = tl.constexpr(6), 16  # programs a processor; of SINGLES no fewer than it can run at once
+# Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
+SINGLES, COMBINING = tl.constexpr(6), 16
 NO_LIMIT = 1 << 30
 
 
@@ -44,7 +45,7 @@ def mixed_kernel(
     CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr,
     DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The first `chunk_programs` take blocks of chunks, the others splits of rows that bring one token."""
+    """The first `chunk_programs` programs compute blocks of chunks, the others splits of rows with one token."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program = tl.program_id(0)
     if program < chunk_programs:
@@ -82,7 +83,7 @@ def combine_mixed_kernel(
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token after another, with what mixed_kernel was given."""
+    """Combines the splits of one head of one token after another. Takes the bounds that mixed_kernel got."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program, programs = tl.program_id(0), tl.num_programs(0)
     if not CHUNKS_DIRECT:
@@ -109,7 +110,7 @@ def combine_mixed_kernel(
 
 @triton.jit
 def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, most, filling):
-    """→ how many chunks there are, blocks of the longest, and splits of each block."""
+    """→ number of chunks, blocks of the longest chunk, splits of each block."""
     chunks = tl.load(extent)
     blocks = tl.cdiv(tl.load(extent + 1) * GROUP, ROWS)
     return chunks, blocks, chunk_splits(chunks * blocks * KV_HEADS, filling, most)
@@ -117,7 +118,7 @@ def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
-    """→ where among the visits those begin that bring one token, how many there are, and splits of each."""
+    """→ index of the first visit with one token, number of such visits, splits of each."""
     chunks = tl.load(extent)
     singles = tl.load(extent + 2) - chunks
     waves = tl.minimum(singles, SINGLES)
@@ -126,7 +127,7 @@ def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
 
 @triton.jit
 def visited(visits, nth):
-    """→ row, its first token, its tokens, its tokens in KV."""
+    """→ the nth visit: row, its first token, its tokens in this step, its tokens in KV."""
     visit = visits + nth * 4
     return tl.load(visit), tl.load(visit + 1), tl.load(visit + 2), tl.load(visit + 3)
 
@@ -148,8 +149,7 @@ def mixed(
 ) -> None:
     """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
 
-    `splits`, of chunks and of single tokens, and the `tiles` of chunks are chosen from the shapes unless a measurement
-    gives them.
+    `splits` (of chunks and of single tokens) and `tiles` (of chunks) are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
     tokens, heads, head_dim = q.shape
@@ -159,7 +159,7 @@ def mixed(
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
-    if splits is None:  # single tokens have as many as one of them alone: of several, each has no more
+    if splits is None:  # a row with one token has the most splits if it is alone in the batch
         most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
         useful, needed = split_bounds(batch.max_kv)
         useful = int(splits_to_fill.fn(1, kv_heads, processors, useful, needed))

@@ -1,12 +1,12 @@
-"""Decoding packed weights in registers (djinn_client.packed has the format).
+"""Decodes packed weights in registers (djinn_client.packed has the format).
 
-Assembly works on four weights at once: four bytes of sign and mantissa (`rest`) and four bytes of nibbles, of which
-one weight's code is the low and another's the high half. It makes two weights a 32-bit operation. Each function
-decodes one half of the groups: two results of one piece of assembly would share nothing, and they keep the compiler
-from moving a tile's layout through it.
+The assembly works on four weights at once. Its input is four bytes of sign and mantissa (`rest`) and four bytes of
+nibbles; the low half of such a byte is the code of one weight, the high half that of another. A 32-bit operation
+decodes two weights. Each function decodes one half of the groups. Assembly with two results would share no work, and
+the compiler could not move a tile's layout through it.
 
-Products decode relative to MIDDLE instead of the unit's base, which makes everything but the input constant, and
-scale their sums by `window_scale`. That is exact: windows hold normal numbers only.
+Products decode relative to MIDDLE instead of the unit's base, so that all but the input is constant, and multiply their
+sums by `window_scale`. That is exact, because windows hold only normal numbers.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -16,11 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MIDDLE = tl.constexpr(112)  # an exponent from where a window neither over- nor underflows; a multiple of 16
+MIDDLE = tl.constexpr(112)  # base exponent from which a window neither over- nor underflows; a multiple of 16
 
 
 def _pairs(high: bool, exponent: str) -> tl.constexpr:
-    """bf16 of rest $2 and nibbles $3, two a word in $0 and $1. `exponent`, in both halves of a word: of code 0."""
+    """Assembly: rest $2 and nibbles $3 → bf16, two a word, in $0 and $1. `exponent`: of code 0, in both halves of a
+    word."""
     codes = "shr.u32 code, $3, 4; and.b32 code, code, 0x0f0f0f0f;" if high else "and.b32 code, $3, 0x0f0f0f0f;"
     return tl.constexpr(f"""{{
         .reg .b32 code, e0, e1, r0, r1;
@@ -37,7 +38,8 @@ def _pairs(high: bool, exponent: str) -> tl.constexpr:
 
 
 def _words(high: bool) -> tl.constexpr:
-    """float32 of rest $4 and nibbles $5, in $0 to $3. Weights 0 and 2, and 1 and 3, share a word until the end."""
+    """Assembly: rest $4 and nibbles $5 → float32 in $0 to $3. Weights 0 and 2 share a word until the end, and so do 1
+    and 3."""
     even, odd = ("shl.b32 e0, $5, 3;", "shr.u32 e1, $5, 5;") if high else ("shl.b32 e0, $5, 7;", "shr.u32 e1, $5, 1;")
     return tl.constexpr(f"""{{
         .reg .b32 e0, e1, r0, r1;
@@ -64,9 +66,9 @@ _LOW_WORDS, _HIGH_WORDS = _words(False), _words(True)
 
 @triton.jit
 def decode(rest, nibbles, base, HIGH: tl.constexpr, PLAINLY: tl.constexpr):
-    """The low or the HIGH halves of groups (both uint8, one shape) → bf16.
+    """rest and nibbles, uint8 of one shape → bf16 of the low halves of groups, or of the HIGH halves.
 
-    base: int32, the exponent that code 0 stands for. PLAINLY: without assembly, for Triton's interpreter.
+    base: int32, the exponent of code 0. PLAINLY: without assembly, for Triton's interpreter.
     """
     if PLAINLY:
         return decode_plainly(rest, nibbles, base, HIGH)
@@ -83,7 +85,7 @@ def decode(rest, nibbles, base, HIGH: tl.constexpr, PLAINLY: tl.constexpr):
 
 @triton.jit
 def decode_middle(rest, nibbles, HIGH: tl.constexpr, PLAINLY: tl.constexpr):
-    """As `decode` with base MIDDLE."""
+    """Like `decode` with base MIDDLE."""
     if PLAINLY:
         return decode_plainly(rest, nibbles, MIDDLE, HIGH)
     else:
@@ -94,7 +96,7 @@ def decode_middle(rest, nibbles, HIGH: tl.constexpr, PLAINLY: tl.constexpr):
 
 @triton.jit
 def decode_wide(rest, nibbles, HIGH: tl.constexpr, PLAINLY: tl.constexpr):
-    """As `decode_middle` → float32, for products on the ordinary cores."""
+    """Like `decode_middle`, but → float32, for products on the ordinary cores."""
     if PLAINLY:
         return decode_plainly(rest, nibbles, MIDDLE, HIGH).to(tl.float32)
     else:
@@ -113,13 +115,13 @@ def decode_plainly(rest, nibbles, base, HIGH: tl.constexpr):
 
 @triton.jit
 def window_scale(base):
-    """→ float32: what sums of weights that were decoded relative to MIDDLE are multiplied by."""
+    """→ float32: the factor that corrects sums of weights that were decoded relative to MIDDLE."""
     return ((base - MIDDLE + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_patches(patches, at, end):
-    """→ index (uint32) and bits (int32) of patches `at`; those from `end` on read as index 2**32 - 1."""
+    """→ index (uint32) and bits (int32) of patches `at`. From `end` on the index is 2**32 - 1."""
     there = at < end
     index = tl.load(patches + at * 2, mask=there, other=-1)
     bits = tl.load(patches + at * 2 + 1, mask=there, other=0)

@@ -1,14 +1,14 @@
-"""y = x Wᵀ for a few rows of x, with W read in its packed form: three quarters of the bytes that bf16 has.
+"""y = x Wᵀ for a few rows of x, with W read in packed form, which has three quarters of the bytes of bf16.
 
-Such products are bound by reading W. The low and the high half of a group of weights decode to two tiles, which meet
-the columns of x that match them, so nothing is interleaved. A single row is multiplied on the ordinary cores, straight
-from registers; up to MAX_TOKENS rows on the tensor cores.
+Such products are bound by reading W. The low and high halves of a group of weights are decoded to two tiles, and each
+is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the ordinary cores,
+straight from registers; up to MAX_TOKENS rows are multiplied on the tensor cores.
 
-Weights outside of their unit's window decode as what they are not. Their share of the output is put right instead of
-the tile: y[row] += x[col] * (weight - what it decoded as), over the patches of the rows that a program computes.
+Weights outside of their unit's window decode to a wrong number, and patches hold the right ones. The output is
+corrected instead of the tile: y[row] += x[col] * (weight - decoded number), over the patches of a program's rows.
 
-    low, high   the columns j and j + 64 of a group, which share byte j of its nibbles
-    partial     float32 [splits, tokens, rows], where the columns are divided among several programs
+    low, high   columns j and j + 64 of a group, which share byte j of its nibbles
+    partial     float32 [splits, tokens, rows], if the columns are divided among several programs
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -27,14 +27,15 @@ from djinnd.model.kernels.packed_code import decode_middle, decode_wide, load_pa
 from djinnd.model.kernels.scratch import processors
 from djinnd.model.kernels.tile import INTERPRETED, dot
 
-MAX_TOKENS = 16  # the rows of the smallest tile that tensor cores multiply
+MAX_TOKENS = 16  # rows of the smallest tile that tensor cores multiply
 MAX_SPLITS = 8
-PATCHES = 32  # that are put right at once: more than nearly all programs have
+PATCHES = 32  # patches applied at once; nearly all programs have fewer
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Rows of W and pairs of its columns in a tile, how Triton runs it, and how many programs share the columns."""
+    """Rows of W and pairs of its columns in a tile, Triton's launch options, and the number of programs that share the
+    columns."""
 
     rows: int
     pairs: int
@@ -48,10 +49,10 @@ class ProductTiles:
 
 @triton.jit
 def load_bounds(stripes, first_row, end_row, STRIPE: tl.constexpr):
-    """→ int32 [2]: the first patch of the stripes that hold these rows, and where those of the stripes end.
+    """→ int32 [2]: begin and end of the patches of the stripes that hold these rows.
 
-    As a tensor, so that nobody waits for it: the compiler moves what it knows to be equal in all threads to the
-    registers that they share, and waits for the load right there.
+    The result is a tensor instead of two scalars so that the program does not wait for it here: the compiler moves
+    scalars to uniform registers, and waits for the load to do so.
     """
     stripe = tl.where(tl.arange(0, 2) == 0, first_row // STRIPE, (end_row - 1) // STRIPE + 1)
     return tl.load(stripes + stripe)
@@ -59,14 +60,14 @@ def load_bounds(stripes, first_row, end_row, STRIPE: tl.constexpr):
 
 @triton.jit
 def patch_range(bounds, capacity):
-    """→ (first, end). Within the patches in any case: the buffer is not trusted."""
+    """→ (first, end), clamped to the patches, because the buffer's contents are not trusted."""
     bounds = tl.minimum(tl.maximum(bounds, 0), capacity)
     return tl.min(bounds, 0), tl.max(bounds, 0)
 
 
 @triton.jit
 def patch_values(index, bits, offset, base, COLS: tl.constexpr):
-    """→ of each patch the row, the column, the weight as it is and as it decoded (both bf16)."""
+    """→ for each patch its row, its column, the right weight and the decoded weight (both bf16)."""
     place = index - offset.to(tl.uint32)
     decoded = (bits & 0x807F) | (base << 7)
     is_weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -79,11 +80,11 @@ def multiply_vector(
     acc, sm, nibbles, x, FIRST: tl.constexpr, LAST: tl.constexpr,
     COLS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, PAIRS] plus, element by element, the products of the pairs [FIRST, LAST) of these rows, in tiles."""
+    """Adds the products of the pairs [FIRST, LAST) of these rows to acc [ROWS, PAIRS], element by element, in tiles."""
     for start in tl.range(FIRST, LAST, PAIRS, num_stages=STAGES):
         pair = start + tl.arange(0, PAIRS)
         low = pair // 64 * 128 + pair % 64
-        # A load of W takes eight bytes a thread, like one of x takes eight numbers: so x needs no other thread's.
+        # A thread loads eight bytes of W, and the eight numbers of x that match them: no exchange between threads.
         pair_8, low_8 = tl.max_contiguous(pair, 8)[None, :], tl.max_contiguous(low, 8)[None, :]
         if COLS // 2 % PAIRS:
             there = pair < COLS // 2
@@ -109,7 +110,8 @@ def vector_kernel(
     COLS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr, STRIPE: tl.constexpr,
     STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of W times one row of x. What leads to the patches is loaded in time, so that nothing waits for it."""
+    """Multiplies ROWS rows of W by one row of x. Bounds and patches are loaded early, so that the end of the program
+    does not wait for them."""
     first_row = tl.program_id(0) * ROWS
     local = tl.arange(0, ROWS)
     row = tl.minimum(first_row + local, rows - 1)[:, None].to(tl.int64)
@@ -128,7 +130,7 @@ def vector_kernel(
     for at in range(first + PATCHES, end + PATCHES, PATCHES):
         patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
         share = tl.load(x + col).to(tl.float32) * (is_weight.to(tl.float32) - was_weight.to(tl.float32))
-        for i in tl.static_range(ROWS):  # a lane a patch: in a tile of rows and patches each lane would do them all
+        for i in tl.static_range(ROWS):  # one lane a patch; with a tile [rows, patches] each lane would do all patches
             y += tl.where(local == i, tl.sum(tl.where(patched == first_row + i, share, 0.0), 0), 0.0)
         index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
     tl.store(out + first_row + local, y.to(out.dtype.element_ty), mask=first_row + local < rows)
@@ -140,7 +142,7 @@ def matrix_kernel(
     COLS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr,
     STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of W times the rows of x, over one of SPLITS shares of the columns."""
+    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
     first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
     row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)[None, :]
     token = tl.arange(0, TOKENS)[:, None]
@@ -179,7 +181,7 @@ def matrix_kernel(
         patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
         part = tl.load(x + col[None, :], mask=token < tokens, other=0.0)
         mine = (patched - first_row)[:, None] == local
-        # Both as they are: their difference need not be a bf16, and zero times an infinite one is not zero.
+        # Two products: the difference of the weights may not fit bf16, and 0 times an infinite weight would be NaN.
         acc = dot(part, tl.where(mine, is_weight.to(tl.float32)[:, None], 0.0).to(part.dtype), acc, PLAINLY)
         acc = dot(part, tl.where(mine, -was_weight.to(tl.float32)[:, None], 0.0).to(part.dtype), acc, PLAINLY)
         index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
@@ -190,7 +192,7 @@ def matrix_kernel(
 
 @triton.jit
 def sum_kernel(partial, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over the splits, in their order."""
+    """Sums over the splits, in their order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < elements
     total = tl.zeros([BLOCK], tl.float32)
@@ -200,12 +202,13 @@ def sum_kernel(partial, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def product_fits(unit: Unit) -> bool:
-    """Whether packed_product takes this unit: its groups must not reach from one row into the next."""
+    """Returns True if packed_product supports the unit: its rows must be whole groups."""
     return unit.cols % GROUP == 0
 
 
 def product_tiles(tokens: int, unit: Unit, processors: int) -> ProductTiles:
-    """As a sweep on the H200 chose. Columns are divided where the rows alone would not fill the processors twice."""
+    """Tiles chosen by a sweep on an H200. Columns are divided if the rows alone would give fewer than two programs a
+    processor."""
     if tokens == 1:
         return ProductTiles(rows=2, pairs=256, warps=1, stages=1)
     programs = triton.cdiv(unit.rows, 64)
@@ -222,11 +225,11 @@ def packed_product(
     *,
     tiles: ProductTiles | None = None,
 ) -> Tensor:
-    """x bf16 [tokens, cols] times unit `number` of packed (uint8 [form.nbytes]), transposed → bf16 [tokens, rows].
+    """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]) → bf16 [tokens, rows].
 
-    At most MAX_TOKENS tokens, and units that `product_fits`. Sums in float32, in an order that depends on the shapes
-    and the device alone. For CUDA graphs: a replay multiplies by what is in the buffer then. `tiles` is chosen from the
-    shapes unless a measurement gives it.
+    At most MAX_TOKENS tokens, and units for which `product_fits`. Sums in float32, in an order that depends only on the
+    shapes and the device. In a CUDA graph, a replay reads the contents of the buffer at that time. `tiles` is derived
+    from the shapes; benchmarks set it.
     """
     unit, tokens = form.units[number], len(x)
     assert product_fits(unit) and 0 < tokens <= MAX_TOKENS and x.shape[1] == unit.cols and x.is_contiguous()

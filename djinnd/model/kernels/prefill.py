@@ -1,15 +1,15 @@
-"""Attention of rows that bring many tokens: bound by the matrix units, so tiles are large and masks are rare.
+"""Attention of rows with many tokens. It is bound by the matrix units, so tiles are large and few of them are masked.
 
-A program takes a block of packed query rows (tile.py) of one KV head and walks over the keys that any of them sees.
-Only tiles on the causal diagonal and on the window's edge are masked; history before this step's tokens is read from
-the same pages as they are. The kernel that has such programs is in mixed.py.
+A program takes a block of packed query rows (tile.py) of one KV head, and walks over the keys that any of them sees.
+Only tiles on the causal diagonal and on the window's edge are masked. Both history and this step's tokens are read from
+pages. The kernel that calls these functions is in mixed.py.
 
-A short chunk behind a long history has too few blocks to fill the device: 64 tokens of a model with 40 heads are 40
-programs, each of which would walk over the whole history alone. Their keys are divided among `splits` programs, as in
-decode.py, and what they leave is combined:
+A short chunk with a long history has too few blocks to fill the device: 64 tokens of a model with 40 heads are 40
+programs, and each would walk over the whole history. So their keys are divided among `splits` programs, as in
+decode.py, and the results are combined:
 
     partial  float32 [tokens, heads, splits, head_dim]
-    stats    float32 [tokens, heads, splits, 2]          peak and total, which is 0 where a split found no keys
+    stats    float32 [tokens, heads, splits, 2]          peak and total; the total is 0 if a split found no keys
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -23,9 +23,9 @@ from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, load_
 
 
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
-    """A Hopper warpgroup of 4 warps takes 64 rows; others have half the shared memory or less. Two warpgroups share the
-    tiles that they load, which pays once there are programs enough to fill the device. Products of float32 are unrolled
-    into single multiplications: larger tiles take the compiler minutes, and spill registers."""
+    """Tile sizes. On Hopper a warpgroup of 4 warps takes 64 rows; other GPUs have half the shared memory or less. Two
+    warpgroups share the tiles that they load, which pays if there are enough programs to fill the device. Products of
+    float32 are unrolled into single multiplications: larger tiles take minutes to compile, and spill registers."""
     if itemsize == 4:
         return Tiles(32, 32, warps=4, stages=2) if dim <= 128 else Tiles(16, 16, warps=4, stages=2)
     if dim * itemsize > 256:
@@ -40,9 +40,11 @@ SHORTEST_SPLIT = 256  # tokens
 
 
 def prefill_splits(tokens: int, group: int, kv_heads: int, max_kv: int, tiles: Tiles, processors: int) -> int:
-    """Into how many pieces to divide the keys of each block of query rows, so that all blocks of a chunk of `tokens`
-    give each processor a program, and no more: what pieces leave has to be written and read. It is bounded by that,
-    too: some 4 MB on an H200."""
+    """Number of pieces into which the keys of each block of query rows are divided.
+
+    All blocks of a chunk of `tokens` together give each processor about one program, and no more, because the results
+    of the pieces have to be written and read. This also bounds their memory, to some 4 MB on an H200.
+    """
     programs = kv_heads * triton.cdiv(tokens * group, tiles.rows)
     return int(chunk_splits.fn(programs, processors, min(max_kv // SHORTEST_SPLIT, MOST_SPLITS)))
 
@@ -62,8 +64,8 @@ def attend_block(
     ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One split of a block of the row's queries and a KV head. DIRECT: there is one split, so it normalises and writes
-    the output itself."""
+    """Computes one split of one block of the row's queries, for one KV head. DIRECT: there is only one split, so the
+    program normalises and writes the output itself."""
     if block * ROWS < queries * GROUP:
         packed = block * ROWS + tl.arange(0, ROWS)
         token = packed // GROUP
@@ -133,7 +135,7 @@ def combine_blocks(
     head, token, partial, stats, out, sinks, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """Combines the splits of one head of one token."""
     split, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
     at = (token.to(tl.int64) * HEADS + head) * splits + split
     totals = tl.load(stats + at * 2 + 1, mask=split < splits, other=0.0)

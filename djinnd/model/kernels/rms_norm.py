@@ -23,9 +23,9 @@ def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., width], weight [width] → [..., width] in the type that x times weight has.
+    """x [..., width], weight [width] → [..., width], in the dtype of x * weight.
 
-    Rounds as transformers' LlamaRMSNorm: normalised in float32, cast to x's type, then multiplied by weight.
+    Rounds as transformers' LlamaRMSNorm does: normalises in float32, casts to x's dtype, then multiplies by weight.
     """
     width = weight.numel()
     x = x.contiguous()

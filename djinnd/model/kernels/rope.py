@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # of either half that one program rotates
+ELEMENTS = 2048  # elements of each half that one program rotates
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def rope_kernel(
     q_token, q_head, k_token, k_head, angle_token,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of the heads of one token, those of q and then those of k."""
+    """Rotates HEADS heads of one token. The first programs take heads of q, the others heads of k."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     if first < tl.cdiv(Q_HEADS, HEADS) * HEADS:
@@ -46,7 +46,7 @@ def rope_kernel(
 
 @triton.jit
 def rotated(x, across, cos, sin):
-    """x * cos + across * sin, each product rounded to the angles' type, as tensor operations do."""
+    """x * cos + across * sin, with each product rounded to the angles' dtype, as tensor operations do."""
     kind = cos.dtype
     a = (x.to(tl.float32) * cos.to(tl.float32)[None, :]).to(kind)
     b = (across.to(tl.float32) * sin.to(tl.float32)[None, :]).to(kind)
@@ -54,11 +54,11 @@ def rotated(x, across, cos, sin):
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, head_dim] → like q and
-    k, each token's heads side by side.
+    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, head_dim] → rotated q
+    and k of the same shapes, with each token's heads contiguous in memory.
 
-    The two halves of a head are rotated against each other. cos and sin are of q's type, or float32, in which nothing
-    is rounded before the end. All may have any strides but that of the last dimension, which is 1.
+    The two halves of a head are rotated against each other. cos and sin have q's dtype, or float32, with which only the
+    result is rounded. The last dimension of each argument has stride 1; the other strides are free.
     """
     assert q.stride(3) == k.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()
     (_, q_heads, tokens, head_dim), k_heads = q.shape, k.shape[1]

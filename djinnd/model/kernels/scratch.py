@@ -1,4 +1,4 @@
-"""Device memory for what one kernel leaves for the next within a call of attention."""
+"""Scratch: device memory that one kernel of a call of attention writes and the next one reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Scratch:
-    """A float32 buffer shared by all calls on the compute stream: they run one after another, so they may all use it.
+    """A float32 buffer for all calls on the compute stream. They can share it because they run one after another.
 
-    A captured graph keeps addresses, so a buffer that became too small is kept beside its larger successor for as long
-    as this lives. Whoever captures runs the same call once before: nothing may be allocated during a capture.
+    Captured graphs keep addresses, so a buffer that became too small is kept beside its larger successor. Nothing may
+    be allocated during a capture, so the caller runs the same call once before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,8 +23,8 @@ class Scratch:
         return len(self._buffers)
 
     def take(self, *sizes: int) -> tuple[Tensor, ...]:
-        """→ one float32 tensor of at least each of these numbers of elements, aligned to 16 bytes and valid until the
-        next call."""
+        """→ one float32 tensor for each size, of at least that many elements, aligned to 16 bytes. The tensors are
+        valid until the next call."""
         sizes = tuple(-(-size // 4) * 4 for size in sizes)
         total = sum(sizes)
         if not self._buffers or self._buffers[-1].numel() < total:
@@ -40,7 +40,7 @@ def processors(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have of a processor's."""
+    """Most bytes of shared memory that a program may have."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
     return 1 << 16

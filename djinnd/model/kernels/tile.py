@@ -1,10 +1,11 @@
-"""What the decode and the prefill kernel share: a block of query rows meets tiles of paged keys and values.
+"""The inner loop that decode and prefill attention share: a block of query rows over tiles of paged keys and values.
 
-Query rows are packed: the heads of a group that read one KV head stand side by side, so that a tile is loaded once for
-all of them. Row r of a block is token r // GROUP and head r % GROUP of the group.
+Query rows are packed: all heads of a group that read one KV head are rows of one block, so that a tile is loaded once
+for all of them. Row r of a block is token r // GROUP and head r % GROUP of the group.
 
-The softmax is the online one of FlashAttention (Dao et al., 2022), in powers of two: scores carry a factor of log2(e),
-so that exp2 replaces exp. peak is a row's running maximum, total its running denominator, acc its unnormalised output.
+The softmax is the online softmax of FlashAttention (Dao et al., 2022) in powers of two: scores are multiplied by
+log2(e), so that exp2 replaces exp. For each row, `peak` is the running maximum, `total` the running denominator, and
+`acc` the unnormalised output.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -23,8 +24,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# Finite, so that a row that has seen no key yet needs no care: whatever it adds up meanwhile is multiplied by
-# exp2(UNSEEN - peak) = 0 when its first key comes, and each row sees at least its own.
+# Score of a key that a query does not see. It is finite so that a row needs no special case before its first key: sums
+# up to then are multiplied by exp2(UNSEEN - peak) = 0 when the first key comes. Each row sees at least its own key.
 UNSEEN = tl.constexpr(-1.0e30)
 
 
@@ -34,7 +35,7 @@ class PagedRows(Protocol):
     query_starts: Tensor  # int32 [rows + 1]
     kv_lengths: Tensor  # int32 [rows]
     page_table: Tensor  # int32 [rows, pages]
-    visits: Tensor  # int32 [rows, 4], and
+    visits: Tensor  # int32 [rows, 4]: see djinnd/model/visits.py
     extent: Tensor  # int32 [3]: see djinnd/model/visits.py
     max_query: int
     max_kv: int
@@ -42,7 +43,7 @@ class PagedRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query rows and keys of a tile, and how Triton runs it."""
+    """Query rows and keys of a tile, and Triton's launch options."""
 
     rows: int
     keys: int
@@ -55,7 +56,8 @@ class Tiles:
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b. Triton's interpreter multiplies the raw bits of bfloat16, so there both go up to float32 first."""
+    """acc + a @ b. UPCAST converts to float32 first, because Triton's interpreter would multiply the raw bits of
+    bfloat16."""
     if UPCAST:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -64,7 +66,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_rows(pointers, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads a tile [rows, dims] with only the masks that are needed: an unmasked one is a plain vector copy."""
+    """Loads a tile [rows, dims] with only the masks that are needed. A load without masks is a plain vector copy."""
     if MASK_ROWS and MASK_DIMS:
         return tl.load(pointers, mask=row_mask[:, None] & dim_mask[None, :], other=0.0)
     elif MASK_ROWS:
@@ -82,18 +84,19 @@ def attend_tiles(
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Lets the queries q [rows, DIM], at `position` [rows], see the keys [first, last), in tiles from `first` on, which
-    is a multiple of TILE. Either TILE or PAGE divides the other.
+    """Attends with the queries q [rows, DIM] at `position` [rows] over the keys [first, last), tile by tile. `first` is
+    a multiple of TILE; TILE divides PAGE or PAGE divides TILE. → acc, peak, total.
 
-    keys, values: one KV head's base in one block of the pool. table: the session's page ids. Without MASKED, every
-    query must see every key of the range; with it, causality, the window and the session's length are applied.
-    Memory past `length` is never read: what an earlier session left there may be NaN, and 0 x NaN is NaN. Page ids are
-    read a tile ahead, so that no address waits for them.
+    keys, values: base of one KV head in one block of the pool. table: the session's page ids.
+    MASKED: applies causality, the window and the session's length. Without it, every query sees every key of the range.
+
+    Memory past `length` is never read, because it may hold NaN of an earlier session, and 0 * NaN is NaN. Page ids are
+    read one tile ahead, so that addresses do not wait for them.
     """
     dims = tl.arange(0, DIM)
     dim_mask = dims < HEAD_DIM
     inside = tl.arange(0, TILE)
-    page_of = inside // PAGE  # within a tile; 0 where a page holds several tiles
+    page_of = inside // PAGE  # page within the tile; 0 if a page holds several tiles
     row_of = (inside % PAGE) * token_stride
     next_page = tl.load(table + first // PAGE + page_of, mask=first + inside < length, other=0)
     for start in range(first, last, TILE):
@@ -113,8 +116,8 @@ def attend_tiles(
             seen = (at[None, :] <= position[:, None]) & there[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] > position[:, None] - window)
-            # Scaled before the choice: where a row sees nothing of a tile, `score * factor - higher` must be 0 exactly,
-            # and a fused multiply-add of UNSEEN would leave the product's rounding error, which is astronomical.
+            # Scaled before `where`: if a row sees no key of a tile, `score * factor - higher` must be exactly 0. A
+            # fused multiply-add of UNSEEN would leave the rounding error of the product, which is huge.
             score = tl.where(seen, score * factor, UNSEEN)
             factor = 1.0
 
@@ -128,7 +131,7 @@ def attend_tiles(
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
-    """→ (score_scale, cap) as `attend_tiles` wants them, with log2(e) folded in. Both positive where they are used."""
+    """→ (score_scale, cap) for `attend_tiles`, multiplied by log2(e). Both are positive if used."""
     if softcap:
         return 2.0 * LOG2_E.value * scale / softcap, LOG2_E.value * softcap
     return LOG2_E.value * scale, 0.0

@@ -1,4 +1,4 @@
-"""Packed block → plain block, at the rate of memory: for what needs its weights as they are, such as long prefills."""
+"""Unpacks a packed block to plain weights, at memory bandwidth. Batches of many tokens, such as prefills, need that."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
@@ -13,19 +13,19 @@ from djinn_client.packed import FIRST_BASE, PackedForm
 from djinnd.model.kernels.packed_code import decode, load_patches
 from djinnd.model.kernels.tile import INTERPRETED
 
-PAIRS = 1024  # that one program decodes
-PATCHES = 1024  # that one program puts right
+PAIRS = 1024  # pairs of weights that one program decodes
+PATCHES = 1024  # patches that one program applies
 WARPS = 4
 
 
 @triton.jit(do_not_specialize=["number"])
 def unpack_kernel(sm, nibbles, bases, out, number, pairs, PAIRS: tl.constexpr, PLAINLY: tl.constexpr):
-    """PAIRS of the weights of one unit. A pair is a byte of nibbles: weights j and j + 64 of a group."""
+    """Decodes PAIRS pairs of weights of one unit. A pair is a byte of nibbles: weights j and j + 64 of a group."""
     first = tl.program_id(0).to(tl.int64) * PAIRS
     pair = tl.arange(0, PAIRS)
     there = pair < tl.minimum(pairs - first, PAIRS).to(tl.int32)
     low = pair // 64 * 128 + pair % 64
-    # Eight weights a thread: sixteen bytes are the most that a store writes, and the loads need not have more.
+    # Eight weights a thread: a store writes at most 16 bytes, and the loads need not be wider.
     loaded, low_loaded = tl.max_contiguous(pair, 8), tl.max_contiguous(low, 8)
     nibble = tl.load(nibbles + first + loaded, mask=there, other=0)
     low_rest = tl.load(sm + first * 2 + low_loaded, mask=there, other=0)
@@ -37,7 +37,7 @@ def unpack_kernel(sm, nibbles, bases, out, number, pairs, PAIRS: tl.constexpr, P
 
 @triton.jit
 def patch_kernel(patches, head, out, capacity, matrices, PATCHES: tl.constexpr):
-    """PATCHES of the patches, if there are so many. What the buffer says is not trusted with where to write."""
+    """Applies up to PATCHES patches. Their places are bounded, because the buffer's contents are not trusted."""
     first = tl.program_id(0) * PATCHES
     count = tl.minimum(tl.load(head + 2), capacity)
     if first >= count:
@@ -48,9 +48,9 @@ def patch_kernel(patches, head, out, capacity, matrices, PATCHES: tl.constexpr):
 
 
 def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
-    """packed uint8 [form.nbytes] → out bf16 [form.numel], bit for bit.
+    """packed uint8 [form.nbytes] → out bf16 [form.numel], exact to the bit.
 
-    For CUDA graphs: a replay decodes what is in the buffer then, with its bases and its patches.
+    In a CUDA graph, a replay decodes the contents of the buffer at that time, with its bases and patches.
     """
     assert packed.numel() == form.nbytes and out.numel() == form.numel and out.dtype == torch.bfloat16
     head, sm, nibbles = form.head_view(packed), form.sm_view(packed), form.nibbles_view(packed)

@@ -1,8 +1,8 @@
-"""A variant of a kernel: the kernel for given types, constants, alignments and launch options; and how to compile it.
+"""Variant: a kernel for given types, constants, alignments and launch options, and how to compile it.
 
-Triton compiles a variant when it is first launched, in the process and the thread that launch it. That takes seconds,
-so djinnd describes the variant as text and compiles it in another process (djinnd/engine/kernel_process.py). The
-result lies in Triton's cache on disk, where the launch finds it. Compiling needs no device.
+Triton compiles a variant at its first launch, in the launching thread. That takes seconds, so djinnd describes the
+variant as text and compiles it in another process (djinnd/engine/kernel_process.py). The launch finds the result in
+Triton's cache on disk. Compiling needs no device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ except ImportError:  # up to Triton 3.6 it was in the compiled library
 
 
 class Variant(NamedTuple):
-    """`specialization`: JSON, as Triton gives it to its `jit_cache_hook`."""
+    """The name of a kernel and the specialisation of a launch."""
 
     module: str
     name: str
-    specialization: str
+    specialization: str  # JSON that Triton passes to its `jit_cache_hook`
 
     def __str__(self) -> str:
-        """The kernel, the types of what it reads and writes, and the constants that size it."""
+        """The kernel's name, the floating-point types of its pointers, and its integer constants."""
         data = json.loads(self.specialization)
         types = {kind[1:] for kind in data["signature"].values() if str(kind).startswith("*")}
         floats = sorted(types & {"fp32", "fp16", "bf16"})
@@ -44,36 +44,38 @@ class Variant(NamedTuple):
 
 
 def all_functions() -> list[JITFunction]:
-    """Of this package, always in the same order."""
+    """All kernels of this package, always in the same order."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 
 def settle_keys() -> None:
-    """Gives all our functions their keys in Triton's cache, in one order.
+    """Computes the keys of all kernels in Triton's cache, in a fixed order.
 
-    The key of a function takes in the global constants of the functions that it calls, but only of those that have a
-    key already. So it depends on what a process launched first, and one process would not find what another compiled.
+    A kernel's key includes the global constants of the functions that it calls, but only of functions that have a key
+    already. So the key depends on the order of first launches, and without a fixed order a process would not find the
+    variants that another process compiled.
     """
     functions = all_functions()
     for function in functions:
         function.hash, function.used_global_vals = None, {}
     for function in functions:
-        assert function.cache_key  # computed once, and kept
+        assert function.cache_key  # the property computes the key once and keeps it
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> int:
-    """Compiles it into Triton's cache. → bytes of shared memory that a program of it needs.
+    """Compiles the variant into Triton's cache → bytes of shared memory that a program needs.
 
-    Raises whatever Triton, LLVM or ptxas raise where it cannot be compiled."""
+    Raises the errors of Triton, LLVM or ptxas if the variant cannot be compiled.
+    """
     source, options = _source(variant, target)
     shared: int = triton.compile(source, target=target, options=options.__dict__).metadata.shared
     return shared
 
 
 def is_compiled(variant: Variant, target: GPUTarget) -> bool:
-    """Whether Triton's cache has it, so that a launch only has to load it."""
+    """Returns True if Triton's cache has the variant, so that a launch only loads it."""
     source, options = _source(variant, target)
     key = get_cache_key(source, make_backend(target), options, get_cache_invalidating_env_vars())
     files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
@@ -81,7 +83,7 @@ def is_compiled(variant: Variant, target: GPUTarget) -> bool:
 
 
 def _source(variant: Variant, target: GPUTarget) -> tuple[ASTSource, Any]:
-    """What Triton makes of a launch, and so the same key in its cache."""
+    """The source and options that Triton makes of the same launch, so that the key in its cache is equal."""
     data = json.loads(variant.specialization)
     constants = dict(zip(map(tuple, data["constant_keys"]), data["constant_vals"], strict=True))
     attributes = dict(zip(map(tuple, data["attrs_keys"]), data["attrs_vals"], strict=True))

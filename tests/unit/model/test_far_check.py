@@ -120,7 +120,7 @@ def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> 
     model = model_of(device, reduced_model("llama-2"))
     inner = model.adapter.model.model
     inner.rotary_emb = Elsewhere(inner.rotary_emb, 400)
-    with pytest.raises(ModelRejected, match=r"llama fails the check at load, near position .* attends otherwise"):
+    with pytest.raises(ModelRejected, match=r"llama fails the check at load, near position .* attends differently"):
         check_all(model, device, PAGE, CONTEXT)
 
 
