@@ -17,11 +17,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
+    "djinnd/confinement",
     "djinnd/core",
     "djinnd/device",
     "djinnd/kvcache",
     "djinnd/messages",
+    "djinnd/model",
     "djinnd/scheduler",
+    "djinnd/weights",
     "docs/scheduling.md",
     "tools/prose.py",
 )

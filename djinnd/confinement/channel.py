@@ -1,4 +1,4 @@
-"""A confined process's end of its socket pair to the server: blocking, one frame after another."""
+"""Channel: a confined process's end of its socket pair to the server. Blocking, one frame after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Said = TypeVar("Said")
 
 
 class Channel(Generic[Heard, Said]):
-    """`decode` and `encode` are those of the process's protocol; `max_frame`: bytes of what the server says."""
+    """Sends and receives messages. decode, encode: of the process's protocol. max_frame: most bytes of a message from
+    the server."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Channel(Generic[Heard, Said]):
         self._fds: deque[int] = deque()
 
     def messages(self) -> Iterator[tuple[Heard, list[int]]]:
-        """With the descriptors of each; until the server hangs up."""
+        """Yields messages with their descriptors, until the server closes the socket."""
         while True:
             data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
             if not data:

@@ -1,7 +1,7 @@
-"""The first moments of every confined child: what the server tells it, and its place on the machine.
+"""The start of a confined child process: its arguments, its descriptors, and its priority on the machine.
 
-The child is a Python module that the server starts with a socket and these arguments. It ends when the server does,
-keeps no descriptor but the socket, and is the first to go where the machine is short of processor time or memory.
+The child is a Python module that the server starts with a socket and these arguments. It ends with the server and keeps
+only the socket open. If the machine is short of processor time or memory, the child yields or is killed first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ _NICE = 10  # engines and the server come first
 
 
 class Child(NamedTuple):
-    """`user`: the principal whose work this is; where the child can, it becomes that user. `memory`: bytes that it may
-    take. `parent`: the server's pid."""
+    """The arguments of a child."""
 
     server: socket.socket
-    parent: int
-    user: int
-    memory: int
+    parent: int  # pid of the server
+    user: int  # principal that the child works for; the child becomes that user if it can
+    memory: int  # bytes that the child may take
 
     def close_sandbox(self, descriptors: int = sandbox.DESCRIPTORS) -> str:
-        """Confines this process, or only limits it where the kernel lacks something. → what is lacking."""
+        """Confines this process. If the kernel lacks a feature, only sets limits. → the missing feature; "" if none."""
         lacking = sandbox.missing()
         if lacking:
             sandbox.limit(self.memory, descriptors)
@@ -38,7 +37,7 @@ class Child(NamedTuple):
 
 
 def begin(purpose: str | None) -> Child:
-    """For the start of `main`, before anything large is imported."""
+    """Parses the arguments and sets the process up. Called at the start of `main`, before large imports."""
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--fd", type=int, required=True, help="Connected stream socket to the server.")
     parser.add_argument("--parent", type=int, required=True, help="The server's pid: this process ends when it does.")
@@ -46,10 +45,10 @@ def begin(purpose: str | None) -> Child:
     parser.add_argument("--memory", type=int, required=True, help="Bytes that its work may take.")
     given = parser.parse_args()
     sandbox.tie_to(given.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the server
     os.closerange(3, given.fd)
     os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))
     os.nice(_NICE)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where the machine's memory ends, this goes first
+        score.write("1000")  # the kernel kills this process first if the machine runs out of memory
     return Child(socket.socket(fileno=given.fd), given.parent, given.user, given.memory)

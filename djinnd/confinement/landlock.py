@@ -1,4 +1,4 @@
-"""Which files a function may open: beneath a few folders, to read; nothing else, and nothing to write (landlock(7))."""
+"""Landlock: lets a process open files only for reading, and only beneath a few folders (landlock(7))."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import os
 import struct
 from collections.abc import Iterable
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every machine
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _VERSION, _PATH_BENEATH = 1, 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-# All rights that a version of the interface can take away: those of the first 13, then REFER, TRUNCATE, IOCTL_DEV.
+# Number of rights that each version of the interface can take away: 13, then one more each for REFER, TRUNCATE,
+# IOCTL_DEV.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST_RIGHTS = 16
 
 
 def missing() -> str:
-    """What this kernel lacks; "": nothing."""
+    """The feature that this kernel lacks; "" if none."""
     return "" if _version() > 0 else "Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK, and landlock among its lsm=)"
 
 
 def restrict(readable: Iterable[str]) -> None:
-    """From now on this thread, and what it would start, may open to read what is beneath these files and folders, of
-    which some may not exist, and nothing else. What is open stays open. `no_new_privs` must be set. Raises OSError."""
+    """Restricts this thread and its children: they may open only these files, and files beneath these folders, for
+    reading. Missing paths are ignored, and open files stay open. `no_new_privs` must be set. Raises OSError."""
     handled = (1 << _RIGHTS.get(_version(), _NEWEST_RIGHTS)) - 1
     attributes = struct.pack("=Q", handled)  # struct landlock_ruleset_attr of the first version
     ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
@@ -47,7 +48,7 @@ def _allow(ruleset: int, path: str) -> None:
 
 
 def _version() -> int:
-    """Of the kernel's interface; 0 where there is none."""
+    """Version of the kernel's Landlock interface; 0 if it has none."""
     try:
         return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     except OSError:

@@ -1,8 +1,8 @@
-"""A root folder of the process's own, which has what it may read and nothing else (mount_namespaces(7)).
+"""Gives the process a root folder of its own, with only the files that it may read (mount_namespaces(7)).
 
-Landlock keeps files from being opened, and not from being looked at: stat(2) tells the size of a journal, and so what
-others do. In a root folder of its own a process finds no name of anybody else's. That takes the right to mount: root
-has it, and anybody has it in a user namespace, where the machine permits these.
+Landlock prevents opening a file, but not stat(2): the size of a journal would reveal the activity of other users. In a
+root folder of its own the process cannot see their files at all. This needs the right to mount, which root has, and
+which every user has in a user namespace if the machine permits those.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x2_0000, 0x1000_0000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x4_0000
 _MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
-_PLACE = "/tmp"  # which every machine has, and which nothing of this process is open beneath
+_PLACE = "/tmp"  # mount point of the new root: every machine has it, and this process has no file open beneath it
 
 
 def enter(readable: Sequence[str]) -> bool:
-    """Makes a root folder of these files and folders alone; missing paths are left out. Open files stay open.
-    False where the machine does not permit it, and then nothing has changed that the process could notice.
+    """Changes the root to a folder with only these files and folders. Missing paths are left out; open files stay open.
 
-    The process has one thread. It keeps capabilities in a namespace of its own, which the caller drops."""
+    Returns False if the machine does not permit it; then the process sees no change. The process must have one thread.
+    In a user namespace it keeps capabilities, which the caller drops.
+    """
     try:
         _unshare()
         sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in _apart(readable)}
@@ -59,7 +60,7 @@ def _unshare() -> None:
 
 
 def _apart(readable: Iterable[str]) -> list[str]:
-    """Those that exist, are no links, and are not beneath another one."""
+    """The paths that exist, are not links, and are not beneath another of them."""
     found: list[str] = []
     for path in sorted({os.path.normpath(path) for path in readable}):
         is_new = not any(path.startswith(f"{above}/") for above in found)

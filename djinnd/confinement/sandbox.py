@@ -1,15 +1,15 @@
-"""Closing the door behind what was imported: from then on this process can compute, and talk over its one socket.
+"""Sandbox: confines this process after its imports. Afterwards it can only compute and use its one socket.
 
-    whose it is    the tenant's user, without capabilities, where the daemon is root's (nobody's for a principal that
-                   is no Unix user); else the daemon's
-    names          none but those of what it may read, where the machine permits that: own_root.py
-    files          read what Python and the system's libraries are made of: landlock.py
-    calls          seccomp.py
-    memory         what it has then and so many bytes more, of address space: that counts what is shared, too
-    and none of    files of any length, core dumps, processes, privileges by execve; little of descriptors
+    user           the tenant's user if the daemon runs as root (the overflow user for a principal that is not a Unix
+                   user), otherwise the daemon's; no capabilities;
+    file names     only files that it may read are visible, if the machine permits that (own_root.py);
+    files          it may read Python, its packages and the system's libraries (landlock.py);
+    system calls   see seccomp.py;
+    memory         its current address space and a number of bytes more; shared memory counts, too;
+    not at all     writing files, core dumps, new processes, privileges by execve; descriptors are few.
 
-The order follows from what each takes away; all of it holds until the process ends. The process has one thread: both
-Landlock and seccomp are about threads.
+The order of the steps matters, because each takes away rights that an earlier one needs. All of it holds until the
+process ends. The process must have one thread, because Landlock and seccomp apply to threads.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from djinnd.confinement import landlock, own_root, seccomp
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITIES_V3 = 0x2008_0522
 DESCRIPTORS = 64
-_NOBODY = 65534  # the kernel's default overflow uid, which owns nothing
+_NOBODY = 65534  # the kernel's default overflow uid; it owns no files
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/urandom")
 
 
 def missing() -> str:
-    """What this machine lacks to confine a process; "": nothing."""
+    """The feature that this machine lacks to confine a process; "" if none."""
     threads = len(os.listdir("/proc/self/task"))
     return landlock.missing() or seccomp.missing() or (f"one thread, but has {threads}" if threads > 1 else "")
 
 
 def tie_to(parent: int) -> None:
-    """The kernel kills this process when its parent dies. A change of user unties it. Raises SystemExit where the
+    """Makes the kernel kill this process when its parent dies. A change of user cancels this. Raises SystemExit if the
     parent is gone already."""
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -50,8 +50,11 @@ def tie_to(parent: int) -> None:
 
 
 def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -> None:
-    """`user`: the tenant's principal; `memory`: bytes beyond what the process has. Nothing must be `missing`. Raises
-    OSError."""
+    """Confines this process for good. `missing` must have returned "". Raises OSError.
+
+    user: the tenant's principal.
+    memory: bytes that it may take beyond its current address space.
+    """
     paths = _readable()
     uid = user if is_unix_user(user) else _NOBODY
     room = _address_space() + memory
@@ -65,19 +68,19 @@ def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -
         raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
     landlock.restrict(paths)
     _limit(room, descriptors)
-    for fd in range(3):  # what a function prints is not for the daemon's log
+    for fd in range(3):  # output of a function does not belong in the daemon's log
         os.dup2(nowhere, fd)
     os.close(nowhere)
     seccomp.install()
 
 
 def limit(memory: int, descriptors: int = DESCRIPTORS) -> None:
-    """Only what needs nothing of the kernel that may be `missing`: the limits of memory, files and processes."""
+    """Sets only the limits of memory, files and processes, which every kernel has. Used if a feature is `missing`."""
     _limit(_address_space() + memory, descriptors)
 
 
 def _address_space() -> int:
-    """Bytes that the process has."""
+    """Bytes of address space that the process has."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
@@ -94,7 +97,7 @@ def _limit(room: int, descriptors: int) -> None:
 
 
 def _become(user: int) -> None:
-    """For good."""
+    """Changes to the user and its group, for good."""
     try:
         group = pwd.getpwuid(user).pw_gid
     except KeyError:  # a user that this machine does not know
@@ -115,8 +118,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _readable() -> list[str]:
-    """Where what is imported late lies: Python, its packages, ours, the libraries of the system. Not all of sys.path,
-    which may have any folder."""
+    """Folders from which modules may be imported later: Python, its packages, djinnd, the system's libraries. sys.path
+    is not used, because it may contain any folder."""
     paths = sysconfig.get_paths()
     packages = [*site.getsitepackages(), paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]]
     prefixes = [sys.prefix, sys.base_prefix] if sys.base_prefix not in ("/", "/usr") else []

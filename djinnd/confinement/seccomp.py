@@ -1,8 +1,8 @@
-"""Which system calls a function may make: a seccomp filter, as a program for the kernel's classic BPF machine.
+"""Seccomp: a filter of the system calls that a confined process may make (seccomp(2)), as a classic BPF program.
 
-What computing needs is allowed. What makes processes or sockets, or reaches into other processes, ends the process with
-SIGSYS, so that whoever has asked for it hears of it. All else is answered with ENOSYS, as by an older kernel: libraries
-try what is new, and do without. The filter holds for good (seccomp(2)).
+Calls that computation needs are allowed. Calls that make processes or sockets, or that reach into other processes, kill
+the process with SIGSYS, so that the tenant notices. All other calls return ENOSYS, as on an older kernel: libraries
+try new calls and do without them. The filter cannot be removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KILL, ALLOW, NO_SUCH_CALL = 0x8000_0000, 0x7FFF_0000, 0x0005_0000 | errno.ENOSYS
 
 _LOAD, _EQUAL, _GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
 _ANY_OF = 0x45  # BPF_JMP|JSET|K
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; of a 64-bit argument the lower half comes first
-_X32 = 0x4000_0000  # set in the numbers of x86-64's second, 32-bit table of calls
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; the lower half of an argument comes first
+_X32 = 0x4000_0000  # set in the numbers of x86-64's second table of calls, for the x32 ABI
 
 _F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC, _F_GET_SEALS = 1, 2, 3, 1030, 1034
 
 
 class Machine(NamedTuple):
-    """`column`: of the tables below."""
+    """An architecture: its number in struct seccomp_data, and its column in the tables below."""
 
     audit_arch: int
     column: int
@@ -36,9 +36,9 @@ class Machine(NamedTuple):
 
 MACHINES = {"x86_64": Machine(0xC000_003E, 0), "aarch64": Machine(0xC000_00B7, 1)}
 
-# Numbers on x86-64 and on aarch64, which has none of the older calls.
+# Numbers on x86-64 and on aarch64; None: aarch64 does not have that older call.
 ALLOWED: dict[str, tuple[int, int | None]] = {
-    # what is open, and files that Landlock lets it open
+    # open files, and files that Landlock permits to open
     "read": (0, 63),
     "write": (1, 64),
     "readv": (19, 65),
@@ -74,7 +74,7 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "brk": (12, 214),
     "mincore": (27, 232),
     "membarrier": (324, 283),
-    # time, itself, its end
+    # time, the process itself, its end
     "futex": (202, 98),
     "sched_yield": (24, 124),
     "sched_getaffinity": (204, 123),
@@ -159,21 +159,21 @@ DEADLY: dict[str, tuple[int, int | None]] = {
 
 _TGKILL, _FCNTL = (234, 131), (72, 25)
 
-# Its socket to the server, as it can make no other: the numbers, and which argument has the flags.
+# Calls on its socket to the server (it can make no other socket): the numbers, and the index of the flags argument.
 MESSAGES: dict[str, tuple[tuple[int, int], int]] = {
     "recvmsg": ((47, 212), 2),
     "recvfrom": ((45, 207), 3),
     "sendmsg": ((46, 211), 2),
     "sendto": ((44, 206), 3),
 }
-_MSG_OOB = 1  # of Unix sockets it has been a way into the kernel
+_MSG_OOB = 1  # not allowed: out-of-band data on Unix sockets has been a way to attack the kernel
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand: struct sock_filter
 
 
 def program(machine: Machine, pid: int) -> list[Instruction]:
-    """Of the process `pid`. A signal to itself is what abort() ends with, and of fcntl no command that has the kernel
-    send one to somebody (F_SETOWN) is there."""
+    """The filter of process `pid`. tgkill is allowed to the process itself, since abort() needs it. fcntl is allowed
+    without F_SETOWN, with which the kernel would send signals to other processes."""
     arch, column = machine
     return [
         (_LOAD, 0, 0, _ARCH),
@@ -200,7 +200,8 @@ def _answers(calls: dict[str, tuple[int, int | None]], column: int, answer: int)
 
 
 def _only(number: int, argument: int, values: Sequence[int], otherwise: int) -> Iterator[Instruction]:
-    """Allows the call with one of these (32-bit) values of an argument; what comes behind sees the other calls."""
+    """Allows the call if the argument has one of these 32-bit values; `otherwise` answers other values. Other calls go
+    on to the next instruction."""
     yield (_EQUAL, 0, 2 + 2 * len(values), number)
     yield (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
     for value in values:
@@ -210,7 +211,7 @@ def _only(number: int, argument: int, values: Sequence[int], otherwise: int) -> 
 
 
 def _without(flag: int, column: int) -> Iterator[Instruction]:
-    """Allows MESSAGES without this flag; what comes behind sees the other calls."""
+    """Allows MESSAGES without this flag. Other calls go on to the next instruction."""
     for numbers, argument in MESSAGES.values():
         yield (_EQUAL, 0, 4, numbers[column])
         yield (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
@@ -220,7 +221,7 @@ def _without(flag: int, column: int) -> Iterator[Instruction]:
 
 
 def missing() -> str:
-    """What this machine lacks for a filter; "": nothing."""
+    """The feature that this machine lacks for a filter; "" if none."""
     if platform.machine() not in MACHINES:
         return f"a filter of system calls for {platform.machine()}"
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
@@ -229,7 +230,7 @@ def missing() -> str:
 
 
 def install() -> None:
-    """For this thread, and what it would start. `no_new_privs` must be set. Raises OSError."""
+    """Installs the filter for this thread and its children. `no_new_privs` must be set. Raises OSError."""
     instructions = program(MACHINES[platform.machine()], os.getpid())
     code = b"".join(struct.pack("=HBBI", *each) for each in instructions)
     memory = ctypes.create_string_buffer(code)
@@ -240,6 +241,6 @@ def install() -> None:
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog"""
+    """struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))

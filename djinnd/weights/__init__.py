@@ -1,1 +1,1 @@
-"""Checkpoints, the flat buffer of a block, and how its bytes get from files into the arena."""
+"""Weights: reading checkpoints, the layout of buffers, the host store, and the plan and ring that place blocks."""

@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint: which tensors it has, in which of its files, and their bytes.
+"""Checkpoint: a Hugging Face checkpoint, its tensors, the files that hold them, and their bytes.
 
-Reads only safetensors, never pickles, and only through descriptors (`ModelFiles`): a file that somebody cuts or
-replaces meanwhile is an error or the file that it was, never a signal. The bytes of a tensor are hashed as they are
-read, so that what was read is known afterwards, whatever sizes and times the files had.
+Reads only safetensors, never pickles, and only through descriptors (`ModelFiles`). A file that is cut during the read
+gives an error, and a file that is replaced is still read from its descriptor; neither gives a signal. A tensor's bytes
+are hashed as they are read, so that the identity of the weights does not depend on file sizes and times.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from djinnd.weights.safetensors_header import PREFIX, BadHeader, header_bytes, p
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_CONFIG = 4 << 20  # bytes
 MAX_INDEX = 32 << 20  # bytes; DeepSeek-V3's has 9 MB
-MAX_TENSORS = 1 << 19  # of all files
-PIECE = 1 << 20  # bytes that are read, and then hashed while they are still in a cache, at a time
+MAX_TENSORS = 1 << 19  # in all files together
+PIECE = 1 << 20  # bytes that are read at a time, and then hashed while they are still in a cache
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
@@ -37,11 +37,13 @@ _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """A tensor of the checkpoint, and its place in a file."""
+
     name: str
     file: str
     shape: tuple[int, ...]
-    stored: str  # the dtype, as safetensors calls it; one of DTYPES, or the tensor is not read
-    start: int  # byte of the file
+    stored: str  # the dtype's name in safetensors; a tensor of a dtype that is not in DTYPES is not read
+    start: int  # byte offset in the file
     nbytes: int
 
 
@@ -53,30 +55,32 @@ _index = msgspec.json.Decoder(_Index)
 
 
 class Checkpoint:
-    """Looks through the files and checks that they are whole. They stay the caller's, and open while there is something
-    to be read. Any number of threads may read.
+    """The tensors of a checkpoint. The constructor reads the headers and checks that the files are complete.
 
-    Raises ModelNotFound where there is no checkpoint, and ModelRejected with the file (and the tensor) at fault where
-    there is a damaged one."""
+    The caller owns the files and keeps them open while tensors are read. Any number of threads may read.
+
+    Raises ModelNotFound if there is no checkpoint, and ModelRejected, with the file and tensor at fault, if it is
+    damaged.
+    """
 
     def __init__(self, files: ModelFiles, *, has_weights: bool = True) -> None:
-        """`has_weights`: False where the files are a model's configuration, and its weights come from elsewhere."""
+        """has_weights: False if the files hold only the configuration, and the weights come from elsewhere."""
         self.files = files
         if CONFIG not in files:
             told = f"{files.folder} is not a checkpoint: it has no {CONFIG}; {what_instead([*files, *files.others])}"
             raise ModelNotFound(told, path=files.folder)
         self.config = _read_config(files)
-        self._digests: dict[str, bytes] = {}  # of tensors that have been read
+        self._digests: dict[str, bytes] = {}  # hash of each tensor that has been read
         self._stats: list[tuple[str, tuple[int, ...]]] = []
         self.tensors: dict[str, TensorInfo] = {}
         if has_weights:
             self.tensors = self._find_tensors()
             self.dtype = self._commonest_dtype()
 
-    # --- which tensors there are ------------------------------------------------------------------------------------
+    # --- tensors ----------------------------------------------------------------------------------------------------
 
     def _find_tensors(self) -> dict[str, TensorInfo]:
-        if SINGLE in self.files:  # transformers, too, then looks no further
+        if SINGLE in self.files:  # transformers, too, then ignores an index
             return {info.name: info for info in self._tensors_of(SINGLE)}
         if INDEX in self.files:
             return self._tensors_by_index()
@@ -86,7 +90,8 @@ class Checkpoint:
         )
 
     def _tensors_by_index(self) -> dict[str, TensorInfo]:
-        """The file that the index names for a tensor has it, whatever other files have under that name."""
+        """Tensors of a checkpoint in several files. The index decides which file counts if several have a tensor of the
+        same name."""
         promised = _weight_map(self.files)
         shards = sorted(set(promised.values()))
         missing = [shard for shard in shards if shard not in self.files]
@@ -107,7 +112,7 @@ class Checkpoint:
         return tensors
 
     def _tensors_of(self, file: str) -> Iterator[TensorInfo]:
-        stat = self.files.stat(file)  # before anything is read: see `fingerprint`
+        stat = self.files.stat(file)  # taken before the first read: see `fingerprint`
         self._stats.append((file, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
         head = self.files.read_at(file, 0, max(HEAD, PREFIX))
         if other := what_it_is(head):
@@ -122,7 +127,7 @@ class Checkpoint:
             yield TensorInfo(name, file, shape, dtype, start, nbytes)
 
     def _commonest_dtype(self) -> torch.dtype:
-        """The dtype of most of the weights."""
+        """The dtype that most of the weights have, among those that djinnd reads."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
             sizes[info.stored] += math.prod(info.shape)
@@ -133,7 +138,7 @@ class Checkpoint:
         return DTYPES[readable[0]]
 
     def check_readable(self, name: str) -> None:
-        """Raises ModelRejected for a tensor of a dtype that djinnd does not compute with."""
+        """Raises ModelRejected if djinnd does not read the tensor's dtype."""
         info = self.tensors[name]
         if info.stored not in DTYPES:
             raise ModelRejected(
@@ -142,19 +147,21 @@ class Checkpoint:
                 tensor=name,
             )
 
-    # --- their bytes ------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------------------------
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. Raises ModelRejected."""
+        """Reads the tensor to memory of its own. Raises ModelRejected."""
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=DTYPES[info.stored])
         self.read_into(name, tensor)
         return tensor
 
     def read_into(self, name: str, view: Tensor) -> None:
-        """Fills a contiguous tensor, straight from the file where its dtype is the same, else by way of PIECE bytes.
+        """Fills a contiguous tensor. If the dtypes are equal, it is read in place; otherwise pieces are read aside and
+        converted.
 
-        Raises ModelRejected where the shapes differ, and where the file has been cut or cannot be read."""
+        Raises ModelRejected if the shapes differ, or if the file was cut or cannot be read.
+        """
         info = self.tensors[name]
         if tuple(view.shape) != info.shape:
             raise wrong_shape(name, info.shape, view.shape)
@@ -178,12 +185,14 @@ class Checkpoint:
             raise ModelRejected(told, file=info.file, tensor=info.name)
         digest.update(memory)
 
-    # --- what they are known by -------------------------------------------------------------------------------------
+    # --- hashes -----------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Changes when the files may have: of the configuration, the tensors, and of the files' inodes, sizes and
-        times as they were before anything was read. Nobody can set back a file's change time, as `touch -r` does the
-        modification time."""
+        """Hash that changes if the files may have changed, known before the weights are read.
+
+        It covers the configuration, the tensors' names and places, and the files' inodes, sizes and times before the
+        first read. The change time is included because `touch -r` can restore only the modification time.
+        """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.file} {info.shape} {info.stored} {info.start}\n".encode())
@@ -191,8 +200,8 @@ class Checkpoint:
         return digest.hexdigest()
 
     def identity(self) -> str:
-        """Of the model that has been read, the same for copies of it on every machine: of the configuration, of all
-        tensors' names, shapes and dtypes, and of all bytes of those that have been read."""
+        """Hash of the model, equal for copies of it on every machine. It covers the configuration, the names, shapes
+        and dtypes of all tensors, and the bytes of the tensors that have been read."""
         told = {key: value for key, value in self.config.items() if key not in _NOT_OF_THE_MODEL}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
@@ -206,7 +215,7 @@ def wrong_shape(name: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> Mod
 
 
 def _weight_map(files: ModelFiles) -> dict[str, str]:
-    """Tensor → file, as the index of a checkpoint in several files has it."""
+    """The index of a checkpoint in several files: tensor → file."""
     data = files.read(INDEX, MAX_INDEX)
     try:
         return _index.decode(data).weight_map

@@ -1,7 +1,7 @@
-"""From a checkpoint's files into a WeightStore, block after block, in parallel, with progress.
+"""Fills a WeightStore from a checkpoint's files, block after block, with parallel reads.
 
-files ──threads──► host view, plain                                   where the store is plain
-files ──threads──► staging (two, pinned) ──► device: pack ──► host    where it is packed: a pass over the bus each way
+plain store    files ──threads──► host memory
+packed store   files ──threads──► staging (two, pinned) ──► device: pack ──► host memory
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from djinnd.weights.store import WeightStore
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 READERS = min(16, os.cpu_count() or 1)
-AHEAD = 2  # buffers that are being read while one is packed
+AHEAD = 2  # buffers that are read at the same time; also the number of staging buffers
 
 _numbers = count()
 
 
 def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Future.result) -> None:
-    """`wait` gives the results of what threads read, or gives up. Raises ModelRejected with the tensor at fault,
-    djinn_client.packed.Unpackable, or what `progress` and `wait` raise; then no other buffer is begun, and nobody
-    writes to the store any more but who never comes back from a read."""
+    """Fills all buffers of the store.
+
+    wait: returns the result of a read, or raises to give up; see reading.Patience.
+
+    Raises ModelRejected with the tensor at fault, djinn_client.packed.Unpackable, or an exception of `progress` or
+    `wait`. After that no other buffer is begun, and only a thread that hangs in a read might still write to the store.
+    """
     done = 0
     under_way: deque[tuple[int, Tensor, list[Future[None]]]] = deque()
     packer = Packer(store, device) if store.is_packed else None
@@ -67,7 +71,7 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
 
 
 def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor) -> int:
-    """Bytes of the store that are filled now."""
+    """Packs the buffer if the store wants that → bytes of the store that are now filled."""
     form = store.forms[index]
     if form is not None:
         assert packer is not None
@@ -76,27 +80,27 @@ def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor
 
 
 def hashes(store: WeightStore) -> list[bytes]:
-    """Of the buffers, each of all its bytes as they lie in the store."""
+    """A hash of each buffer's bytes in the store."""
     with ThreadPoolExecutor(READERS, "djinn-hash") as threads:
         return list(threads.map(lambda index: _hash(store.host(index)), range(len(store.buffers))))
 
 
 def _hash(buffer: Tensor) -> bytes:
     digest = xxh3_128()
-    for piece in buffer.view(torch.uint8).split(PIECE):  # other threads run within each
+    for piece in buffer.view(torch.uint8).split(PIECE):  # `update` releases the GIL
         digest.update(piece.numpy().data)
     return digest.digest()
 
 
 class Packer:
-    """Packs blocks on the device, or on the host where the device has no room for it. Owns staging and device memory
-    until `close`."""
+    """Packs blocks on the device, or on the host if the device has too little free memory. Owns staging and device
+    memory until `close`."""
 
     def __init__(self, store: WeightStore, device: Device) -> None:
         forms = [form for form in store.forms if form is not None]
         numel = max(form.numel for form in forms)
         self._device = device
-        # Zeroed: what pads the vectors travels with them.
+        # Zeroed because the padding between vectors is stored with them.
         self._staging = [device.staging(numel * 2).zero_().view(torch.bfloat16) for _ in range(AHEAD)]
         self._layouts = [buffer.layout for buffer in store.buffers]
         self._label = f"packing {next(_numbers)}"
@@ -109,10 +113,11 @@ class Packer:
                 pass
 
     def staging(self, index: int) -> Tensor:
-        """Where to put the plain block `index`: [numel], bfloat16. Free again when it has been packed."""
+        """Memory for buffer `index` in plain form: [numel], bfloat16. It may be reused after `pack`."""
         return self._staging[index % AHEAD][: self._layouts[index].numel]
 
     def pack(self, form: PackedForm, plain: Tensor, out: Tensor) -> None:
+        """Packs `plain` to `out`, uint8 in host memory. Raises Unpackable."""
         if self._memory is None:
             form.pack(plain, out)
             return

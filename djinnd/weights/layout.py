@@ -1,12 +1,12 @@
-"""A block is a template and a buffer: this is the buffer's layout.
+"""Layout: the places of a block's tensors in its flat buffer.
 
     ┌────────────┬───────────────────────────────┬─────┬────────────┬─────┬───────┬─────
     │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …   │ norms │ biases …    row-major, in one dtype
     └────────────┴───────────────────────────────┴─────┴────────────┴─────┴───────┴─────
-    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT              ▲ vectors: what has one dimension or none
+    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT              ▲ vectors: tensors of one dimension or none
 
-Tensors that one matrix product can serve (a run: q, k and v, or gate and up) lie side by side without padding, so that
-their concatenation is a view of the buffer and not a copy. The matrices come first: they are what can be packed.
+A run is a group of tensors that one matrix product can serve: q, k and v, or gate and up. They are adjacent, without
+padding, so that their concatenation is a view of the buffer. The matrices come first, because only they can be packed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes; what device allocators give, and more than any vector load wants
+ALIGNMENT = 256  # bytes; the alignment of device allocators, and more than any vector load needs
 
 STEP = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-byte dtypes
 
@@ -43,13 +43,13 @@ class Entry:
 
 
 class Layout:
-    """Where each tensor of a block stands in its flat buffer."""
+    """Entries, runs and units of a block's flat buffer. Offsets count elements."""
 
     def __init__(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         self.entries: dict[str, Entry] = {}
         self.runs: list[tuple[str, ...]] = []
-        self.units: list[tuple[str, ...]] = []  # the matrices: each run of them, and each that is in no run
-        self.matrices = 0  # elements, with the padding after the last matrix
+        self.units: list[tuple[str, ...]] = []  # the matrices: each run, and each matrix that is in no run
+        self.matrices = 0  # elements of all matrices, including the padding after the last one
         offset = 0
         for run in sorted(_runs({name: tuple(shape) for name, shape in shapes}), key=_is_vector):
             names = tuple(name for name, _ in run)
@@ -68,18 +68,18 @@ class Layout:
         return self.numel * dtype.itemsize
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors of a buffer of `numel` elements, by name; no copy."""
+        """name → view of the tensor, for a buffer of `numel` elements."""
         assert buffer.numel() == self.numel, (buffer.numel(), self.numel)
         return {e.name: buffer[e.offset : e.end].view(e.shape) for e in self.entries.values()}
 
     def vectors(self, memory: Tensor) -> dict[str, Tensor]:
-        """The vectors alone, over memory of their own: [numel - matrices]."""
+        """name → view of the vector, for memory that holds only the vectors: [numel - matrices]."""
         assert memory.numel() == self.numel - self.matrices, (memory.numel(), self.numel, self.matrices)
         own = [entry for entry in self.entries.values() if entry.offset >= self.matrices]
         return {e.name: memory[e.offset - self.matrices : e.end - self.matrices].view(e.shape) for e in own}
 
     def joined(self, buffer: Tensor, run: tuple[str, ...]) -> Tensor:
-        """The tensors of a run as one, concatenated along their first dimension; no copy."""
+        """The tensors of a run as one view, concatenated along their first dimension."""
         entries = [self.entries[name] for name in run]
         rows = sum(e.shape[0] for e in entries)
         return buffer[entries[0].offset : entries[-1].end].view(rows, *entries[0].shape[1:])
@@ -88,7 +88,7 @@ class Layout:
         return isinstance(other, Layout) and self.entries == other.entries
 
     def unit_shape(self, unit: tuple[str, ...]) -> tuple[int, int]:
-        """Rows and columns of a unit as one matrix: stacked experts stand one below the other."""
+        """Rows and columns of a unit as one matrix. Stacked experts are concatenated along the rows."""
         shapes = [self.entries[name].shape for name in unit]
         return sum(math.prod(shape[:-1]) for shape in shapes), shapes[0][-1]
 
@@ -100,7 +100,8 @@ def _is_vector(run: list[tuple[str, tuple[int, ...]]]) -> bool:
 
 
 def _runs(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[tuple[str, tuple[int, ...]]]]:
-    """Groups neighbours of one parent that share their input; every other tensor is a run of its own."""
+    """Groups the tensors into runs: modules of one parent that share their input. Each other tensor is a run of its
+    own."""
     taken: set[str] = set()
     for name in shapes:
         if name in taken:
@@ -113,6 +114,7 @@ def _runs(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[tuple[str, tuple[
 
 
 def _candidates(name: str) -> Iterable[list[str]]:
+    """The runs that a tensor of this name may belong to."""
     parts = name.split(".")
     if len(parts) < 2:
         return

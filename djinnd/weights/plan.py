@@ -1,15 +1,19 @@
-"""Where each block of a model is to be: the residency plan. Pure: sizes and a budget in, places out.
+"""Plan: chooses the place of each block of a model on its device. Pure code: sizes and a budget in, places out.
 
     budget │ reserved │ workspace │ KV pages │ rest │ scratch │ ring: slots │ resident blocks … │
 
-A block has one of three places. `plain`: it stays on the device as it is computed with. `packed`: it stays in the
-lossless 12-bit code, and is decoded into the scratch buffer just before it computes, or inside the product.
-`streamed`: it passes through the ring, packed where it can be. In this order they cost time, and the plan takes the
-first that fits: all plain; all resident, some packed; as few streamed as possible. Streamed blocks are spread evenly
-over the model, so that the copy engine has work while the resident blocks between them compute.
+A block has one of three places:
 
-Of a streamed block with stacked experts, only the trunk (all but the experts) passes through the ring. The experts stay
-in host memory, and those that its router has picked are fetched into the scratch buffer: see model/experts.py.
+    plain      resident on the device in the compute dtype;
+    packed     resident in the lossless 12-bit code, unpacked to scratch just before it computes, or inside the product;
+    streamed   passes through the ring in each pass, packed if possible.
+
+A plain block is the fastest, a streamed one the slowest. The plan takes the first that fits: all blocks plain; all
+resident, some packed; as few streamed as possible. Streamed blocks are spread evenly over the model, so that the copy
+engine works while the resident blocks between them compute.
+
+If a streamed block has stacked experts, only its trunk (the rest of the block) passes through the ring. The experts
+stay in host memory, and the experts that its router picks are fetched to scratch: see model/experts.py.
 """
 
 from __future__ import annotations
@@ -22,64 +26,67 @@ from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.budget import at_least, gib
 
-SLOTS = 3
-# In one slot a copy waits until the block before it has been computed with, which takes about a thirtieth of a copy's
-# time: up to so many streamed blocks, to stream one fewer is worth more than a second slot.
+SLOTS = 3  # of the ring, if memory allows
+# With one slot, a copy waits until the block before it has been computed, which takes about a thirtieth of a copy's
+# time. Up to so many streamed blocks, streaming one block fewer gains more than a second slot.
 ONE_SLOT_PAYS = 32
 ALIGNMENT = 256  # bytes
-PAGES_SHARE = 0.5  # where nobody says how much KV there is to be; see plan_places
+PAGES_SHARE = 0.5  # if the amount of KV is not configured; see plan_places
 
 
 class Place(Enum):
+    """The place of a block: see above."""
+
     PLAIN = "plain"
     PACKED = "packed"
     STREAMED = "streamed"
 
 
 def are_fetched(count: int, picked: int) -> bool:
-    """Whether a streamed block's experts are fetched on demand, and do not pass through the ring: where `picked` of
-    `count`, for one row, are fewer bytes than all of them. More rows never need more than the ring would carry."""
+    """Returns True if a streamed block's experts are fetched on demand instead of passing through the ring. They are if
+    a row picks fewer than all experts; more rows never need more bytes than the ring would carry."""
     return 0 < picked < count
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSize:
-    """Bytes of a block's stacked experts, of which its router picks some for each row, and fewer than there are."""
+    """Bytes of a block's stacked experts."""
 
     plain: int
-    packed: int | None
-    count: int
-    picked: int
+    packed: int | None  # None: no packed form
+    count: int  # experts of the block
+    picked: int  # experts that its router picks for each row; fewer than `count`
 
     @property
     def least(self) -> int:
+        """Bytes of the smallest form."""
         return self.plain if self.packed is None else self.packed
 
     def share(self, rows: int) -> float:
-        """Of the experts, that so many rows are expected to need: as if each picked evenly, without the others."""
+        """Expected share of the experts that `rows` rows need, if each row picks uniformly and independently."""
         return 1 - (1 - self.picked / self.count) ** rows
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """Bytes of a block on the device, with its `experts`, if it has any that are fetched on demand. `packed` None: it
-    has no packed form."""
+    """Bytes of a block on the device, including its stacked experts."""
 
     plain: int
-    packed: int | None
-    experts: ExpertsSize | None = None
+    packed: int | None  # None: no packed form
+    experts: ExpertsSize | None = None  # stacked experts that are fetched on demand, if any
 
     @property
     def least(self) -> int:
+        """Bytes of the smallest form."""
         return self.plain if self.packed is None else self.packed
 
     @property
     def passing(self) -> int:
-        """Through the ring, where the block streams."""
+        """Bytes that pass through the ring if the block streams."""
         return self.least - (0 if self.experts is None else self.experts.least)
 
     def needed(self, rows: int) -> BlockSize:
-        """What so many rows are expected to be computed with."""
+        """The sizes with only the experts that `rows` rows are expected to need."""
         if self.experts is None:
             return self
         spare = 1 - self.experts.share(rows)
@@ -87,19 +94,19 @@ class BlockSize:
         return BlockSize(self.plain - round(spare * self.experts.plain), packed)
 
     def fetched(self, rows: int) -> int:
-        """Expected to be fetched on demand for so many rows, where the block streams."""
+        """Expected bytes of experts that are fetched on demand for `rows` rows if the block streams."""
         return 0 if self.experts is None else round(self.experts.least * self.experts.share(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ring_bytes` and `scratch_bytes` are 0 where nothing needs them. `slots` counts largest streamed blocks."""
+    """The places of all blocks, and the device memory that they take."""
 
     sizes: tuple[BlockSize, ...]
     places: tuple[Place, ...]
-    ring_bytes: int
-    scratch_bytes: int
-    slots: int
+    ring_bytes: int  # 0 if no block streams
+    scratch_bytes: int  # 0 if every block is plain
+    slots: int  # how many of the largest streamed block the ring holds
 
     def count(self, place: Place) -> int:
         return self.places.count(place)
@@ -110,21 +117,21 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Over the bus in one pass: expected for one row, where experts are fetched on demand."""
+        """Bytes over the bus in one pass of one row; expected bytes for experts on demand."""
         return self.passing_bytes + self.fetched_bytes(1)
 
     @property
     def passing_bytes(self) -> int:
-        """Through the ring in one pass."""
+        """Bytes through the ring in one pass."""
         return sum(self.sizes[index].passing for index in self.streamed)
 
     def fetched_bytes(self, rows: int) -> int:
-        """Expected to be fetched on demand in one pass of so many rows."""
+        """Expected bytes of experts that are fetched on demand in one pass of `rows` rows."""
         return sum(self.sizes[index].fetched(rows) for index in self.streamed)
 
     @property
     def notes(self) -> list[str]:
-        """What people are told beside the figures."""
+        """Remarks to show to users beside the figures."""
         stacks = [size.experts for size in map(self.sizes.__getitem__, self.streamed) if size.experts is not None]
         kinds = dict.fromkeys((stack.picked, stack.count) for stack in stacks)
         return [f"experts on demand: {picked} of {count}" for picked, count in kinds]
@@ -135,7 +142,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of device memory for all blocks."""
+        """Bytes of device memory for all blocks, with ring and scratch."""
         return self.resident_bytes + self.ring_bytes + self.scratch_bytes
 
 
@@ -148,12 +155,14 @@ def plan_places(
     may_stream_more: bool = False,
     pages_share: float = PAGES_SHARE,
 ) -> Plan:
-    """The first plan that fits `free` bytes. `staging`: bytes that a plain block needs beside its own for a moment,
-    while it is decoded from its packed form in host memory. `may_stream_more`: than `placing.resident` says, which is
-    then the most that may be resident. `pages_share`: of what resident blocks leave when they are packed, the part that
-    pages of KV are to have; the rest makes blocks plain.
+    """The first plan that fits `free` bytes.
 
-    Raises InvalidRequest for wishes that no device could grant, OutOfMemory with the least that would do.
+    staging: extra bytes that a plain block needs while it is unpacked from its packed form in host memory.
+    may_stream_more: more blocks may stream than `placing.resident` implies; it is then an upper limit.
+    pages_share: if all blocks are resident and some packed, the share of the remaining memory that is left to KV
+        pages; the other part makes packed blocks plain.
+
+    Raises InvalidRequest for a placing that no device could grant, OutOfMemory with the least memory that suffices.
     """
     wanted = _wanted_streams(placing, len(sizes), may_stream_more)
     for plan in _candidates(sizes, wanted, placing, may_stream_more):
@@ -170,28 +179,30 @@ def plan_places(
 
 
 def least_bytes(sizes: Sequence[BlockSize], placing: Placing, staging: int = 0) -> int:
-    """Of device memory, that the blocks need where as many stream as can. `staging`: see plan_places."""
+    """The least device memory that the blocks need, with as many of them streamed as possible. `staging`: see
+    plan_places."""
     wanted = _wanted_streams(placing, len(sizes), may_stream_more=True)
     return min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more=True))
 
 
 def fewest_streams(placing: Placing, blocks: int) -> int:
-    """How many blocks stream however large the budget is."""
+    """Number of blocks that stream even with an unlimited budget."""
     return min(_wanted_streams(placing, blocks, may_stream_more=True))
 
 
 def _peak(plan: Plan, staging: int) -> int:
-    """Bytes of device memory, while the blocks are brought to their places: scratch serves as staging."""
+    """Bytes of device memory while the blocks are brought to their places. Scratch, if there is any, serves as
+    staging."""
     return plan.nbytes + (staging if Place.PLAIN in plan.places and not plan.scratch_bytes else 0)
 
 
 def spread(count: int, among: int) -> list[int]:
-    """`count` of `among` blocks, evenly."""
+    """Indices of `count` of `among` blocks, spread evenly."""
     return [(2 * k + 1) * among // (2 * count) for k in range(count)]
 
 
 def _wanted_streams(placing: Placing, blocks: int, may_stream_more: bool) -> Sequence[int]:
-    """How many blocks may stream, the most welcome count first."""
+    """Numbers of blocks that may stream, the preferred one first. Raises InvalidRequest if `resident` is impossible."""
     wish = placing.resident
     if wish is None:
         return range(blocks + 1)
@@ -204,15 +215,15 @@ def _wanted_streams(placing: Placing, blocks: int, may_stream_more: bool) -> Seq
 def _candidates(
     sizes: Sequence[BlockSize], wanted: Sequence[int], placing: Placing, may_stream_more: bool
 ) -> Iterator[Plan]:
-    """Plans from the fastest to the smallest. Where more may stream than was asked for, a ring that is too small for
-    that is no error: then no more do."""
+    """Plans from the fastest to the smallest. If more blocks may stream than the user asked for, a plan whose ring is
+    too small for them is left out instead of raising an error."""
     packable = any(size.packed is not None for size in sizes)
     for streams in wanted:
         for resident in (Place.PLAIN, Place.PACKED):
             if resident is Place.PACKED and not packable:
                 continue
             if resident is Place.PLAIN and packable and streams > min(wanted):
-                continue  # one more of them has not fitted packed, so it is packed that fewer stream
+                continue  # streaming more blocks is worse than packing resident ones, so the rest stays packed
             fewest_slots = 1 if streams <= ONE_SLOT_PAYS or streams == max(wanted) else 2
             is_more = may_stream_more and streams > min(wanted)
             yield from _plans(sizes, streams, resident, placing, fewest_slots, is_more)
@@ -226,6 +237,7 @@ def _plans(
     fewest_slots: int,
     is_more: bool,
 ) -> Iterator[Plan]:
+    """Plans with `streams` streamed blocks and the others `resident`, from the largest ring to the smallest."""
     places = [Place.PLAIN if size.packed is None else resident for size in sizes]
     for index in spread(streams, len(sizes)) if streams else []:
         places[index] = Place.STREAMED
@@ -239,7 +251,7 @@ def _plans(
 
 
 def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, is_more: bool) -> Iterator[int]:
-    """Bytes of the ring: as asked for, else three slots, or fewer where memory is short."""
+    """Sizes of the ring to try, in bytes: the configured size or slots, or else three slots and fewer."""
     largest = max(travelling)
     if placing.ring_bytes:
         if placing.ring_bytes < largest and is_more:
@@ -257,7 +269,8 @@ def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, 
 
 
 def _upgraded(plan: Plan, free: int, pages_share: float) -> Plan:
-    """Where all blocks are resident and some packed: what is left and not for pages of KV makes packed blocks plain."""
+    """If all blocks are resident and some packed, makes packed blocks plain with the memory that is left beside the
+    share of KV pages."""
     packed = [index for index, place in enumerate(plan.places) if place is Place.PACKED]
     if plan.streamed or not packed:
         return plan
@@ -270,7 +283,7 @@ def _upgraded(plan: Plan, free: int, pages_share: float) -> Plan:
 
 
 def _in_scratch(size: BlockSize, place: Place) -> int:
-    """Bytes of scratch that the block computes from."""
+    """Bytes of scratch that the block needs while it computes."""
     if place is Place.PLAIN:
         return 0
     if size.packed is not None:
@@ -285,7 +298,7 @@ def _resident(size: BlockSize, place: Place) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """As much as a block takes of device memory."""
+    """Rounds a block's bytes up to ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

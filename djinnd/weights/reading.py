@@ -1,8 +1,8 @@
-"""Threads that read files, and that nobody has to wait for.
+"""Reads files in threads that can be abandoned.
 
-A read may never return: a network share hangs, the owner of a FUSE file system does not answer. Nothing interrupts a
-thread in it. So files are read in threads that can be left behind, and who waits for them does so for as long as bytes
-come:
+A read may never return, for example from a network share that hangs or a FUSE file system that does not answer, and
+nothing can interrupt a thread in it. So files are read in threads of their own, and the loader waits only as long as
+bytes arrive:
 
     loader thread ──submit──► Readers ──► threads ──preadv──► memory
           └───────────────── Patience: Future ◄──┘            too few bytes for too long: ModelRejected
@@ -22,15 +22,15 @@ from djinn_client.errors import ModelRejected
 T = TypeVar("T")
 Wait = Callable[[Future[Any]], Any]  # → the future's result
 
-SECONDS = 30.0  # in which at least LEAST bytes come, or the load has failed
-LEAST = 16 << 20
-SLOW = 32 << 20  # bytes a second; whose files come more slowly lets others go first
-TICK = 1.0  # seconds between two looks at what has come
-_LET_END = 5.0  # seconds that threads are given to end what they are reading
+SECONDS = 30.0  # a load fails if fewer than LEAST bytes arrive in this time
+LEAST = 16 << 20  # bytes
+SLOW = 32 << 20  # bytes a second; a load with slower files lets other loads go first
+TICK = 1.0  # seconds between two checks of the bytes that have arrived
+_LET_END = 5.0  # seconds that `close` waits for threads to finish their reads
 
 
 class Readers:
-    """A pool of threads that take jobs until `close`, which leaves those behind that do not come back."""
+    """A pool of threads that take jobs until `close`. A thread that hangs in a read is abandoned."""
 
     def __init__(self, count: int, name: str = "djinn-read") -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -44,7 +44,7 @@ class Readers:
         return future
 
     def close(self) -> None:
-        """Jobs that nobody has begun are cancelled."""
+        """Cancels jobs that have not begun, and waits a few seconds for the others."""
         while True:
             try:
                 job = self._jobs.get_nowait()
@@ -64,14 +64,18 @@ class Readers:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(act())
-                except BaseException as error:  # whoever waits is told
+                except BaseException as error:  # the future passes it to the waiting thread
                     future.set_exception(error)
-            del job, future, act  # they hold memory and files
+            del job, future, act  # drop references to memory and files before waiting for the next job
 
 
 class Patience:
-    """Of one load, in one thread. `count` says how many bytes have come; `look` is called now and then while somebody
-    waits, and may raise; `slow` is called where the bytes come slowly."""
+    """Waits for the reads of one load, in one thread, and gives up if too few bytes arrive.
+
+    count: returns the bytes that have arrived so far.
+    look: called about once a TICK while waiting; may raise.
+    slow: called at each check that finds a rate below SLOW.
+    """
 
     def __init__(
         self,
@@ -82,11 +86,12 @@ class Patience:
         self._count = count
         self._look = look
         self._slow = slow
-        self._seen = self._enough = 0  # bytes, at the last look, and when there last were LEAST
-        self._waited = 0.0  # seconds since then
+        self._seen = self._enough = 0  # bytes at the last check, and at the last time that LEAST bytes had arrived
+        self._waited = 0.0  # seconds of waiting since that time
 
     def result(self, future: Future[T]) -> T:
-        """Raises what the job has raised; ModelRejected where too little comes; and what `look` raises."""
+        """The job's result. Raises the job's exception, ModelRejected if too few bytes arrive, and exceptions of
+        `look`."""
         while True:
             began = time.monotonic()
             try:

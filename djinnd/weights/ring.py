@@ -1,12 +1,12 @@
-"""The ring: device memory that streamed blocks pass through, in the order of the model, pass after pass.
+"""Ring: device memory that streamed blocks pass through, in the order of the model, pass after pass.
 
-    memory │ block 3 │ block 8 │ block 14 │ skipped │      the next block begins where the last one ended; one that does
-           ▲ block 19 │ block 24 …                           not fit before the end begins at the start: it never wraps
+    memory │ block 3 │ block 8 │ block 14 │ skipped │      a block begins where the one before it ends; a block that
+           ▲ block 19 │ block 24 …                           does not fit before the end begins at the start
 
-Blocks of one size so have slots. A block has the same region in every pass, because captured graphs hold its address;
-its copy waits until the last block before it whose region overlaps has been computed with. Copies are queued as early
-as that: the next pass's first blocks travel while this pass ends. Order is kept by the device's events alone, and the
-host never waits.
+Blocks of equal size thus share slots. A block has the same region in every pass, because captured graphs hold its
+address. Its copy waits until the last earlier block with an overlapping region has been computed. Copies are queued as
+early as that allows: the first blocks of the next pass are copied while this pass ends. Only events on the device keep
+the order, and the host never waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ PIECE = 128 << 20  # bytes of one copy: 16 MiB lose 1 %, 512 gain 0.3 (docs/resu
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    start: int  # bytes
+    """Bytes [start, end) of the ring."""
+
+    start: int
     end: int
 
     def overlaps(self, other: Region) -> bool:
@@ -31,7 +33,8 @@ class Region:
 
 
 def place_regions(sizes: Sequence[int], capacity: int) -> list[Region]:
-    """Where each block of a pass is, by the skip-end rule. Every size fits the capacity."""
+    """The region of each block of a pass. A block that does not fit before the end begins at the start. Every size is
+    at most `capacity`."""
     regions: list[Region] = []
     at = 0
     for size in sizes:
@@ -44,7 +47,8 @@ def place_regions(sizes: Sequence[int], capacity: int) -> list[Region]:
 
 
 def distances(regions: Sequence[Region]) -> list[int]:
-    """For each block, how many turns back the last one was whose region overlaps its own: from 1 to all of them."""
+    """For each block, how many turns earlier the last block with an overlapping region came: from 1 to the number of
+    blocks."""
     count = len(regions)
     return [
         next(back for back in range(1, count + 1) if regions[turn].overlaps(regions[(turn - back) % count]))
@@ -53,10 +57,11 @@ def distances(regions: Sequence[Region]) -> list[int]:
 
 
 class Ring:
-    """Turn t belongs to streamed block t mod n. A turn is queued (its copy is under way or done), taken (its block may
-    be computed with) and given back, each in order:
+    """Copies streamed blocks into their regions, in turns. Turn t belongs to streamed block t mod n.
 
-        given back <= taken <= queued,      and queued turns that are not given back never overlap.
+    A turn is first queued (its copy is under way or done), then taken (its block may compute), then given back. Each
+    happens in the order of the turns, so given back <= taken <= queued. The regions of turns that are queued and not
+    given back never overlap.
     """
 
     def __init__(
@@ -70,9 +75,14 @@ class Ring:
         piece: int = PIECE,
         name: Callable[[int], str] = str,
     ) -> None:
-        """`memory`: uint8 on the device. `sources(k)`: for the k-th streamed block the target, a view of its region,
-        and the host tensor to copy there, flat and of one length. `prefetch` False: a block's copy is queued when its
-        turn comes, for comparison. `name(k)`: of its copies, in a trace."""
+        """Queues the first copies.
+
+        memory: uint8 on the device.
+        sources: k → (target, source) of the k-th streamed block: a view of its region, and the host tensor to copy
+            there; both are flat and of equal length.
+        prefetch: False queues a block's copy only when its turn comes, for comparison.
+        name: k → name of the block's copies in a trace.
+        """
         self._device = device
         self._regions = list(regions)
         self._distances = distances(regions)
@@ -85,18 +95,18 @@ class Ring:
 
     def _start(self) -> None:
         self._queued = self._taken = self._given_back = 0
-        self._ready: dict[int, list[Event]] = {}  # by turn, from queued to taken: one a piece
-        self._passed: dict[int, Mark] = {}  # by turn, of turns given back that a later one may have to wait for
+        self._ready: dict[int, list[Event]] = {}  # turn → an event for each piece, for turns queued and not yet taken
+        self._passed: dict[int, Mark] = {}  # turn → mark, for turns given back that a later copy may wait for
         self._queue_copies()
 
     @property
     def next(self) -> int:
-        """Which streamed block has the next turn."""
+        """Index of the streamed block that has the next turn."""
         return self._taken % len(self._regions)
 
     def take(self) -> None:
-        """Work that is queued on the compute stream from now on finds the next block in its region. Raises what went
-        wrong with its copy; the ring is then of no use until `restart`."""
+        """Makes work that is queued on the compute stream from now on wait for the next block's copy. Raises the error
+        of a failed copy; after that only `restart` may be called."""
         assert self._taken == self._given_back, "the block of the last turn has not been given back"
         if not self._prefetch:
             self._queue(self._device.mark())
@@ -105,7 +115,7 @@ class Ring:
         self._taken += 1
 
     def give_back(self) -> None:
-        """All work on the block that was taken last has been queued."""
+        """Ends the last taken turn, after all work on its block has been queued."""
         assert self._given_back == self._taken - 1
         self._passed[self._given_back] = self._device.mark()
         self._passed.pop(self._given_back - len(self._regions), None)
@@ -113,8 +123,8 @@ class Ring:
         self._queue_copies()
 
     def skip(self, count: int) -> None:
-        """So many turns pass without their blocks. What of them has not been queued yet is not copied; what has been is
-        of no use, and what comes into its place is copied after it, as all copies follow each other."""
+        """Skips `count` turns. Their copies are left out if they are not queued yet. A copy that is queued is wasted;
+        the next copy to its region comes after it, because copies run in order."""
         assert self._taken == self._given_back, "the block of the last turn has not been given back"
         if not count:
             return
@@ -128,7 +138,7 @@ class Ring:
         self._queue_copies()
 
     def restart(self) -> None:
-        """After a pass that was broken off: the next one begins with the first block. Waits for the device."""
+        """Begins with the first block again, after a pass that was broken off. Waits for the device."""
         self._device.synchronize()
         self._start()
 

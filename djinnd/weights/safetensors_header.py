@@ -1,15 +1,16 @@
-"""The header of a safetensors file: which tensors it has, and which of its bytes they are.
+"""Parses the header of a safetensors file: its tensors and their places in the file.
 
     byte 0        8               8 + N                                file's end
          ┌────────┬───────────────┬──────────┬──────────┬───────────────────────┐
          │ N (LE) │ JSON: N bytes │ tensor   │ tensor   │ …  no gap, no overlap │
          └────────┴───────────────┴──────────┴──────────┴───────────────────────┘
 
-The JSON has an entry for each tensor, {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} with offsets from the
-first tensor's beginning, and possibly "__metadata__", which says nothing of them. This module is pure: bytes in,
-tensors out. Whoever wrote the bytes may be hostile, so whatever grows with them has a bound, and one call into C code,
-which keeps the interpreter from all other threads, handles either the whole header without building its values or one
-entry of at most MAX_ENTRY bytes.
+The JSON has an entry for each tensor: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets from the
+start of the first tensor. It may also have "__metadata__", which is ignored. This module is pure: bytes in, tensors
+out.
+
+The bytes may be hostile, so all that grows with them is bounded. A call into C code holds the GIL, so each call either
+scans the whole header without building its values, or decodes one entry of at most MAX_ENTRY bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 PREFIX = 8  # bytes before the JSON
 MAX_HEADER = 32 << 20  # bytes; 160,000 tensors have some 20 MiB
 MAX_ENTRY = 4096  # bytes of JSON for one tensor
-MAX_TENSORS = 1 << 18  # of one file
+MAX_TENSORS = 1 << 18  # in one file
 MAX_DIMENSIONS = 16
 
 BITS = {
@@ -39,16 +40,16 @@ _NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Stored(NamedTuple):
-    """One tensor as it lies in its file."""
+    """The dtype, shape and place of a tensor in its file."""
 
-    dtype: str  # as safetensors calls it; dtypes that are not in BITS are passed on, and nothing is known of them
+    dtype: str  # name in safetensors; a dtype that is not in BITS is passed on, and its size is not checked
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # byte offset in the file
     nbytes: int
 
 
 class BadHeader(ValueError):
-    """These bytes are no whole safetensors file. `tensor`: the one at fault, if it is a single one."""
+    """The bytes are not a complete safetensors file. `tensor`: the tensor at fault, if there is a single one."""
 
     def __init__(self, reason: str, tensor: str = "") -> None:
         super().__init__(reason)
@@ -66,7 +67,7 @@ _entry = msgspec.json.Decoder(_Entry)
 
 
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
-    """N, by the file's first bytes and its size. Raises BadHeader."""
+    """N, the length of the JSON, from the file's first bytes. Raises BadHeader if it does not fit the file's size."""
     if len(prefix) < PREFIX:
         raise BadHeader(f"it has {len(prefix)} bytes")
     (size,) = struct.unpack_from("<Q", prefix)
@@ -78,7 +79,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int) -> dict[str, Stored]:
-    """By name, the tensors of a file whose JSON this is. Raises BadHeader."""
+    """name → tensor, from the JSON of a file of `file_bytes` bytes. Raises BadHeader."""
     try:
         entries = _header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -110,8 +111,8 @@ def _stored(name: str, raw: msgspec.Raw, first: int) -> Stored:
 
 
 def _check_whole(tensors: dict[str, Stored], first: int, file_bytes: int) -> None:
-    """Every byte behind the header is one tensor's. A name that occurs twice leaves the bytes of its first tensor
-    without one, and is found here, too."""
+    """Raises BadHeader unless each byte behind the header belongs to exactly one tensor. This also finds a name that
+    occurs twice, because the bytes of its first entry then belong to no tensor."""
     end = first
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != end:

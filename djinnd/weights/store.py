@@ -1,12 +1,12 @@
-"""WeightStore: a model's buffers in host memory, packed where they can be, each in the form in which it travels.
+"""WeightStore: a model's buffers in host memory, in the form in which they are copied to the device.
 
-The host copy of a model is one stretch of shared memory, buffer after buffer:
+The host copy of a model is one range of shared memory, buffer after buffer:
 
     │ block 0 │ … │ block L-1 │ experts of blocks … │ rest: embedding, final norm, head │     each starts on a host page
 
-A block with stacked experts is two buffers, because where it streams they do not travel together: its trunk is the
-block's, its experts come after all blocks. Buffers are packed or plain, all alike; the rest is plain. What fills it
-(`weights/filling.py`), or who (a client that shares a model), is not the store's business.
+A block with stacked experts has two buffers, because its trunk streams without the experts: the trunk has the block's
+place, and the experts come after all blocks. All buffers are packed, or all are plain; the rest is always plain. The
+store does not fill itself: `weights/filling.py` does, or a client that shares a model.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from djinn_client.packed import PackedForm, Unit
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 
-Recipe = Callable[[Tensor], None]  # fills a parameter's view, which is contiguous; from any thread
+Recipe = Callable[[Tensor], None]  # fills a parameter's contiguous view; any thread may call it
 
-PAGE = 4096  # bytes: buffers are pinned one by one, and a page can be pinned once
+PAGE = 4096  # bytes; buffers start on pages because they are pinned one by one, and a page can be pinned only once
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Of stacked experts: how many there are, and how many of them a row picks, which is fewer."""
+    """How many stacked experts a block has, and how many of them a row picks."""
 
     count: int
-    picked: int
+    picked: int  # fewer than `count`
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One block, a block's experts, or the rest: its layout, and where each of its parameters comes from."""
+    """The buffer of one block, of a block's experts, or of the rest."""
 
-    name: str  # what all its parameters' names begin with: "model.layers.3.", or "" for the rest
+    name: str  # prefix of its parameters' names: "model.layers.3.", or "" for the rest
     layout: Layout
-    recipes: dict[str, Recipe]
-    routing: Routing | None = None  # of experts
+    recipes: dict[str, Recipe]  # parameter → function that fills it; empty if a client fills the store
+    routing: Routing | None = None  # set for a buffer of experts
 
 
 class WeightStore:
-    """The buffers of one model over one stretch of host memory (uint8 [nbytes], shared and page-aligned)."""
+    """The buffers of one model over one range of host memory: uint8 [nbytes], shared and page-aligned."""
 
     def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, *, packed: bool) -> None:
-        """`dtype` of the weights in the store; `packed` wants bfloat16. In this order: blocks, experts of blocks, which
-        have their block's name, and the rest."""
+        """buffers: first the blocks, then experts of blocks, which have the name of their block, then the rest.
+        dtype: of the weights in the store; `packed` requires bfloat16."""
         assert not packed or dtype is torch.bfloat16
         self.buffers = list(buffers)
         self.num_blocks = sum(buffer.routing is None for buffer in self.buffers) - 1
         blocks = {buffer.name: index for index, buffer in enumerate(self.buffers[: self.num_blocks])}
         experts = range(self.num_blocks, len(self.buffers) - 1)
-        self.experts = {blocks[self.buffers[index].name]: index for index in experts}  # by block: their buffer
+        self.experts = {blocks[self.buffers[index].name]: index for index in experts}  # block → buffer of its experts
         self.dtype = dtype
         self.forms = _forms([buffer.layout for buffer in self.buffers[:-1]], packed)
         self._sizes = [
             buffer.layout.nbytes(dtype) if form is None else form.nbytes
             for buffer, form in zip(self.buffers, self.forms, strict=True)
         ]
-        self.extents = [-(-size // PAGE) * PAGE for size in self._sizes]  # bytes
+        self.extents = [-(-size // PAGE) * PAGE for size in self._sizes]  # bytes of each buffer, in whole pages
         self.offsets = [0, *accumulate(self.extents)][:-1]
         self.nbytes = sum(self.extents)
         self._memory: Tensor | None = None
@@ -73,7 +73,7 @@ class WeightStore:
         return any(form is not None for form in self.forms)
 
     def sizes(self, dtype: torch.dtype) -> list[BlockSize]:
-        """Of the blocks, on a device that computes in `dtype`."""
+        """Sizes of the blocks on a device that computes in `dtype`."""
         return [self._size(index, dtype) for index in range(self.num_blocks)]
 
     def _size(self, block: int, dtype: torch.dtype) -> BlockSize:
@@ -86,7 +86,7 @@ class WeightStore:
         return BlockSize(sum(plain), sum(packed) if packed else None, experts)
 
     def parts(self, block: int) -> list[int]:
-        """The buffers of a block: its own, and that of its experts, if it has one."""
+        """Indices of a block's buffers: its own, and that of its stacked experts if it has them."""
         return [block, self.experts[block]] if block in self.experts else [block]
 
     def attach(self, memory: Tensor) -> None:
@@ -94,7 +94,7 @@ class WeightStore:
         self._memory = memory
 
     def detach(self) -> None:
-        """Lets go of the host memory: the model needs it no more."""
+        """Drops the host memory, when the model does not need it any more."""
         self._memory = None
 
     @property
@@ -102,21 +102,23 @@ class WeightStore:
         return self._memory is not None
 
     def host(self, index: int) -> Tensor:
-        """A buffer as it lies there: uint8 where it is packed, else flat [numel] in the store's dtype."""
+        """A buffer's host memory: uint8 if it is packed, otherwise flat [numel] in the store's dtype."""
         assert self._memory is not None
         start = self.offsets[index]
         stored = self._memory[start : start + self._sizes[index]]
         return stored if self.forms[index] is not None else stored.view(self.dtype)
 
     def travelling(self, index: int) -> Tensor:
-        """The part of `host` that has to be on the device: of a packed buffer, without the room for more patches.
+        """The part of `host` that is copied to the device. For a packed buffer it ends after the patches in use.
 
-        Raises ValueError where the bytes are no packed form of this block."""
+        Raises ValueError if the bytes are not a packed form of this buffer.
+        """
         form, stored = self.forms[index], self.host(index)
         return stored if form is None else stored[: form.used(stored)]
 
     def not_finite(self) -> str | None:
-        """The first parameter, in the store's order, that holds NaN or infinity. Reads all of the store."""
+        """Name of the first parameter, in the store's order, that holds NaN or infinity; None if there is none. Reads
+        the whole store."""
         for index, (buffer, form) in enumerate(zip(self.buffers, self.forms, strict=True)):
             plain = self.host(index)
             if form is not None:
@@ -128,12 +130,12 @@ class WeightStore:
         return None
 
     def pieces(self) -> list[Tensor]:
-        """The host memory, a piece a buffer, each of whole pages: uint8. None without memory."""
+        """The host memory of each buffer, uint8, in whole pages; empty if the store has no memory."""
         return [] if self._memory is None else list(self._memory.split(self.extents))
 
 
 def _forms(layouts: Sequence[Layout], packed: bool) -> list[PackedForm | None]:
-    """Of each buffer, and None for the rest. Buffers that are alike share theirs."""
+    """The packed form of each buffer; None for a plain one and for the rest. Equal buffers share one form."""
     if not packed:
         return [None] * (len(layouts) + 1)
     known: dict[tuple[tuple[Unit, ...], int], PackedForm] = {}

@@ -140,7 +140,7 @@ def test_embeddings_of_other_positions_are_refused(device: CpuDevice) -> None:
     model = model_of(device, reduced_model("gpt2"))
     inner = model.adapter.model.transformer
     inner.wpe = Counting(inner.wpe)
-    with pytest.raises(ModelRejected, match=r"gpt2 fails the check at load, near position .* embeds otherwise"):
+    with pytest.raises(ModelRejected, match=r"gpt2 fails the check at load, near position .* embeds differently"):
         check_all(model, device, PAGE, CONTEXT)
 
 
