@@ -142,12 +142,29 @@ def _grammar(text: ModelText, request: Generate, prompt: Prompt, special: Mappin
     assert form is not None
     if chat is None:
         return grammar_text(form, forces=forces)
-    if prompt.tools:
-        raise InvalidRequest(
-            "an answer that must have a format calls no tool: give tool_choice none, or no format", field="format"
-        )
     before = text.reply_format.before_content(prompt.tail)
-    return grammar_text(form, around=lark_around(before, special) if before else "", forces=forces)
+    around = lark_around(before, special) if before else ""
+    calls = _calls(text, prompt, chat.parallel_tools, special) if prompt.tools else ""
+    return grammar_text(form, around=around, calls=calls, forces=forces)
+
+
+def _calls(text: ModelText, prompt: Prompt, parallel: bool, special: Mapping[str, int]) -> str:
+    """A grammar of calls that an answer may make in the place of one with the format. Raises InvalidRequest."""
+    form = text.reply_format
+    if form.has_unmarked_calls:
+        raise InvalidRequest(
+            f"format with tools: replies of the format {form.name!r} write calls without a marker, so a JSON answer "
+            "could not be told from a call; give tool_choice none or required, or no format",
+            field="format",
+        )
+    try:
+        return form.call_grammar(prompt.tools, parallel, prompt.tail, special)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"format with tools: no tool calls are known in replies of the format {form.name!r}; give tool_choice "
+            "none, or name the model's format in models.NAME.reply_format",
+            field="format",
+        ) from error
 
 
 def _size(request: Generate) -> int:

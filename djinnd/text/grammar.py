@@ -35,8 +35,9 @@ class TokenTable(msgspec.Struct):
     special: list[int]
 
 
-def grammar_text(form: OutputFormat, *, around: str = "", forces: bool = True) -> str:
+def grammar_text(form: OutputFormat, *, around: str = "", calls: str = "", forces: bool = True) -> str:
     """The grammar of a format. `around`: a Lark grammar of whole outputs, in which the format is the rule @answer.
+    `calls`: a Lark grammar of tool calls, which an output may follow in the place of the format.
     `forces`: where only one text can follow, its tokens are those that the tokenizer makes of it; False: the model
     chooses among all that spell it."""
     head = "%llguidance {}\n" if forces else '%llguidance {"no_forcing":true}\n'
@@ -50,10 +51,15 @@ def grammar_text(form: OutputFormat, *, around: str = "", forces: bool = True) -
         case "lark":
             key, answer = "lark_grammar", json.dumps(head + form.text)
     parts = [f'{{"name":"answer","{key}":{answer}}}']
-    if around or key == "json_schema":
-        whole = head + (around or "start: @answer")
-        parts.insert(0, f'{{"name":"whole","lark_grammar":{json.dumps(whole)}}}')
+    if around or calls or key == "json_schema":
+        parts.insert(0, _named("content", head + (around or "start: @answer")))
+    if calls:
+        parts = [_named("whole", head + "start: @calls | @content"), _named("calls", head + calls), *parts]
     return f'{{"grammars":[{",".join(parts)}]}}'
+
+
+def _named(name: str, lark: str) -> str:
+    return f'{{"name":"{name}","lark_grammar":{json.dumps(lark)}}}'
 
 
 def _escaped(regex: str) -> str:

@@ -71,6 +71,18 @@ def test_a_forced_call(gateway):
     assert call["name"] == "look" and call["input"]["n"] in (1, 2)
 
 
+def test_with_a_format_and_tools_an_answer_follows_the_one_or_calls_the_others(gateway):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOK}}
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 200, "tools": tools, "response_format": wanted}
+    for seed in range(4):
+        answer = gateway.post("/v1/chat/completions", body | {"seed": seed, "parallel_tool_calls": False})
+        assert answer.status == 200, answer.content
+        message = answer.json["choices"][0]["message"]
+        calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
+        assert json.loads(calls[0]["function"]["arguments"])["n"] in (1, 2)
+
+
 def test_a_chat_of_ollama_s_whole_and_streamed(gateway):
     whole = gateway.post("/api/chat", CHAT | {"stream": False}).json
     *parts, last = lines(gateway.post("/api/chat", CHAT).content)

@@ -71,6 +71,11 @@ class ReplyFormat(Protocol):
         ...
 
     @property
+    def has_unmarked_calls(self) -> bool:
+        """True if no marker tells a call from a reply in JSON."""
+        ...
+
+    @property
     def nine_character_ids(self) -> bool:
         """True if the template refuses ids of calls that are not nine letters or digits."""
         ...

@@ -32,6 +32,7 @@ _BORDERS = markers(START, CHANNEL, *ENDS)  # where a message ends, or another on
 class HarmonyFormat:
     name: str = "harmony"
     markers: tuple[str, ...] = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
+    has_unmarked_calls: bool = False
     nine_character_ids: bool = False
 
     def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:

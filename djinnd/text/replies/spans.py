@@ -29,6 +29,10 @@ class SpanFormat:
     def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
         return ids_of(self.markers, special)
 
+    @property
+    def has_unmarked_calls(self) -> bool:
+        return self.calls is not None and bool(self.calls.starts)
+
     def begins_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt[-_TAIL:].rstrip().endswith(self.reasoning.begin.rstrip())
 

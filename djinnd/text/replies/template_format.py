@@ -32,6 +32,10 @@ class TemplateFormat:
     markers: None = None
 
     @property
+    def has_unmarked_calls(self) -> bool:
+        return self.otherwise.has_unmarked_calls
+
+    @property
     def nine_character_ids(self) -> bool:
         return self.otherwise.nine_character_ids
 

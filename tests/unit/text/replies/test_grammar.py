@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.errors import InvalidRequest
+from djinn_client.output_format import OutputFormat
+from djinnd.text.grammar import grammar_text
 from djinnd.text.replies import NAMES, reply_format
 from djinnd.text.replies.grammar import lark_around
 from tests.support.replies import BY_NAME, D_BEGIN, D_CALL, D_CALL_END, D_END, D_SEP, NOW, PARIS, TWO_DAYS, read, says
@@ -45,10 +47,36 @@ HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json
 def allows(grammar: str, text: str) -> bool:
     """True if a reply that follows the grammar can be this one, and whole."""
     tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    is_lark = not grammar.startswith("{")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar) if is_lark else grammar)
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def composed(name: str) -> str:
+    """A grammar of answers that call one of the tools, or are an object with the one key `n`."""
+    schema = (
+        '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
+    )
+    form, prompt = reply_format("", {}, name), "<|start|>assistant" if name == "harmony" else ""
+    around = lark_around(form.before_content(prompt), {}) if form.before_content(prompt) else ""
+    calls = form.call_grammar(BY_NAME, True, prompt, {})
+    return grammar_text(OutputFormat("json_schema", schema), around=around, calls=calls)
+
+
+def test_calls_without_a_marker():
+    assert {name for name in NAMES if reply_format("", {}, name).has_unmarked_calls} == {"llama3", "pythonic"}
+
+
+@pytest.mark.parametrize("name", sorted({*FORCED, "harmony"} - {"llama3", "pythonic"}))
+def test_an_answer_with_a_format_may_call_a_tool_instead(name: str):
+    grammar = composed(name)
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert allows(grammar, FORCED.get(name, HARMONY_CALL))
+    assert allows(grammar, head + '{"n": 2}')
+    assert not allows(grammar, head + '{"n": 3}')
+    assert not allows(grammar, head + "Hello")
 
 
 def test_each_format_that_has_calls_is_here():
