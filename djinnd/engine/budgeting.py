@@ -1,8 +1,8 @@
-"""Changing the device's budget while sessions run: blocks and pages move, between two steps, and no session is lost.
+"""Changes the device's memory budget while sessions run. Blocks and pages move between two steps; no session is lost.
 
-Less memory: pages that nobody holds go first; then blocks are packed or stream; only where that is not enough do
-sessions give up pages, in the order of eviction: they go to the host, or are computed anew. More
-memory: as if the models were loaded again, but that no page is lost.
+A smaller budget first takes pages that no session holds. Then blocks are packed, or stream. Only if that is not enough,
+sessions are evicted in the usual order: their pages go to the host, or are recomputed. A larger budget places the
+models as a new load would, but drops no page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from djinnd.engine.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.weights.plan import Plan, fewest_streams, least_bytes, plan_places
 
-_ROOM = 1.25  # pages beside those that are held, so that sessions can go on
+_ROOM = 1.25  # factor: pages to keep for the pages in use, so that sessions can go on
 
 
 def change_budget(
@@ -28,8 +28,8 @@ def change_budget(
     total: int,
     settle: Callable[[str], None] = lambda model: None,
 ) -> None:
-    """Raises OutOfMemory with the figure that the budget could go down to, or that the device lacks; then nothing has
-    changed. `settle`: ends what is being copied of a model's pages."""
+    """Raises OutOfMemory with the least budget that would work, or with the bytes that the device lacks; nothing has
+    changed then. `settle`: waits for the copies of a model's pages."""
     least = device.reserved + sum(Refit(runner, scheduler).least for runner in runners)
     if total < least:
         raise OutOfMemory(
@@ -50,7 +50,7 @@ def change_budget(
 
 
 class Refit:
-    """One model, to be put into another amount of memory."""
+    """Fits one model into another amount of memory."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, settle: Callable[[str], None] = lambda model: None
@@ -62,11 +62,12 @@ class Refit:
         self._sizes = store.sizes(runner.weights.dtype)
         self._staging = max((form.nbytes for form in store.forms if form is not None), default=0)
         self._placing = runner.load.placing
-        self._fixed = runner.nbytes - runner.places.nbytes - runner.pool_bytes  # what does not change: rest, workspace
+        # a part that does not change: rest and workspace
+        self._fixed = runner.nbytes - runner.places.nbytes - runner.pool_bytes
 
     @property
     def least(self) -> int:
-        """Bytes below which a session could not be run to its end."""
+        """Least bytes for the model: with fewer, its longest session could not run to its end."""
         blocks = (
             least_bytes(self._sizes, self._placing, self._staging) if self._can_move else self._runner.places.nbytes
         )
@@ -82,7 +83,8 @@ class Refit:
         return self._runner.kv.pages_for(reach) + 1
 
     def into(self, nbytes: int, budget: int) -> None:
-        """`nbytes` for all that the model has on the device; the rest of `budget` is not its own."""
+        """Moves blocks and pages so that the model takes at most `nbytes` of the device. `budget`: of the whole
+        device."""
         for floor, may_stream in self._floors(budget):
             try:
                 plan = self._plan(nbytes - self._fixed - floor)
@@ -93,13 +95,14 @@ class Refit:
                 self._scheduler.vacate(self._runner.name, pages - 1, partial(self._settle, self._runner.name))
                 try:
                     self._runner.move(plan, pages)
-                except OutOfMemory as error:  # our fault, and blocks are half-way: another engine starts from the host
+                # a bug of ours, and blocks have been moved halfway: let a new engine start from the host
+                except OutOfMemory as error:
                     raise RuntimeError(f"{self._runner.name} did not fit where it was planned to") from error
                 return
         raise AssertionError(f"{self._runner.name} was to fit {nbytes} bytes and does not")
 
     def _floors(self, budget: int) -> Iterator[tuple[int, bool]]:
-        """Bytes of pages to plan with, the most welcome first, and whether more blocks may stream for their sake."""
+        """Bytes of pages to plan with, best first, and whether more blocks may stream to make room for them."""
         runner = self._runner
         page = runner.plan.page_bytes
         held = int(_ROOM * runner.kv.pool.used) + 1

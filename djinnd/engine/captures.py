@@ -2,7 +2,6 @@
 
 Each point of a request has `room` contiguous rows, in the order of positions. Steps write rows of all requests
 together.
-
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Captures:
         return SoleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
     def reaches(self, requests: Sequence[int]) -> dict[int, Reach]:
-        """Of the requests that capture."""
+        """The reach of each of these requests that captures."""
         captured = self._captured
         return {request: captured[request].reach for request in requests if request in captured}
 

@@ -20,7 +20,7 @@ _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 
 class ServerGone(Exception):
-    """The server closed its end: there is nobody left to serve."""
+    """The server closed its end of the channel: the engine must exit."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ class Channel:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(True)
         self._decoder = FrameDecoder(MAX_FRAME, MAX_FDS)
-        self._fds: deque[int] = deque()  # that have come with the first bytes of frames
+        self._fds: deque[int] = deque()  # descriptors of frames that are not complete yet, in order
         self._sending = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -45,7 +45,7 @@ class Channel:
         self._watched: set[int] = set()
 
     def receive(self, timeout: float) -> list[ToEngine]:
-        """What has come, waiting up to `timeout` seconds for the first. Raises ServerGone."""
+        """The messages that have come. Waits up to `timeout` seconds for the first one. Raises ServerGone."""
         messages: list[ToEngine] = []
         for fd, _ in self._poll.poll(timeout * 1000):
             if fd == self._wake:
@@ -69,7 +69,7 @@ class Channel:
         return data
 
     def send(self, message: FromEngine, fds: Sequence[int] = ()) -> None:
-        """Blocks while the server's buffer is full. Descriptors are duplicated; the caller keeps its own. Raises
+        """Blocks while the socket's buffer is full. Descriptors are duplicated; the caller keeps its own. Raises
         ServerGone."""
         frame = memoryview(encode(message, len(fds)))
         with self._sending, _gone_where_broken():
@@ -79,15 +79,15 @@ class Channel:
             self._socket.sendall(frame)
 
     def refuse(self, request: int, error: DjinnError) -> None:
-        """The final reply of a request that ends with this error."""
+        """Sends the final reply of a request that ends with this error."""
         self.send(Failed(request, error.code, error.message, error.data))
 
     def wake(self) -> None:
-        """Makes a waiting `receive` return; from any thread."""
+        """Makes a waiting `receive` return. May be called by any thread."""
         os.eventfd_write(self._wake, 1)
 
     def watch(self, fd: int) -> None:
-        """A waiting `receive` returns while this is readable."""
+        """Makes a waiting `receive` return while `fd` is readable."""
         self._watched.add(fd)
         self._poll.register(fd, select.POLLIN)
 
@@ -96,8 +96,9 @@ class Channel:
         self._poll.unregister(fd)
 
     def finish(self) -> None:
-        """The last that the server hears: what the next engine is to find is there, and this process may be killed."""
-        with suppress(OSError):  # it is gone
+        """Tells the server that the engine is done and may be killed: everything that the next engine needs is in
+        place."""
+        with suppress(OSError):  # the server is gone
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Checksums of pages on the host, taken in threads of their own.
+"""Computes checksums of host pages on threads.
 
-The engine's thread launches a step's kernels meanwhile, and lets go of the interpreter with each of them. Whatever a
-thread does in Python just then, the step waits for. So between two pages a thread here does next to nothing: it has no
-Future, and no lock but the queue's, which is C.
+The engine's thread launches a step's kernels at the same time and releases the interpreter lock with each of them.
+Any Python code that another thread runs then delays the step. So a thread here does almost nothing between two pages:
+it has no Future, and no lock except the queue's, which is implemented in C.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy.typing as npt
 from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.moves import Move
 
-# One may keep up with a bus where a core reads 30 GB/s; where cores or memory are slower it takes several. More than
-# four were felt by the steps (docs/log.md).
+# One thread can keep up with a bus if a core reads 30 GB/s; slower cores or memory need several. More than four slowed
+# steps down (docs/log.md).
 THREADS = max(2, min(4, (os.cpu_count() or 2) // 2))
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Checksums:
-    """Used by one thread, which leaves a page alone until its checksum has been taken."""
+    """Used by one thread, which must not write a page between `ask` and its result in `take`."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[tuple[Bytes, Move] | None] = SimpleQueue()
@@ -36,11 +36,11 @@ class Checksums:
             thread.start()
 
     def ask(self, page: Bytes, move: Move) -> None:
-        """`move`: what it is wanted for."""
+        """`move`: identifies the result in `take`."""
         self._asked.put((page, move))
 
     def take(self) -> list[tuple[Move, int]]:
-        """Those that are there now, in no order."""
+        """The results that are there now, in no particular order."""
         taken = []
         while self._taken:
             move, outcome = self._taken.popleft()
@@ -60,6 +60,6 @@ class Checksums:
             page, move = asked
             try:
                 self._taken.append((move, checksum(page)))
-            except BaseException as error:  # whoever asked is told
+            except BaseException as error:  # `take` raises it
                 self._taken.append((move, error))
-            del asked, page, move  # not held while there is nothing to do: a model that is unloaded unmaps its pages
+            del asked, page, move  # keep no page mapped while idle: the model may be unloaded

@@ -1,20 +1,20 @@
-"""Full collections of cyclic garbage, when nobody waits.
+"""Runs full garbage collections in quiet moments.
 
-A full one walks all that a served model is made of, and takes tens of milliseconds, in which no step is launched. Young
-objects are collected as ever; what has grown old lies until a quiet moment.
+A full collection walks all objects of a served model and takes tens of milliseconds, in which no step can be launched.
+Collections of the young generations run as usual; the old generation waits for a quiet moment.
 """
 
 from __future__ import annotations
 
 import gc
 
-WORTH = 10  # collections of the middle generation, after which Python would begin a full one
-LONGEST = 600.0  # seconds until a full one is made anyway
+WORTH = 10  # collections of the middle generation, after which Python would start a full one
+LONGEST = 600.0  # seconds without a full collection, after which one runs in any case
 _NEVER = 1 << 30
 
 
 class Collector:
-    """Of the process. `now` in seconds."""
+    """Controls the process's garbage collector. `now` is in seconds."""
 
     def __init__(self, now: float) -> None:
         self._threshold = gc.get_threshold()
@@ -22,11 +22,11 @@ class Collector:
         self._last = now
 
     def turn(self, quiet: bool, now: float) -> None:
-        """`quiet`: nobody has asked for anything for a while."""
+        """`quiet`: no message has come for a while, and no request runs."""
         if gc.get_count()[2] >= WORTH and (quiet or now - self._last >= LONGEST):
             gc.collect()
             self._last = now
 
     def close(self) -> None:
-        """Python decides again."""
+        """Restores Python's own thresholds."""
         gc.set_threshold(*self._threshold)

@@ -1,8 +1,7 @@
-"""What takes longer than a step may wait, done beside the steps: a little in each turn of the engine's loop, or in a
-thread.
+"""Runs work that must not hold up a step: a part in each turn of the engine's loop, or on a thread.
 
-A course is a generator. It yields what it waits for, such as a future, or None, to go on in the next turn; it ends by
-itself, or with a DjinnError that its request is then told. Whoever closes it has it clean up.
+A course is a generator. It yields an object to wait for, such as a future, or None to continue in the next turn. It
+ends by returning, or with a DjinnError, which is then sent to its request. Closing the generator makes it clean up.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class Awaited(Protocol):
-    """A future, or whatever else can say that."""
+    """A future, or another object with `done`."""
 
     def done(self) -> bool: ...
 
@@ -38,8 +37,8 @@ class _UnderWay:
 
 
 class Courses:
-    """Belongs to the engine's thread. One request has one course at a time. The thread for what blocks is one, so that
-    what is given to it later happens later."""
+    """Used by the engine's thread. A request has at most one course at a time. There is one thread for blocking work,
+    so work runs in the order in which it is submitted."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -47,16 +46,17 @@ class Courses:
         self._aside = ThreadPoolExecutor(1, "djinn-windows")
 
     def start(self, request: int, course: Course) -> None:
-        """It begins in the next turn."""
+        """The course begins in the next turn."""
         assert request not in self._under_way
         self._under_way[request] = _UnderWay(course)
 
     def drop(self, request: int) -> None:
-        """Whoever waits for it is told by somebody else. Not from within the course."""
+        """Closes the request's course without a reply; the caller sends one. Must not be called by the course
+        itself."""
         self._under_way.pop(request).course.close()
 
     def turn(self) -> bool:
-        """Once in each turn of the engine's loop. → whether something goes on in the next one at once."""
+        """Called in each turn of the engine's loop. → True if a course continues at once."""
         busy = False
         for request, one in list(self._under_way.items()):
             if self._under_way.get(request) is not one or (one.waits is not None and not one.waits.done()):
@@ -71,21 +71,22 @@ class Courses:
                 del self._under_way[request]
                 self._channel.refuse(request, error)
             else:
-                busy |= one.waits is None or one.waits.done()  # nobody wakes the loop for what is done already
+                # the loop is not woken for something that is done already
+                busy |= one.waits is None or one.waits.done()
         return busy
 
     def later(self, act: Callable[[], None]) -> None:
-        """In the thread, and nobody waits for it."""
+        """Runs `act` on the thread. Its result is dropped, and an error is only logged."""
         self._aside.submit(act).add_done_callback(_note)
 
     def begin(self, act: Callable[[], T]) -> Future[T]:
-        """In the thread; a course that waits for it goes on when it is done."""
+        """Runs `act` on the thread. The loop wakes when it is done."""
         future: Future[T] = self._aside.submit(act)
         future.add_done_callback(lambda _: self._channel.wake())
         return future
 
     def elsewhere(self, act: Callable[[], T]) -> Generator[Wait, None, T]:
-        """In the thread."""
+        """Runs `act` on the thread and waits for its result. For use inside a course."""
         future = self.begin(act)
         yield future
         return future.result()

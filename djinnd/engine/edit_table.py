@@ -1,7 +1,6 @@
 """The edits of one model's sessions, in the form that steps apply: positions, operations, and values.
 
 Values are float32 on the device; edits are computed in float32. Sessions with equal edits, such as forks, share them.
-
 """
 
 from __future__ import annotations

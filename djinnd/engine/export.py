@@ -1,15 +1,16 @@
-"""KV on its way between the pool and windows, which pass to and from clients as descriptors.
+"""Exports and imports KV: between the pool and windows that are shared with clients as descriptors.
 
     export   window made and pinned ─► KV of all tokens computed ─► copied, piece by piece ─► KvExported ─► unpinned
     import   window mapped and pinned ─► pages reserved ──────────► copied, piece by piece ─► Finished ───► unpinned
              (a thread)                  (between steps)                                       (a thread)
 
-Pieces are queued between steps, one a turn of the engine's loop, and two are in flight at most. A piece looks up where
-the pages are now, waits for the steps before it, and the next step waits for it: so nobody can be given a page under a
-copy, whatever happens to the session between two pieces. What a step waits is a piece's time, some 0.6 ms on PCIe 5.
+Pieces are queued between steps, one a turn of the engine's loop, and at most two are in flight. A piece looks up where
+the pages are now and is ordered after the steps before it; the next step is ordered after the piece. So a page cannot
+be reassigned while it is being copied, whatever happens to the session between two pieces. A step waits for one piece,
+some 0.6 ms on PCIe 5.
 
-A session whose KV came so cannot be computed anew: Session.foreign_tokens. Whoever would have to ends the request with
-SessionLost (Engine._fail_lost), so that nothing is made up.
+A session with imported KV cannot be recomputed from its tokens: Session.foreign_tokens. A request that would have to do
+that ends with SessionLost (Engine._fail_lost).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from djinnd.scheduler.scheduler import Scheduler
 
 
 class Passages:
-    """Belongs to the engine's thread. `fill` submits a request with the passage's number that computes the KV that a
-    session lacks; how that ends is told by `filled`."""
+    """Used by the engine's thread. `fill` submits a request with the passage's number that computes the session's
+    missing KV; `filled` is called when it ends."""
 
     def __init__(
         self,
@@ -46,17 +47,18 @@ class Passages:
         courses: Courses,
         fill: Callable[[int, Session], None],
     ) -> None:
-        """`runners`: by model, as they are at any time."""
+        """`runners`: by model, a live view."""
         self._device = device
         self._scheduler = scheduler
         self._runners = runners
         self._channel = channel
         self._courses = courses
         self._fill = fill
-        self._filling: dict[int, Future[None]] = {}  # by request, while the KV that lacks is computed
+        self._filling: dict[int, Future[None]] = {}  # by request, while missing KV is computed
 
     def export(self, message: ExportKv) -> None:
-        """Of an idle session, which nobody but its close touches until KvExported, or Failed, is sent."""
+        """Exports an idle session. Until KvExported or Failed is sent, the server does nothing with the session but
+        close it."""
         try:
             session = self._present(message.session)
         except SessionNotFound as error:
@@ -65,8 +67,7 @@ class Passages:
         self._courses.start(message.request, self._export(message.request, session, self._runners[session.model]))
 
     def import_(self, message: ImportKv) -> None:
-        """Opens the session; takes the descriptor. Ends with Finished, or with Failed: what the session then has is of
-        no use, and it is the server's to close."""
+        """Opens the session and takes the descriptor. After Failed the session is useless, and the server closes it."""
         session = Session(message.session, message.model, message.tenant, message.priority, message.tokens)
         session.salt = message.salt
         self._scheduler.open(session)
@@ -74,7 +75,7 @@ class Passages:
         self._courses.start(message.request, course)
 
     def filled(self, request: int, error: DjinnError | None) -> bool:
-        """A request has ended. False: it is none of these."""
+        """Called for every request that has ended. → False if it computed no KV for a passage."""
         filling = self._filling.pop(request, None)
         if filling is None:
             return False
@@ -135,7 +136,7 @@ class Passages:
         self._channel.send(Finished(request, "length", len(session.tokens), generated=0, computed=0))
 
     def _reserve(self, session: Session, runner: ModelRunner, tokens: int) -> Course:
-        """Pages for the tokens, at the cost of other sessions. Raises OutOfMemory."""
+        """Reserves pages for the tokens, evicting other sessions if needed. Raises OutOfMemory."""
         kv, length = runner.kv, len(session.tokens)
         if length > kv.capacity_tokens:
             raise OutOfMemory(
@@ -148,20 +149,20 @@ class Passages:
             yield None
         kv.trim(session.id, tokens)
         stale = kv.take_stale()
-        if stale:  # before they are written: a later step would zero them then
+        if stale:  # zero them before they are written: a later step would zero them afterwards
             with self._device.computing():
                 runner.model.zero_pages(stale)
         session.foreign_tokens = tokens
-        self._scheduler.residence(session.model).advance(session, tokens)  # its pages have keys, as any session's
+        self._scheduler.residence(session.model).advance(session, tokens)  # its pages get keys, as in any session
         session.touched = max(other.touched for other in self._scheduler.sessions())
 
     def _present(self, session_id: str) -> Session:
-        """Raises SessionNotFound where it was closed meanwhile."""
+        """Raises SessionNotFound if the session has been closed meanwhile."""
         return self._scheduler.session(session_id)
 
     def _fill_up(self, request: int, session: Session) -> Course:
-        """Returns when the KV of all tokens is on the device: brought back from where it is, or computed. Raises what
-        became of the request that computes it."""
+        """Returns when the KV of all tokens is on the device, copied from a lower tier or computed. Raises the error of
+        the request that computes it."""
         residence = self._scheduler.residence(session.model)
         self._scheduler.wake(session.id)
         while residence.is_moving(self._present(session.id)):
@@ -183,7 +184,7 @@ def _shape(runner: ModelRunner, tokens: int) -> tuple[int, ...]:
 
 
 def _runs(first: int, pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours travel together: place in the window, page in the pool, and how many."""
+    """Groups contiguous pages: (page in the window, page in the pool, number of pages)."""
     start = 0
     for index in range(1, len(pages) + 1):
         if index == len(pages) or pages[index] != pages[index - 1] + 1:

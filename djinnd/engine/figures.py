@@ -1,4 +1,4 @@
-"""What an engine says of itself: how far it has come, what its models and sessions hold, and what an audit finds."""
+"""Reports of an engine: steps and tokens so far, memory of its models and sessions, and the findings of an audit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Audited(Protocol):
 
 
 class Figures:
-    """`runners` by model, and the numbers of requests `under_way`: as they are at any time."""
+    """`runners`, by model, and `under_way`, the numbers of running requests, are live views."""
 
     def __init__(
         self,

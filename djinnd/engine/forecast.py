@@ -1,9 +1,8 @@
-"""How fast a model would be in a residency plan: arithmetic on the device's measured rates.
+"""Estimates a model's speed for a residency plan, from the device's measured rates.
 
-A pass takes as long as its streamed bytes need on the bus, or as long as its blocks need to compute, whichever is
-longer: the two overlap. Experts on demand come on top, because nothing computes while they are fetched. Computing a
-block takes as long as its weights and the sessions' KV need to be read, or as long as its products need, whichever is
-longer, and the small kernels beside them.
+A pass takes the longer of two times, because they overlap: streaming its weights over the bus, and computing its
+blocks. Fetching experts on demand adds to that, because nothing computes meanwhile. Computing a block takes the longer
+of reading weights and KV, and of its matrix products, plus the small kernels.
 """
 
 from __future__ import annotations
@@ -14,23 +13,22 @@ from djinnd.device import Rates
 from djinnd.model.projections import PACKED_ROWS
 from djinnd.weights.plan import BlockSize, Place, Plan
 
-# What our steps reach of the rates that the device measures of itself, on an H200 with a 13B model: docs/log.md.
-_READING_ONE = 1.08  # of the memory's: a product with one row only reads, where the measured copy also writes
+# The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.md.
+_READING_ONE = 1.08  # of memory: a product with one row only reads, while the measured copy also writes
 _READING_MORE = 1.0
 _READING_PACKED_ONE = 0.97
 _READING_PACKED = 0.76
-_MULTIPLYING = 0.89  # of a large product's: a chunk of prefill
-_FETCHING = 0.92  # of the bus's: experts on demand, which a kernel reads
-_BLOCK_S = 26e-6  # of a block beside its products: norms, attention's latency, positions
-_STEP_S = 330e-6  # of a step beside its blocks: prologue, epilogue, sampler, and the host's part
-_CALL_S = 1.5e-3  # of a call beside its step: admission, journal, and the ways between three processes
-CONTEXT = 512  # tokens of KV that each session has
+_MULTIPLYING = 0.89  # of products, for a chunk of prefill
+_FETCHING = 0.92  # of the bus: a kernel reads experts on demand
+_BLOCK_S = 26e-6  # of a block beside its products: norms, latency of attention, rotary positions
+_STEP_S = 330e-6  # of a step beside its blocks: prologue, epilogue, sampler, host work
+_CALL_S = 1.5e-3  # of a call beside its step: admission, journal, and messages between three processes
+CONTEXT = 512  # tokens of KV in each session
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`parameters` counts the weights of all blocks that a row is multiplied with; `token_bytes` is the KV of a token
-    in all blocks."""
+    """`parameters`: all weights that one row is multiplied with. `token_bytes`: KV of one token in all blocks."""
 
     plan: Plan
     rates: Rates
@@ -38,13 +36,13 @@ class Forecast:
     token_bytes: int
 
     def step_s(self, sessions: int) -> float:
-        """Of decoding, one token a session, pass after pass."""
+        """Seconds of a step that decodes one token for each session, in steady state."""
         kv = sessions * CONTEXT * self.token_bytes / self.rates.memory
         fetching = self.plan.fetched_bytes(sessions) / (self.rates.bus * _FETCHING)
         return max(self.plan.passing_bytes / self.rates.bus, self._blocks_s(sessions) + kv + _STEP_S) + fetching
 
     def first_token_s(self, tokens: int) -> float:
-        """Of a prompt, from a quiet daemon: the ring is full of the first blocks by then."""
+        """Seconds until a prompt's first token. The daemon was idle, so the ring holds the first blocks."""
         blocks = self._blocks_s(tokens)
         waiting = sum(self.plan.sizes[i].passing for i in self.plan.streamed[self.plan.slots :]) / self.rates.bus
         fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * _FETCHING)

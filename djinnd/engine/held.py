@@ -3,7 +3,6 @@
 All positions of a session's stage (core/stops.py) are held as they reached the boundary, before edits there. Edits
 apply when the rows go on, as they do when everything is recomputed. A row that goes on and then waits before a later
 block overwrites its held state. Held rows may be dropped at any time: the stage is then lost, and is recomputed.
-
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""HostPages: the memory of one model's host tier, mapped, and pinned piece by piece while sessions run.
+"""The memory of one model's host tier: mapped at once, and pinned in pieces while sessions run.
 
-    │ table │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ …    each slot a page, up to a multiple of 4096 bytes
-            └────── piece ────┴────── piece ────┴ …    pinned one by one; no slot lies in two of them
+    │ table │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ …    a slot is a page, rounded up to a multiple of 4096 bytes
+            └────── piece ────┴────── piece ────┴ …    pinned one by one; a slot is in one piece
 
-It is an object of the arena, which outlives the engine: the table, as in kvcache/tier.py, says which slots are whole.
+The memory is an object of the arena, which outlives the engine. The table (kvcache/tier.py) says which slots are whole.
 
-While the driver pins, whatever else the process asks of it waits: 21 GB in pieces of 1 GiB kept a first token for two
-seconds, and small pieces right behind each other let nobody in between. So pieces are small, and a thread pins one
-after another, those first that somebody wants to copy to or from, the others with rests beside steps, and for a while
-after one, as after the steps that check a model at its load.
+While the driver pins memory, all other calls of the process to the driver wait. Pinning 21 GB in pieces of 1 GiB
+delayed a first token by two seconds; small pieces back to back let no other call in. So pieces are small, and one
+thread pins them one after another. Pieces that a copy waits for come first. The others are pinned with rests between
+them while steps run, and for a while after a step, such as the steps of the check at a load.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
 
-PIECE = 64 << 20  # bytes: some ten milliseconds of pinning
-_PAUSE = 0.001  # seconds after a piece, in which the driver is everybody's
-_QUIET = 1.0  # seconds that a step is ago, when pieces that nobody wants are pinned without a rest between them
-_REST = 4  # times as long as the piece before it took
-_LAYOUT = 2  # of a page's bytes and a tier's table; another one when pages that were kept are of use no more
+PIECE = 64 << 20  # bytes: about ten milliseconds of pinning
+_PAUSE = 0.001  # seconds after a piece, to let other calls into the driver
+_QUIET = 1.0  # seconds after the last step, from which pieces are pinned without rests
+_REST = 4  # length of a rest, as a multiple of the last piece's time
+_LAYOUT = 2  # version of the layout of pages and tables; a new one makes pages of earlier engines unusable
 
 
 class HostPages:
-    """Used by the engine's thread; a thread of its own pins.
+    """Used by the engine's thread; another thread pins.
 
-    `table` is writable, and Tier's to write. A copy of neighbouring slots must not reach over a multiple of
-    `piece_slots`, and begins when `is_ready`. Whoever holds the table or a slot keeps the memory mapped."""
+    Tier writes `table`. A copy of neighbouring slots must not cross a multiple of `piece_slots`, and begins when the
+    slots are `is_ready`. References to the table or a slot keep the memory mapped.
+    """
 
     def __init__(self, memory: Tensor, page_bytes: int, device: Device) -> None:
-        """`memory`: uint8 [object_bytes(slots, page_bytes)], shared, beginning on a host page."""
+        """`memory`: uint8 [object_bytes(slots, page_bytes)], shared, aligned to a host page."""
         self.capacity = slots_in(memory.numel(), page_bytes)
         self.page_bytes = page_bytes
         self._device = device
@@ -58,11 +59,11 @@ class HostPages:
         self._pieces = [piece.reshape(-1) for piece in self._slots.split(self.piece_slots)]
         self._is_pinned = [False] * len(self._pieces)
         self.pinned = 0  # slots
-        self._now_ready: deque[int] = deque()  # pieces that `take_ready` has not told yet
-        self._wanted: list[int] = []  # the last is the first to be pinned
+        self._now_ready: deque[int] = deque()  # pieces that `take_ready` has not returned yet
+        self._wanted: list[int] = []  # pieces that copies wait for; the last is pinned first
         self._closed = False
-        self._called = threading.Event()  # somebody wants a piece, or it is closed
-        self.failure: OutOfMemory | None = None  # why no more is pinned
+        self._called = threading.Event()  # set when a piece is wanted, or when this is closed
+        self.failure: OutOfMemory | None = None  # reason why no more is pinned
         self._thread = threading.Thread(target=self._pin, name="djinn-pin", daemon=True)
         self._thread.start()
 
@@ -105,8 +106,8 @@ class HostPages:
         return self.table.nbytes + self._slots.nbytes
 
     def is_ready(self, slot: int) -> bool:
-        """Whether copies to and from it run at the speed of the bus. Where it is not pinned yet, it will be next. Where
-        it cannot be pinned at all, copies take the time that they take."""
+        """True if copies of the slot run at the speed of the bus. If the slot is not pinned yet, its piece is pinned
+        next. If pinning has failed, always True: copies are slow then."""
         piece = slot // self.piece_slots
         if self._is_pinned[piece] or self.failure is not None:
             return True
@@ -116,36 +117,36 @@ class HostPages:
         return False
 
     def take_ready(self) -> Iterator[range]:
-        """The slots that have become ready since this was last asked."""
+        """The slots that have become ready since the last call."""
         while self._now_ready:
             first = self._now_ready.popleft() * self.piece_slots
             yield range(first, min(first + self.piece_slots, self.capacity))
 
     @property
     def is_dense(self) -> bool:
-        """Whether neighbouring pages lie without a gap."""
+        """True if neighbouring pages are contiguous."""
         return self._slots.shape[1] == self.page_bytes
 
     def slots(self, first: int, count: int) -> Tensor:
-        """uint8 [count, page_bytes]: the pages themselves."""
+        """uint8 [count, page_bytes]: a view of the pages."""
         return self._slots[first : first + count, : self.page_bytes]
 
     def slot(self, index: int) -> Tensor:
-        """uint8 [page_bytes]: the page itself."""
+        """uint8 [page_bytes]: a view of the page."""
         return self._slots[index, : self.page_bytes]
 
     def extent(self, index: int) -> npt.NDArray[np.uint8]:
-        """uint8 [a multiple of 4096]: the page and what it is rounded up with."""
+        """uint8 [multiple of 4096]: a view of the page and its padding."""
         return self._slots[index].numpy()
 
     def stop(self) -> None:
-        """No more of it is pinned."""
+        """Stops pinning."""
         self._closed = True
         self._called.set()
         self._thread.join()
 
     def release(self) -> None:
-        """No copy is under way, and nothing is done with slots or table any more."""
+        """Unpins and drops the memory. No copy may be in flight, and no slot or table may be in use."""
         self.stop()
         self._device.unpin([piece for piece, pinned in zip(self._pieces, self._is_pinned, strict=True) if pinned])
         self._pieces = []
@@ -154,12 +155,12 @@ class HostPages:
 
 
 def object_bytes(slots: int, page_bytes: int) -> int:
-    """Of table and slots."""
+    """Bytes of a table and its slots."""
     return Tier.table_bytes(slots) + slots * slot_bytes(page_bytes)
 
 
 def slots_in(nbytes: int, page_bytes: int) -> int:
-    """The most slots that so many bytes have room for."""
+    """The most slots that fit."""
     size = slot_bytes(page_bytes)
     slots = max(nbytes - Tier.table_bytes(nbytes // size), 0) // size
     while object_bytes(slots + 1, page_bytes) <= nbytes:
@@ -168,6 +169,7 @@ def slots_in(nbytes: int, page_bytes: int) -> int:
 
 
 def pages_fingerprint(weights: str, dtype: torch.dtype, shape: ModelShape, page_size: int) -> str:
-    """Of what a page's bytes follow from, beside its tokens. `weights`: the fingerprint of theirs; `dtype`: of KV."""
+    """Identifies everything that a page's bytes depend on, except its tokens. `weights`: fingerprint of the weights;
+    `dtype`: of KV."""
     geometry = f"{page_size} {shape.num_blocks} {shape.kv_heads} {shape.head_dim}"
     return hashlib.sha256(f"{weights} {dtype} {geometry} {_LAYOUT}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What this host has free for the pages of sessions that have left the device."""
+"""Free memory and disk space of this host for pages that have left the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _SHM = "/dev/shm"
 
 
 def host_room(disk_folder: str, promised: int = 0) -> HostRoom:
-    """`disk_folder` "": there is no disk for pages. `promised`: bytes of host memory that were reserved and are not
-    touched yet, so that the kernel still counts them as available."""
+    """`disk_folder` "": no disk tier. `promised`: bytes of host memory that are reserved but not touched yet; the
+    kernel still counts them as available."""
     memory = max((available() or 0) - promised, 0)
     return HostRoom(memory, _free_in(_SHM), _free_in(disk_folder) if disk_folder else 0)
 

@@ -1,4 +1,4 @@
-"""The files of one load, plan or image: opened, read and closed without anybody else's waiting for them."""
+"""The files of one load, plan or image. Opening, reading and closing them delays no other job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WithFiles = Load | Plan | DescribeImage
 
 
 class JobFiles:
-    """Belongs to the job's thread. `look` is called now and then while that waits, and may raise."""
+    """Used by the job's thread. `look` is called from time to time while the thread waits, and may raise."""
 
     def __init__(self, job: WithFiles, turn: Turn, look: Callable[[], None]) -> None:
         self._job = job
@@ -27,7 +27,7 @@ class JobFiles:
         self._files: ModelFiles | None = None
 
     def checkpoint(self) -> Checkpoint:
-        """Opened, and with its headers read. Raises DjinnError, and what `look` raises."""
+        """Opens the checkpoint and reads its headers. Raises DjinnError, and the errors of `look`."""
         with self.reading() as wait:
             readers = Readers(1, "djinn-open")
             try:
@@ -44,13 +44,14 @@ class JobFiles:
         try:
             files: ModelFiles = wait(opening)
         except BaseException:
-            opening.add_done_callback(close_opened)  # when it comes back, though nobody waits any more
+            opening.add_done_callback(close_opened)  # close the files if they are opened after the wait has ended
             raise
         return files
 
     @contextmanager
     def reading(self) -> Iterator[Wait]:
-        """It is the job's turn before and after it, and meanwhile for as long as the bytes come fast."""
+        """Context for reads. The job has its turn before and after it, and keeps it in between as long as bytes come
+        fast."""
         files = self._files
         patience = Patience((lambda: files.bytes_read) if files else (lambda: 0), self._look, self._turn.give_way)
         try:
@@ -59,7 +60,7 @@ class JobFiles:
             self._turn.take()
 
     def close(self) -> None:
-        """May take as long as the file system likes."""
+        """May block for as long as the file system does."""
         files, self._files = self._files, None
         if files is not None:
             files.close()
@@ -67,7 +68,7 @@ class JobFiles:
 
 
 def open_files(job: WithFiles) -> ModelFiles:
-    """Those that came with the job, or those of its path."""
+    """Opens the files that came with the job, or the files at its path."""
     if not job.files:
         return ModelFiles.open(job.path)
     fds, job.fds = job.fds, []
@@ -80,7 +81,7 @@ def close_opened(opening: Future[ModelFiles]) -> None:
 
 
 def close_descriptors(job: WithFiles) -> None:
-    """Closes the descriptors of a job that has not opened its files."""
+    """Closes the descriptors of a job whose files were not opened."""
     fds, job.fds = job.fds, []
     for fd in fds:
         os.close(fd)

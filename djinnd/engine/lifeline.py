@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it."""
+"""Ends a process with its parent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tie_to(parent: int) -> None:
-    """The kernel kills this process when its parent dies, however that happens. Raises SystemExit where the parent is
-    not `parent` any more."""
+    """Makes the kernel kill this process when its parent dies. Raises SystemExit if the parent is no longer
+    `parent`."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit("the server is gone already")

@@ -1,4 +1,4 @@
-"""Logits on their way to a client: a sealed memfd that the engine fills and then hands on by descriptor."""
+"""A sealed memfd of logits for a client: the engine fills it and passes its descriptor on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LogitsWindow:
     """float32 [tokens, vocab], row-major."""
 
     def __init__(self, tokens: int, vocab: int) -> None:
-        """Raises OSError or OutOfMemory where the host has no memory for it."""
+        """Raises OSError or OutOfMemory if the host has no memory for it."""
         self.tokens, self.vocab = tokens, vocab
         nbytes = tokens * vocab * 4
         self.fd = new_window("djinnd-logits", nbytes)
@@ -26,9 +26,9 @@ class LogitsWindow:
         self._rows = torch.frombuffer(memory, dtype=torch.float32).view(tokens, vocab)
 
     def write(self, first: int, logits: Tensor) -> None:
-        """Rows from `first` on; logits: [rows, vocab] in any dtype, on the device."""
+        """Writes rows from `first` on. logits: [rows, vocab] on the device, any dtype."""
         self._rows[first : first + len(logits)].copy_(logits)
 
     def close(self) -> None:
-        del self._rows  # and with it the mapping
+        del self._rows  # unmaps the memory
         os.close(self.fd)
