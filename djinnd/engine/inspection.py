@@ -1,8 +1,8 @@
-"""`python -m djinnd.engine.inspection`: looks at one checkpoint that no administrator has configured, confined.
+"""`python -m djinnd.engine.inspection`: inspects a checkpoint that no administrator has configured, in a sandbox.
 
-JSON files, headers of safetensors and a model's modules on the meta device are read and built here first, with limits
-for memory and time, so that the engine only ever builds what has passed. The nursery forks this process, or the server
-starts it; one process inspects one checkpoint.
+The JSON files and the headers of safetensors are read here first, and the model's modules are built on the meta device,
+with limits for memory and time. So the engine only builds checkpoints that have passed. The nursery forks this process,
+or the server starts it; one process inspects one checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Answer = Planned | ImageDescribed | Passed | Failed
 
 
 class DescribedDevice:
-    """The part of Device that planning uses, by an engine's figures."""
+    """A device with the figures of the engine's device: the part of Device that planning uses."""
 
     def __init__(self, figures: DeviceFigures) -> None:
         self.torch_device = torch.device(figures.kind)
@@ -52,7 +52,7 @@ class DescribedDevice:
 
 
 def inspect(message: Inspect, fds: list[int]) -> Answer:
-    """Takes the descriptors."""
+    """Owns the descriptors."""
     job = message.job
     try:
         with ModelFiles.handed_over(job.path, job.files, fds) as files:
@@ -80,7 +80,7 @@ def _inspected(message: Inspect, files: ModelFiles) -> Answer:
 
 def main() -> None:
     child = begin(__doc__)
-    tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; nobody can write there
+    tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; no file can be created there
     torch.set_num_threads(1)
     channel: Channel[Inspect, Confined | Answer] = Channel(
         child.server,

@@ -1,7 +1,7 @@
-"""The engine's side of compiling kernels: it starts a process for that (kernel_process.py), waits for it, and stops it.
+"""Compiles kernels for the engine in a process of its own (kernel_process.py): starts it, follows it, stops it.
 
-Nothing here runs in the way of steps: a load waits in a thread of its own, and only a launch that nobody has foreseen
-makes the engine's thread wait, which says meanwhile that it is alive.
+Steps do not wait for this: a load compiles on its own thread. Only the launch of a kernel that no load foresaw makes
+the engine's thread wait, and it keeps sending Alive meanwhile.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:  # Triton comes with CUDA builds of torch
+if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
     from djinnd.model.kernels.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 
 Told = Callable[[int, int], None]  # variants done, variants in all
 
-_TELL_EVERY = 0.5  # seconds, at most, between two calls of `told`
-_STARTS_IN = 60.0  # seconds that the process has to import what it needs
-_AT_ONCE = 2  # processes; other loads wait for one of them
+_TELL_EVERY = 0.5  # most seconds between two calls of `told`
+_STARTS_IN = 60.0  # seconds for the process to import its modules
+_AT_ONCE = 2  # most processes; further loads wait for one to end
 
 
 class KernelCompiler:
-    """Used by any thread; each call has a process of its own."""
+    """May be used by any thread; each call starts a process."""
 
     def __init__(self, arch: int, shared_memory: int, seconds: float) -> None:
-        """`arch`: the GPU's compute capability, as 90. `shared_memory`: bytes that a program may have on it. `seconds`:
-        for one variant."""
+        """`arch`: the GPU's compute capability, such as 90. `shared_memory`: bytes that a program may use on it.
+        `seconds`: time limit for one variant."""
         self._arguments = ["--arch", str(arch), "--shared-memory", str(shared_memory), "--seconds", str(seconds)]
         self._seconds = seconds
         self._turns = threading.Semaphore(_AT_ONCE)
 
     def compile(self, variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
-        """Returns when all of them lie in Triton's cache, but for those that it answers with the reason. `told` is
-        called at least twice a second; what it raises is raised, and nothing is left running."""
+        """Compiles the variants into Triton's cache. → the variants that failed, with the reason. `told` is called at
+        least twice a second. An exception from it stops the process and is raised."""
         began, reasons = (
             time.monotonic(),
-            dict.fromkeys(variants, "the compiling process ended, or was silent, before that was done"),
+            dict.fromkeys(variants, "the compiling process ended or stopped answering before it had compiled this"),
         )
         while not self._turns.acquire(timeout=_TELL_EVERY):
             told(0, len(variants))
@@ -62,8 +62,8 @@ class KernelCompiler:
         return failed
 
     def _run(self, variants: Sequence[Variant], reasons: dict[Variant, str], told: Told) -> None:
-        """In the engine's process group, with which the server kills an engine."""
-        jobs = max(1, len(os.sched_getaffinity(0)) - 2)  # but for the step loop and the server
+        """The process stays in the engine's process group, which the server kills with the engine."""
+        jobs = max(1, len(os.sched_getaffinity(0)) - 2)  # leave cores for the step loop and the server
         command = [sys.executable, "-P", "-m", "djinnd.engine.kernel_process", "--parent", str(os.getpid())]
         command += [*self._arguments, "--jobs", str(jobs)]
         with (
@@ -78,7 +78,7 @@ class KernelCompiler:
     def _follow(
         self, process: subprocess.Popen[bytes], variants: Sequence[Variant], reasons: dict[Variant, str], told: Told
     ) -> None:
-        """Until it ends, or is silent for longer than one variant may take."""
+        """Reads results until the process ends, or is silent for longer than one variant may take."""
         assert process.stdout is not None
         done, pending, heard = 0, b"", time.monotonic()
         told(0, len(variants))
@@ -103,17 +103,17 @@ def _filled(lines: IO[str], variants: Sequence[Variant]) -> IO[str]:
 
 
 def kernel_compiler_for(device: torch.device, seconds: float) -> KernelCompiler | None:
-    """None: the device has no kernels of ours."""
+    """→ None if the device runs no kernels of ours."""
     if device.type != "cuda":
         return None
-    from djinnd.model.kernels.scratch import shared_memory  # Triton comes with CUDA builds of torch
+    from djinnd.model.kernels.scratch import shared_memory  # only CUDA builds of torch bring Triton
 
     major, minor = torch.cuda.get_device_capability(device)
     return KernelCompiler(10 * major + minor, shared_memory(device), seconds)
 
 
 class Compiling:
-    """A thread that compiles what a load needs. `wake` is called when it is over."""
+    """A thread that compiles the kernels of a load. `wake` is called when it is done."""
 
     def __init__(
         self, compiler: KernelCompiler, variants: Sequence[Variant], told: Told, wake: Callable[[], None]
@@ -153,4 +153,4 @@ class Compiling:
 
 
 class _Stopped(Exception):
-    """Nobody wants these kernels any more."""
+    """The load is gone, so its kernels are not needed."""

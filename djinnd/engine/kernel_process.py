@@ -1,11 +1,11 @@
 """`python -m djinnd.engine.kernel_process`: compiles variants of kernels for an engine, several at a time.
 
     stdin     one line of JSON for each variant: [module, name, specialization]
-    stdout    one line of JSON for each that is done: [its number, why it could not be compiled, or ""]
+    stdout    one line of JSON for each variant when it is done: [its number, reason why it failed, or ""]
 
-Each variant is compiled in a fork of this process, as only a process can be stopped: LLVM and ptxas know no deadline.
-No fork speaks to a device. They run at a low priority, so that the engine's step loop keeps its cores, and end with
-this process, as this process ends with the engine.
+Each variant is compiled in a fork of this process, because LLVM and ptxas have no deadline and only a process can be
+stopped. No fork uses a device. Forks run at a low priority, so that the engine's step loop keeps its cores. They end
+with this process, and this process ends with the engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _REASON_BYTES = 2000  # less than a pipe takes without a reader
 
 class Limits(NamedTuple):
     target: GPUTarget
-    shared_memory: int  # bytes that a program may have on that GPU
-    seconds: float  # for one variant
+    shared_memory: int  # bytes that a program may use on that GPU
+    seconds: float  # time limit for one variant
 
 
 class Running(NamedTuple):
     number: int
     pid: int
-    reason: int  # a pipe: the fork writes here why it fails
+    reason: int  # a pipe: the fork writes here why it failed, or "ok"
     deadline: float
 
 
@@ -71,10 +71,11 @@ def _start(number: int, variant: Variant, limits: Limits) -> tuple[int, Running]
 
 
 def _compile(variant: Variant, limits: Limits, parent: int) -> str:
-    """In the fork. → why that was in vain, or "ok"."""
+    """Runs in the fork. → the reason why the variant could not be compiled, or "ok"."""
     tie_to(parent)
     seconds = int(limits.seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # of ptxas too, which may survive this process
+    # ptxas inherits the limit, and may outlive this process
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     try:
         shared = compile_variant(variant, limits.target)
@@ -86,7 +87,7 @@ def _compile(variant: Variant, limits: Limits, parent: int) -> str:
 
 
 def _end(pidfd: int, fork: Running, seconds: float) -> str:
-    """Of a fork that has ended or is too late. → why its variant could not be compiled, or ""."""
+    """Ends a fork that is done or too late. → the reason why its variant could not be compiled, or ""."""
     with suppress(ProcessLookupError):
         os.kill(fork.pid, signal.SIGKILL)
     _, status = os.waitpid(fork.pid, 0)
@@ -106,11 +107,11 @@ def _tell(number: int, reason: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="The engine's pid: this process ends when it does.")
-    parser.add_argument("--arch", type=int, required=True, help="The GPU's compute capability, as 90.")
-    parser.add_argument("--shared-memory", type=int, required=True, help="Bytes that a program may have on that GPU.")
-    parser.add_argument("--seconds", type=float, required=True, help="For one variant.")
-    parser.add_argument("--jobs", type=int, required=True, help="Variants at a time.")
+    parser.add_argument("--parent", type=int, required=True, help="Pid of the engine, with which this process exits.")
+    parser.add_argument("--arch", type=int, required=True, help="The GPU's compute capability, such as 90.")
+    parser.add_argument("--shared-memory", type=int, required=True, help="Bytes that a program may use on that GPU.")
+    parser.add_argument("--seconds", type=float, required=True, help="Time limit for one variant.")
+    parser.add_argument("--jobs", type=int, required=True, help="Variants to compile at a time.")
     given = parser.parse_args()
     tie_to(given.parent)
     os.nice(NICENESS)

@@ -1,12 +1,11 @@
-"""`python -m djinnd.engine.nursery`: the process that engines are forked from.
+"""`python -m djinnd.engine.nursery`: forks engines.
 
-Importing torch and transformers takes seconds; all else that an engine does before it is ready takes a fraction of one.
-So this process imports them once, and an engine is a fork of it. djinnd's own modules are imported by each engine: it
-runs the code that is installed when it starts.
+Importing torch and transformers takes seconds; the rest of an engine's start takes a fraction of a second. So this
+process imports them once, and an engine is a fork of it. Each engine imports djinnd's own modules, so it runs the code
+that is installed when it starts.
 
-A fork is sound because this process has one thread and has never spoken to a device: a CUDA context does not survive
-one. That is looked at, rather than trusted, when the libraries have been imported. See djinnd/births.py for what is
-said, and djinnd/server/nursery.py for the other side.
+Forking is safe because this process has one thread and has never opened a GPU: a CUDA context does not survive a fork.
+`unfit` checks both after the imports. djinnd/births.py has the messages, djinnd/server/nursery.py the other side.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from djinnd.telemetry import configure_logging
 
 log = logging.getLogger("djinnd.engine")
 
-# What engines import that is not djinnd's. One family stands for what all families import.
+# The libraries that engines import. One family stands for the imports that all families share.
 LIBRARIES = (
     "numpy",
     "torch",
@@ -48,21 +47,21 @@ LIBRARIES = (
     "click",
 )
 _OURS = ("djinnd", "djinn_client")
-# jemalloc's, which pyarrow brings: it takes its locks before a fork, and begins anew in the child.
+# The thread of jemalloc, which pyarrow brings. jemalloc takes its locks before a fork and restarts in the child.
 _SAFE_THREADS = {"jemalloc_bg_thd"}
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 class Newborn(NamedTuple):
-    """The process that has just been forked, as it sees itself."""
+    """The forked process, before it becomes an engine."""
 
     request: Bear
     fd: int  # of the engine's socket
     nursery: int  # pid
 
     def grow_up(self) -> None:
-        """Becomes the engine. Ends with status 0, or with whatever is raised. Where the nursery was killed as it was
-        born it ends at once: no server waits for one of whom it has not heard."""
+        """Becomes the engine. Exits with status 0, or raises the engine's exception. If the nursery was killed right
+        after the fork, it exits at once: the server does not know about it."""
         try:
             tie_to(self.nursery)
         except SystemExit as gone:
@@ -84,26 +83,26 @@ class Newborn(NamedTuple):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # to free what it shares with the nursery would be to copy it first
+        os._exit(0)  # freeing memory that is shared with the nursery would copy it first
 
 
 class Nursery:
-    """Owns its engines as their parent: it reaps them, and says how they ended."""
+    """The parent of the engines: forks them, reaps them, and reports their exit status."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._versions = births.versions()
-        self._unfit = ""  # why this process must not be forked
-        self._pids: dict[int, int] = {}  # of the engines that live, by pidfd
+        self._unfit = ""  # reason why this process must not be forked
+        self._pids: dict[int, int] = {}  # running engines, by pidfd
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
     def serve(self, libraries: Sequence[str]) -> Newborn | None:
-        """Until the server is gone, and then answers None. Answers otherwise in a process that was forked."""
+        """Serves until the server is gone. → None in the nursery, a Newborn in each forked process."""
         began = time.monotonic()
-        gc.disable()  # until somebody has grown up
+        gc.disable()  # until after the fork: see Newborn.grow_up
         import_libraries(libraries)
-        gc.freeze()  # no engine's collector walks, and so copies, what all of them share
+        gc.freeze()  # an engine's collector would walk, and so copy, the shared objects
         self._unfit = unfit()
         log.info("nursery_warm pid=%d seconds=%.3f", os.getpid(), time.monotonic() - began)
         with suppress(ConnectionError):  # the server is gone
@@ -121,24 +120,24 @@ class Nursery:
         return None
 
     def _bear(self, request: Bear, fd: int) -> Newborn | None:
-        """None in this process."""
+        """→ None in the nursery."""
         reason = self._unfit
         if request.versions != self._versions:
-            reason = "it has other versions of its libraries than are installed now"
+            reason = "its libraries have other versions than the installed ones"
         if reason:
             os.close(fd)
             self._send(Refused(reason))
             return None
         nursery = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `unfit` has looked at them
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which `unfit` has checked
             pid = os.fork()
         if pid == 0:
             for pidfd in self._pids:
                 os.close(pidfd)
             return Newborn(request, fd, nursery)
         os.close(fd)
-        os.setpgid(pid, pid)  # before the server hears of it, which kills the group
+        os.setpgid(pid, pid)  # before the server knows the pid, because it kills the group
         pidfd = os.pidfd_open(pid)
         self._pids[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
@@ -157,7 +156,7 @@ class Nursery:
 
 
 def import_libraries(names: Sequence[str]) -> None:
-    """What cannot be imported is the engine's to report, if it needs it."""
+    """A library that cannot be imported is skipped: an engine that needs it reports the error."""
     with _one_blas_thread():
         for name in names:
             before = len(_thread_names())
@@ -169,8 +168,8 @@ def import_libraries(names: Sequence[str]) -> None:
 
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
-    """Each OpenBLAS starts its threads when it is loaded: numpy's, and that of scipy, which transformers imports where
-    it is there. No engine uses them; torch has its own."""
+    """numpy and scipy (which transformers imports if it is installed) each load an OpenBLAS that starts threads at
+    once. Engines do not use them; torch has its own BLAS."""
     before = os.environ.get(_BLAS_THREADS)
     os.environ[_BLAS_THREADS] = "1"
     yield
@@ -180,13 +179,14 @@ def _one_blas_thread() -> Iterator[None]:
 
 
 def _thread_names() -> list[str]:
-    """The first thread's first."""
+    """The process's threads; the main thread comes first."""
     tasks = sorted(os.listdir("/proc/self/task"), key=int)
     return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
 
 
 def reseed() -> None:
-    """Forks would draw the same numbers. Python's own generator does this by itself; a device's is the engine's."""
+    """Gives the fork random numbers of its own. Python's generator is reseeded by Python itself, and a device's
+    generator belongs to the engine."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -194,12 +194,12 @@ def reseed() -> None:
 
 
 def unfit() -> str:
-    """Why this process must not be forked; "": it may be."""
+    """The reason why this process must not be forked, or ""."""
     threads = [name for name in _thread_names() if name not in _SAFE_THREADS]
     if len(threads) > 1:
         return f"importing the libraries has started {len(threads) - 1} threads: {', '.join(threads[1:])}"
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             if (target := os.readlink(f"/proc/self/fd/{fd}")).startswith("/dev/nvidia"):
                 return f"importing the libraries has opened {target}"
     return ""
@@ -208,13 +208,13 @@ def unfit() -> str:
 def main(libraries: Sequence[str] = LIBRARIES) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="The nursery's end of the socket pair to the server.")
-    parser.add_argument("--parent", type=int, required=True, help="The server's pid: the nursery ends when it does.")
+    parser.add_argument("--parent", type=int, required=True, help="Pid of the server, with which this process exits.")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="text")
     given = parser.parse_args()
     tie_to(given.parent)
     configure_logging(given.log_level, given.log_format)
-    os.closerange(3, given.fd)  # whatever the server was started with is not for engines
+    os.closerange(3, given.fd)  # engines must not inherit the server's other descriptors
     os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))
     with socket.socket(fileno=given.fd) as sock:
         newborn = Nursery(sock).serve(libraries)

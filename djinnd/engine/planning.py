@@ -1,4 +1,4 @@
-"""What loading a model would come to: the residency plan and the forecast, as they are told to people."""
+"""Plans the load of a model: placement of its blocks, memory, and a forecast of its speed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SESSIONS = (1, 16)
 def bytes_beside(
     loader: Loader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
 ) -> int:
-    """What KV and workspace take before the blocks get any: with the part of the budget that is kept for pages, or with
-    the least of pages where the blocks could not be placed beside those."""
+    """Bytes that KV and workspace take before blocks are placed. They include the share of the budget set aside for
+    pages, or only the least number of pages if the blocks cannot be placed otherwise."""
     workspace = workspace_bytes(shape, max_batch_tokens)
     welcome = workspace + kv_floor(shape, kv_bytes, budget)
     try:
@@ -33,7 +33,8 @@ def bytes_beside(
 def describe(
     asked: messages.Plan, loader: Loader, shape: ModelShape, device: Device, max_batch_tokens: int
 ) -> ModelPlan:
-    """Raises OutOfMemory with the figures. The budget is taken to be empty but for what the device itself needs."""
+    """Raises OutOfMemory with the figures. Assumes that nothing is loaded, so only the device's own reservation is
+    taken."""
     budget = asked.memory_bytes or device.budget.total
     workspace = workspace_bytes(shape, max_batch_tokens)
     free = budget - device.reserved
@@ -79,6 +80,6 @@ def describe(
 
 
 def _used_by_a_row(buffer: Buffer) -> float:
-    """Parameters: of experts, the share that a row picks."""
+    """The number of parameters that one row is multiplied with. Of experts, that is the share that a row picks."""
     numel = sum(entry.numel for entry in buffer.layout.entries.values())
     return numel * buffer.routing.picked / buffer.routing.count if buffer.routing else numel

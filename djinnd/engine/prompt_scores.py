@@ -1,7 +1,7 @@
 """Log probabilities of prompts' tokens, from the step that computes them to the server.
 
-They are worked out on the device, a bounded number of logits at a time, and leave it when the step is over: a few
-numbers a token, where logits are as many as the vocabulary.
+They are computed on the device, from a bounded number of logits at a time, and copied to the host after the step: a few
+numbers a token instead of a row of logits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class _Scored(NamedTuple):
 
 
 class PromptScores:
-    """Of one model: what its last step has brought."""
+    """The scores of one model's last step."""
 
     def __init__(self) -> None:
         self._scored: list[_Scored] = []
 
     def add(self, row: Row, positions: range, pieces: Iterable[Tensor]) -> None:
-        """`pieces`: the logits at these positions of the row, [some, vocab] each, which tell of the tokens behind."""
+        """`pieces`: the logits at `positions` of the row, each [rows, vocab]. They score the tokens at the next
+        positions."""
         likeliest = row.request.prompt_logprobs
         assert likeliest is not None
         parts, start = [], positions.start + 1
@@ -44,12 +45,12 @@ class PromptScores:
         self._scored.append(_Scored(row.request.id, parts))
 
     def take(self) -> list[PromptScored]:
-        """Waits for the device. Nothing is left then."""
+        """Waits for the device. → the scores, which are then forgotten."""
         scored, self._scored = self._scored, []
         return [_message(*each) for each in scored]
 
     def clear(self) -> None:
-        """The step was broken off."""
+        """Drops the scores of a step that failed."""
         self._scored.clear()
 
 

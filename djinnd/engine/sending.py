@@ -1,4 +1,4 @@
-"""Arrays that a step brings to its device beside its inputs."""
+"""Sends arrays to the device that a step needs beside its inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH: dict[np.dtype[np.generic], torch.dtype] = {
 
 
 def send(device: Device, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
-    """To the device in one copy, from memory that stays until it is done."""
+    """Sends the arrays in one copy. torch keeps the staging memory until the copy is done."""
     sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
     offsets = np.cumsum(sizes) - sizes
     staging = device.staging(sum(sizes))

@@ -1,7 +1,7 @@
-"""From loaded weights to a model that serves: workspace and KV pool reserved, kernels compiled, the check passed.
+"""Prepares a loaded model for serving: reserves workspace and KV pool, compiles kernels, and checks the model.
 
-begin ──► kernels that have to be compiled: in another process, while other models step ──► check, part by part,
-between the steps of other models ──► ModelRunner
+begin ──► compile missing kernels in another process, while other models step ──► check in parts, between the steps of
+other models ──► ModelRunner
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from djinnd.model.check import check_paging
 from djinnd.model.loader import Weights
 from djinnd.model.paged_model import PagedModel
 
-if TYPE_CHECKING:  # Triton comes with CUDA builds of torch
+if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
     from djinnd.model.kernels.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 
-# Kernels in the place of which torch can compute, by what a model's notes call that. It needs the host in each step, so
-# such a model runs without graphs.
+# Kernels that torch can replace, and how the model's notes describe that. The replacements need the host in each step,
+# so such a model runs without graphs.
 _REPLACEABLE = {
     "kv_write_kernel": "attention gathers pages",
     "decode_kernel": "attention gathers pages",
@@ -38,7 +38,7 @@ _REPLACEABLE = {
 
 
 class Preparation:
-    """Of one model, on the engine's thread, between steps. What fails gives back the weights, too."""
+    """The preparation of one model, on the engine's thread, between steps. A failure also gives the weights back."""
 
     def __init__(
         self, load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
@@ -72,7 +72,7 @@ class Preparation:
         self._labels.append(label)
 
     def missing_kernels(self) -> list[Variant]:
-        """Those that have to be compiled before `finish`. Of a CUDA device."""
+        """The kernels to compile before `finish`. Only for a CUDA device."""
         from djinnd.model.rehearsal import list_kernels
 
         runner = self.runner
@@ -83,8 +83,8 @@ class Preparation:
             raise
 
     def kernels_compiled(self, missing: Sequence[Variant], failed: Mapping[Variant, str]) -> None:
-        """`failed` says which of the kernels that were missing could not be compiled, and why. Raises ModelRejected
-        where nothing replaces one of them."""
+        """`failed`: the missing kernels that could not be compiled, with the reason. Raises ModelRejected if torch
+        cannot replace one of them."""
         from djinnd.model.kernels.launches import launches
 
         launches.settle(missing, failed)
@@ -99,9 +99,11 @@ class Preparation:
             self.runner.run_without_graphs()
 
     def finish(self) -> Iterator[None]:
-        """Runs the check at load, then each kernel once: a second or more, in parts of some milliseconds (a model that
-        streams: a pass over the bus each). The caller may step other models between two parts; `runner` serves after
-        the last one. Raises ModelRejected."""
+        """Runs the check at load, then each kernel once. That takes a second or more, in parts of a few milliseconds;
+        if the model streams, a part is a pass over the bus.
+
+        The caller may step other models between two parts. `runner` serves after the last part. Raises ModelRejected.
+        """
         runner = self.runner
         plan = runner.plan
         try:
@@ -114,7 +116,7 @@ class Preparation:
             raise
 
     def abandon(self) -> None:
-        """Gives back what the model has."""
+        """Gives back all memory of the model."""
         self.weights.release(self._device)
         for label in self._labels:
             self._device.release(label)

@@ -1,9 +1,10 @@
-"""Records what the device does in the next steps, for whoever asked. One trace at a time, each with one answer.
+"""Traces the device's work in the next steps. One trace at a time; each gets one reply.
 
 Trace ──► recording ──steps run, or time up──► ended ──its last copies and kernels have run──► read ──► Traced
               └── another Trace: Failed(retry)
 
-A step has a span a block, so reading a long trace takes tens of milliseconds: it is done in parts, beside steps.
+A trace has one span for each block of a step, so reading a long one takes tens of milliseconds. It is read in parts,
+while steps run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device import Device, Stamp, Trace
 
-READ_AT_ONCE = 128  # spans, a few microseconds each
+READ_AT_ONCE = 128  # spans; reading one takes a few microseconds
 
 
 @dataclass(slots=True)
@@ -31,11 +32,12 @@ class _UnderWay:
 
 
 class Tracer:
-    """Used by the engine's thread. The device has the trace from its start until its last step has been run: pages move
-    between steps, too. Copies that were queued meanwhile are recorded whenever they happen.
+    """Used by the engine's thread. The device records from the start of a trace until its last step has run, also page
+    copies between steps. Copies queued in that time are recorded even if they happen later.
 
-    What the engine's thread does before a step is on the track `host`, as the device's compute stream sees it: for as
-    long as that has nothing to do meanwhile, and for no time at all where it has."""
+    The track `host` shows what the engine's thread does before a step, measured by stamps on the compute stream. So it
+    shows only the time in which that stream is idle.
+    """
 
     def __init__(
         self,
@@ -47,9 +49,10 @@ class Tracer:
         self._send = send
         self._clock = clock
         self._under_way: _UnderWay | None = None
-        self._since: Stamp | None = None  # when the engine's thread was last done with something
-        self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []  # it did that, and a step may follow
-        self._has_stepped = False  # in this turn
+        self._since: Stamp | None = None  # end of the thread's last activity
+        # activities since the last step; dropped if no step follows in this turn
+        self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []
+        self._has_stepped = False  # in this turn of the loop
 
     def start(self, message: messages.Trace) -> None:
         now = self._clock()
@@ -62,7 +65,7 @@ class Tracer:
         self._under_way = _UnderWay(message.request, trace, message.steps, now + message.seconds)
 
     def turn(self) -> None:
-        """A turn of the engine's loop begins. What the last one has done without a step is not told."""
+        """A turn of the engine's loop begins. Activities of a turn without a step are not recorded."""
         if self._under_way is not None and self._clock() >= self._under_way.until:
             self._under_way.steps, self._device.trace = 0, None
         if not self._has_stepped:
@@ -71,7 +74,8 @@ class Tracer:
         self._since = None if self._device.trace is None else self._device.stamp()
 
     def did(self, what: str, **args: Any) -> None:
-        """The engine's thread, since the turn began, a step was over, or it did something else."""
+        """Records an activity of the engine's thread. It began at the turn's start, at the end of a step, or at the end
+        of the activity before."""
         since = self._since
         if since is not None and self._device.trace is not None:
             self._since = self._device.stamp()
@@ -79,7 +83,7 @@ class Tracer:
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
-        """The batch is run meanwhile."""
+        """Records the batch that runs inside the context as a step."""
         under_way = self._under_way
         if under_way is None or not under_way.steps:
             yield
@@ -100,8 +104,8 @@ class Tracer:
                 self._device.trace = None
 
     def answer(self) -> bool:
-        """Of a trace that has ended, reads some more, and sends it when that was all; also beside a step. Waits for
-        nothing. → whether there is more that can be read."""
+        """Reads a part of a trace that has ended, and sends it when all is read. Does not block, and may be called
+        while a step runs. → True if more can be read now."""
         under_way = self._under_way
         if under_way is None or under_way.steps:
             return False
