@@ -19,7 +19,7 @@ LOGIT_ROWS = 256  # most rows of logits that exist at once
 ROWS_AT_HAND = 32  # rows for captures, and as many for held states, before more memory is allocated
 HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
-# Automatic tiers: a multiple of the device's pool, but at most 1/_HOST_SHARE of the free memory, or 1/_DISK_SHARE of the free disk.
+# Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
 _HOST_POOLS, _HOST_SHARE = 2, 4
 _DISK_POOLS, _DISK_SHARE = 4, 10
 _DISK_MOST = 0.75  # of the free disk, also if more was asked for
