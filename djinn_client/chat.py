@@ -1,7 +1,7 @@
-"""Messages of a chat as they travel: what a call brings, and what the model has answered.
+"""Chats on the wire: the messages that a call brings, and the model's answer.
 
-Messages, tools and template arguments travel as JSON texts: no part of the daemon but the model's chat template needs
-to look into them, and a template of a model that nobody has configured runs in its user's text worker only.
+Messages, tools and template arguments travel as JSON texts. Only the code that renders the model's chat template looks
+into them, and for a model that no administrator has configured this is the user's text worker.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from djinn_client.bounds import Name
 
 JsonText = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]  # UTF-8
 ToolsText = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-FUNCTION = "function:"  # before the name of the one function that a tool_choice names
+FUNCTION = "function:"  # in a tool_choice, stands before the name of the one function to call
 
 
 class ChatInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The whole conversation; the daemon computes what the session does not have of it.
+    """The whole conversation. The daemon computes those of its tokens that the session does not have.
 
     messages        [{"role": system | developer | user | assistant | tool, "content": text | null | [{"type": "text",
                     "text": …}]}, …]; a message of the assistant may have `reasoning_content` and `tool_calls`:
                     [{"id", "type": "function", "function": {"name", "arguments": JSON text}}]; one of a tool has
                     `tool_call_id` and may have `name`
     tools           [{"type": "function", "function": {"name", "description", "parameters": JSON schema}}, …]
-    arguments       what the template takes beside: {"enable_thinking": false, …}
-    continue_final  the answer goes on with the last message's text, in the place of a message of its own
+    arguments       further values for the template: {"enable_thinking": false, …}
+    continue_final  the answer continues the text of the last message instead of beginning a message
     tool_choice     auto; none; required; or FUNCTION and a name
-    parallel_tools  several calls in one answer are allowed
+    parallel_tools  an answer may have several calls
     """
 
     messages: JsonText
@@ -40,7 +40,7 @@ class ChatInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the model wants. `arguments` is the text that it wrote, JSON unless the model erred."""
+    """A function call that the model asks for. `arguments` is the model's text: JSON, unless the model erred."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A further part of the call with this index. `id` and `name` are in its first part only."""
+    """A further part of the call with this index. Only the first part has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -65,7 +65,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a piece brings beside content, which is the piece's text."""
+    """The reasoning and tool calls of a piece. Its content is the piece's text."""
 
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []

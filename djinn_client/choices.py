@@ -1,4 +1,4 @@
-"""Several outputs of one prompt: it is computed once, and each output goes on from there in a fork of its own.
+"""Several outputs of one prompt. The prompt is computed once, and each output goes on from there in a fork of its own.
 
 prompt ──► session ──► output 0      which stays the session's
               ├─fork─► output 1
@@ -26,13 +26,13 @@ _SEEDS = 1 << 63
 
 
 class Outputs(Generated, kw_only=True, tag="outputs"):
-    """The first output, with the others: what this module makes of several replies, and no message."""
+    """The first output together with the others. This module makes it of several replies; it never travels."""
 
     others: list[Generated]
 
     @property
     def choices(self) -> list[Generated]:
-        """The first is this one, and the session's."""
+        """The first one is this output, which the session has."""
         return [self, *self.others]
 
 
@@ -43,8 +43,8 @@ def expect_count(n: int) -> None:
 
 
 def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[Generated]:
-    """The first output, with the others in it. A call that fails leaves the session as it was; the forks of one that is
-    interrupted are closed by the daemon when limits.session_grace is over."""
+    """The first output, with the others in it. A call that fails leaves the session as it was. After an interrupt the
+    daemon closes the forks when limits.session_grace is over."""
     prefill = None
     if request.chat is not None or request.text is not None or request.token_ids:
         prefill = yield from session.call_generate(_prefill_of(request))
@@ -78,13 +78,13 @@ def _close(forks: Sequence[SessionSteps]) -> Steps[None]:
 
 
 def _prefill_of(request: Generate) -> Generate:
-    """Only computes the prompt."""
+    """The request that computes the prompt and generates nothing."""
     return msgspec.structs.replace(request, max_tokens=0, sampling=Sampling(), stop=[], logprobs=None, format=None)
 
 
 def _request_of(request: Generate, session: str, index: int) -> Generate:
-    """For one output: of a chat with its messages, all of whose tokens the session has. Each has a seed of its own: the
-    first one the caller's, the next ones those that follow."""
+    """The request for one output. A chat keeps its messages: the session has all of their tokens. The first output has
+    the caller's seed, and the others have the seeds that follow it."""
     sampling = request.sampling
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
@@ -101,7 +101,7 @@ def _whole(outputs: Sequence[Generated], prefill: Generated | None) -> Generated
 
 
 def _behind(prefill: Generated, output: Generated, is_first: bool) -> Generated:
-    """The output as one call would have given it. What computing the prompt took is counted with the first one."""
+    """The output as one call would have given it. The first output counts the work of computing the prompt."""
     usage, times, before = output.usage, output.timings, prefill.timings
     computed = usage.computed_tokens + (prefill.usage.computed_tokens if is_first else 0)
     return msgspec.structs.replace(

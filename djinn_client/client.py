@@ -1,4 +1,4 @@
-"""The blocking client: a session."""
+"""The blocking client's session."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A session of one model; it keeps its tokens and KV in the daemon between calls.
+    """A session of one model. The daemon keeps its tokens and KV between calls.
 
         with djinn.Session("djinn-tiny") as s:
             print(s.generate("def fibonacci(", max_tokens=32).text)
 
-    `model` is loaded first if it is not there; `on_progress` is told how far that has come, and without it a terminal
-    shows a line of it when it takes longer than a second. `address` is the path of the daemon's socket; None:
-    $DJINND_ADDRESS, then the system's, then the user's. `priority` None: the highest class that the caller may have.
-    `token`: for who has one of the daemon's; None: $DJINND_TOKEN. The `with` block closes the session.
+    `model` is loaded first if it is not loaded. `on_progress` is called with how far that has come; without it, a
+    terminal shows a progress line when loading takes longer than a second. `address` is the path of the daemon's
+    socket; None: $DJINND_ADDRESS, then the system's, then the user's. `priority` None is the highest class that the
+    caller may have. `token` is one of the daemon's tokens (docs/tokens.md); None: $DJINND_TOKEN. The `with` block
+    closes the session.
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
     session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
-    it over a connection of its own, and does not close it: that remains to the process that has opened it.
+    it over a connection of its own, and does not close it: only the process that has opened it does.
     """
 
     def __init__(
@@ -79,16 +80,17 @@ class Session:
 
     @property
     def info(self) -> SessionInfo:
-        """What the daemon said when the session was opened or attached; `djinn.sessions()` has it as it is now."""
+        """The session as it was when it was opened or attached; `djinn.sessions()` has it as it is now."""
         return self._steps.info
 
     @property
     def token_ids(self) -> list[int]:
-        """The session's tokens, prompt and output, as the daemon has them now."""
+        """All tokens that the session has now, of prompts and outputs."""
         return run(self._steps.token_ids())
 
     def generate(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Generated:
-        """Extends the session by the prompt (text or token ids; None goes on from where it is) and generates.
+        """Extends the session by the prompt and generates. The prompt is a text or token ids; None goes on from where
+        the session is. A model that was trained for chats wants `chat`.
 
         The options are those of `GenerateOptions`.
 
@@ -97,32 +99,32 @@ class Session:
         return run(self._steps.generate(prompt, options))
 
     def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Stream:
-        """As `generate`, piece by piece. The call starts when the first piece is asked for."""
+        """Does what `generate` does and gives the output piece by piece. The call begins with the first piece."""
         return Stream(self._steps.stream(prompt, options))
 
     def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Generated:
-        """The model's answer: `.text` is its content, `.message` has reasoning and tool calls, too.
+        """The model's answer in a chat: `.text` is its content, `.message` also has reasoning and tool calls.
 
             s.chat("Name a river.")
             s.chat("And where does it end?")
 
-        A text is the user's next message, behind `messages`; a list of messages, in OpenAI's form, is the whole chat.
-        The model's template makes a prompt of it; the session keeps the tokens that it has in common with that and
-        computes the others. So a chat that goes on costs its new messages, an edited one what comes behind the edit.
+        A text is the user's next message, after `messages`; a list of messages, in OpenAI's form, is the whole chat.
+        The model's template makes a prompt of it. The session keeps the tokens that it has in common with the prompt
+        and computes the others: in a chat that goes on the new messages, in an edited one all that follows the edit.
 
-        The options are those of `ChatOptions`. Raises InvalidRequest for a model without a template, and with what the
-        template says where it refuses; and what `generate` raises. Then `messages` is as before."""
+        The options are those of `ChatOptions`. Raises what `generate` raises, and InvalidRequest for a model without a
+        template or with the sentence of a template that refuses. After an error `messages` is as before."""
         return run(self._steps.chat(said, options))
 
     def chat_stream(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Stream:
-        """As `chat`, piece by piece: `piece.text` is content, `piece.delta` has reasoning and tool calls. `messages`
-        has the answer when the stream has ended by itself."""
+        """Does what `chat` does and gives the answer piece by piece: `piece.text` is content, `piece.delta` has
+        reasoning and tool calls. `messages` has the answer when the stream was read to its end."""
         return Stream(self._steps.chat_stream(said, options))
 
     @property
     def messages(self) -> list[Message]:
-        """The chat so far, answers included. It is this object's, not the daemon's: change it, or set it, to go on from
-        elsewhere; after attach() it is empty. `s.chat(s.messages[:-1])` answers the last message anew."""
+        """The chat so far, answers included. This object has it, not the daemon: change it or set it to go on from
+        elsewhere. After attach() it is empty. `s.chat(s.messages[:-1])` answers the last message anew."""
         return self._steps.messages
 
     @messages.setter
@@ -130,11 +132,11 @@ class Session:
         self._steps.messages = list(messages)
 
     def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
-        """Extends the session by these n tokens; their logits as float32 [n, vocab], mapped rather than copied."""
+        """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied."""
         return run(self._steps.forward(token_ids))
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens. Raises InvalidRequest where there are not so many."""
+        """Keeps only the first `length` tokens. Raises InvalidRequest if there are fewer."""
         run(self._steps.truncate(length))
 
     def keep_record(self, body: bytes = b"", *, name: str = "") -> str:
@@ -143,10 +145,12 @@ class Session:
         return run(self._steps.keep_record(body, name))
 
     def fork(self, priority: Class | None = None) -> Self:
-        """A new session that has this one's tokens and KV, and goes its own way: what both have is held once.
+        """A second session with the tokens and KV of this one, which goes its own way from here. Common pages are held
+        once.
 
-        It has a connection of its own, may be called while this one is, and is closed by itself. `priority` None: as
-        this one. Raises SessionBusy while a call runs, NotPermitted at the limit of sessions."""
+        The fork has a connection of its own, may be called while this session runs a call, and has to be closed, too.
+        `priority` None: as this one. Raises SessionBusy while a call runs, NotPermitted or QuotaExceeded at a
+        limit of sessions."""
         return self._over(run(self._steps.fork(priority)))
 
     def steer(

@@ -1,5 +1,5 @@
-"""Checkpoint folders that a caller names. The daemon opens none with more rights than the caller has: where it may not
-open one itself, it asks for the files, and the caller's process opens them and hands them over.
+"""Checkpoint folders that a caller names. The daemon opens no folder with more rights than the caller has: it asks for
+the files, and the caller's process opens them and hands them over.
 
     LoadModel "/home/me/model" ──► FilesWanted
     HandOverFiles, with the open files ──► FilesHandedOver: the model's name
@@ -51,13 +51,13 @@ HasModel = (
 )
 NamesModel = HasModel | Generate  # a Generate names its model in its conversation
 N = TypeVar("N", bound=NamesModel)
-_TRIES = 3  # somebody else may unload the model between two requests
+_TRIES = 3  # another client may unload the model between two requests
 
 
 def model_name(model: Any) -> Any:
-    """What the daemon is told. A folder is named by its absolute path: one that begins with `/`, `~` or `.`, and any
-    other with a slash that is there, also where it could be a hub id. A hub id that `djinnctl pull` has fetched is its
-    folder, too. All else is a name, or wrong."""
+    """The name that the daemon is told. A folder is named by its absolute path. A folder is what begins with `/`, `~`
+    or `.`, what has a slash and leads to a folder, even if it could be a hub id, and a hub id that `djinnctl pull` has
+    fetched. Everything else is sent as it is. Raises ModelNotFound for a hub id whose download broke off."""
     if not isinstance(model, str | os.PathLike):
         return model
     name = os.fspath(model)

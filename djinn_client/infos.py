@@ -1,4 +1,4 @@
-"""What the daemon tells of each thing that it holds: sessions, models, devices, public prefixes."""
+"""Descriptions of what the daemon holds: sessions, models, devices, public prefixes, tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     age_s: float
     idle_s: float
     attached: int  # connections
-    edits: int = 0  # steering and patches that it has
-    hit: HitInfo | None = None  # the breakpoint at which its last call has stopped
-    foreign_kv: bool = False  # the KV of its beginning was a client's: see ImportSession
-    latency: Latency = Latency()  # of its calls so far
+    edits: int = 0  # steering and patches
+    hit: HitInfo | None = None  # the breakpoint at which the last call has stopped
+    foreign_kv: bool = False  # a client has brought the KV of its beginning: see ImportSession
+    latency: Latency = Latency()  # of the calls so far
     user_name: str = ""
 
 
@@ -61,15 +61,15 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     page_bytes: int = 0
     pages: int = 0
     pages_used: int = 0
-    host_pages: int = 0  # that the host tier has room for
+    host_pages: int = 0  # room of the host tier
     host_pages_used: int = 0
-    host_pages_pinned: int = 0  # so far: some seconds pass from the tier's coming until all are
+    host_pages_pinned: int = 0  # so far: pinning all of a new tier takes some seconds
     disk_pages: int = 0
     disk_pages_used: int = 0
     sessions: int = 0
-    idle_s: float = 0.0  # since the last call of it, where it is ready or asleep; 0 while there is one
+    idle_s: float = 0.0  # since the last call, of a model that is ready or asleep; 0 while a call runs
     error: str = ""
-    notes: list[str] = []  # why blocks stay plain, and such
+    notes: list[str] = []  # for people to read, such as why blocks stay plain
 
 
 class DeviceInfo(msgspec.Struct, kw_only=True):
@@ -87,8 +87,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
 class PrefixInfo(msgspec.Struct, kw_only=True):
     id: str
     model: str
-    tokens: int  # that are public: full pages
-    user: int  # who has marked it
+    tokens: int  # public ones, which fill pages
+    user: int  # the administrator who has published it
     created: float  # seconds since 1970
     user_name: str = ""
 
@@ -97,9 +97,9 @@ class TokenInfo(msgspec.Struct, kw_only=True):
     """Times are seconds since 1970."""
 
     name: str
-    user: int  # its principal: see principals.py
+    user: int  # the principal for whom it stands: see principals.py
     user_name: str
     highest_class: Class | None
     created: float
     expires: float | None  # None: never
-    used: float | None  # when a connection last began with it, to a minute; None: never
+    used: float | None  # the last time that a connection began with it, to a minute; None: never

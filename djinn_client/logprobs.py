@@ -9,24 +9,25 @@ import msgspec
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Natural-log probabilities after temperature 1 and no penalty, for one token. Always finite: a token that the
-    model rules out has the lowest float32, about -3.4e38. `top`: of the likeliest tokens, the likeliest first."""
+    """The natural-log probability of one token, at temperature 1 and without penalties, and in `top` those of the
+    likeliest tokens, the likeliest first. Always finite: a token that the model rules out has the lowest float32, about
+    -3.4e38."""
 
     token: float
     top: dict[int, float] = {}
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry for each token of a call's prompt: how likely the model held it behind all tokens before it. A sequence
-    of Logprobs, made as they are asked for. The first token of a session has none: None.
+    """A sequence with one Logprobs for each token of a call's prompt: how likely the token was after all tokens before
+    it. The first token of a session has None.
 
-    On the wire the figures are numbers in a row, because a prompt has many: for each token but those without, in
-    `values` its own log probability and those of the likeliest (float32), in `ids` the likeliest tokens (int32), both
+    On the wire the figures are packed, because a prompt has many. For each token that has figures, `values` holds its
+    own log probability and those of the likeliest tokens (float32), and `ids` these tokens (int32), both
     little-endian."""
 
     tokens: int
-    unknown: int  # first tokens that have none: 0 or 1
-    likeliest: int  # tokens named for each
+    unknown: int  # first tokens without figures: 0 or 1
+    likeliest: int  # tokens named for each token
     values: bytes = b""
     ids: bytes = b""
 

@@ -1,4 +1,4 @@
-"""The history of a chat, as a program has it: a list of dictionaries in OpenAI's form.
+"""The history of a chat in a program: a list of dictionaries in OpenAI's form.
 
 {"role": "user", "content": "…"}
 {"role": "assistant", "content": "…", "reasoning_content": "…", "tool_calls": [{"id", "type", "function"}]}
@@ -25,7 +25,7 @@ def chat_input(
     tool_choice: str = "auto",
     parallel_tools: bool = True,
 ) -> ChatInput:
-    """Raises InvalidRequest for what JSON cannot say."""
+    """Raises InvalidRequest for values that JSON does not have."""
     return ChatInput(
         messages=_json("messages", list(messages)),
         tools=_json("tools", list(tools)) if tools else b"",
@@ -37,7 +37,7 @@ def chat_input(
 
 
 def history(said: str | Iterable[Message], before: Iterable[Message]) -> list[Message]:
-    """A text is the user's next message; messages are the whole chat."""
+    """The messages of the next call: `said` itself, or, if it is a text, `before` and a message of the user."""
     if isinstance(said, str):
         return [*before, {"role": "user", "content": said}]
     messages = list(said)
@@ -47,7 +47,7 @@ def history(said: str | Iterable[Message], before: Iterable[Message]) -> list[Me
 
 
 def as_message(answer: ChatMessage) -> Message:
-    """An answer as the next call brings it."""
+    """The answer as a message of the next call."""
     message: Message = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -61,7 +61,7 @@ def as_message(answer: ChatMessage) -> Message:
 
 
 def continued(messages: list[Message], said: Message) -> list[Message]:
-    """The last message, with what the model has added to it."""
+    """The messages, where the last one goes on with what the model has added to it."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, list):

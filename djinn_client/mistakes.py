@@ -1,4 +1,4 @@
-"""What is wrong with an option, in words: msgspec's account of a field names types, and not what the caller wrote."""
+"""Errors for wrong options, in the caller's words. msgspec names the types of a field, not the option and its value."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PATH = r" - at `\$\.([\w.\[\]]+)`"
 _TYPE = re.compile(r"Expected `([^`]+)`, got `[^`]+`" + _PATH)
 _BOUND = re.compile(r"Expected `\w+`( of length)? (<=|<|>=|>) (-?\d+)" + _PATH)
 _WORD = re.compile(r"Invalid enum value .*" + _PATH, re.DOTALL)
-_SOME = "[]"  # in a path: one of the entries, and msgspec does not say which
+_SOME = "[]"  # stands in a path for an entry: msgspec does not say which one
 
 
 def mistake(kind: type, fields: Mapping[str, Any], account: str) -> str:
-    """`account`: msgspec's, of why these are no fields of a message of this kind."""
+    """A sentence for the caller. `account` is msgspec's reason why a message of this kind cannot have these fields."""
     account = re.sub(r"`key` in `([^`]+)`", rf"`\1{_SOME}`", account.replace("[...]", _SOME))
     if found := _TYPE.fullmatch(account):
         types = [_TYPES.get(name, name) for name in found[1].split(" | ")]
@@ -59,7 +59,7 @@ def _told(path: str, fields: Mapping[str, Any], wanted: str) -> str:
 
 
 def _name(path: str) -> str:
-    """As the caller wrote it: what is in `sampling` are options like others."""
+    """The option's own name: for the caller, fields of `sampling` are options like others."""
     return path.rpartition(".")[2]
 
 
@@ -71,7 +71,7 @@ def _value(path: str, fields: Mapping[str, Any]) -> Any:
 
 
 def _words(hint: Any) -> list[str]:
-    """Those of a Literal, which may be one of several types."""
+    """The words of a Literal, which may be one of several types of a hint."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [word for part in get_args(hint) for word in _words(part)]

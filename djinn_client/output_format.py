@@ -1,4 +1,4 @@
-"""The form that an output must have: a kind of grammar, and its text."""
+"""Structured output: the kind of grammar that an output must follow, and the grammar's text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FormatKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 
 class OutputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`text`: the schema, the regular expression or the Lark grammar; json_object has none. `strict` False: keywords
-    of a schema that the grammar cannot enforce are ignored, and oneOf is taken as anyOf; True: they are refused."""
+    """`text` is the schema, the regular expression or the Lark grammar; json_object has none. If `strict`, keywords of
+    a schema that a grammar cannot enforce are refused; else they are ignored, and oneOf is taken as anyOf."""
 
     kind: FormatKind
     text: str = ""
@@ -25,8 +25,8 @@ class OutputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 def output_format(
     response_format: Mapping[str, Any] | None = None, regex: str | None = None, grammar: str | None = None
 ) -> OutputFormat | None:
-    """The format that these keyword arguments ask for, of which at most one may be given. `response_format` has
-    OpenAI's shape: {"type": "json_object"}, or {"type": "json_schema"} with the schema in `json_schema`, or directly in
+    """The format that these keyword arguments ask for; at most one of them may be given. `response_format` has OpenAI's
+    shape: {"type": "json_object"}, or {"type": "json_schema"} with the schema in `json_schema`, or directly in
     `schema`. Raises InvalidRequest."""
     given = [
         name

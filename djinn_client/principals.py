@@ -3,10 +3,9 @@
     below 2^32          a Unix user: its uid
     2^32 and more       a name that a token stands for, and that no Unix user does
 
-The second kind of number follows from the name alone. So a name has the same number after a restart, after its token
-was revoked and added again, and where the file with the tokens was lost. It is below 2^53, so that every reader of JSON
-keeps it.
-"""
+The second kind of number is computed from the name alone. So a name has the same number after a restart, after its
+token was revoked and added again, and after the file with the tokens was lost. It is below 2^53, so that every reader
+of JSON keeps it."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ def is_unix_user(principal: int) -> bool:
 
 
 def is_principal_name(name: str) -> bool:
-    """Letters, digits and ._@- behind a letter: neither a number nor a space nor a line break, as logs have names."""
+    """A name is a letter and then letters, digits and ._@-, so that it is no number and logs can show it as it is."""
     return len(name) <= MAX_PRINCIPAL_NAME and _NAME.fullmatch(name) is not None
 
 
 def number_of(name: str) -> int:
-    """The principal of a token with this name and without a Unix user. Two of 10^6 names have the same number with a
-    probability of 1 in 500; adding a token refuses the second one."""
+    """The principal of a token with this name and without a Unix user. Among 10^6 names two have the same number with a
+    probability of 1 in 500; the second of them is refused when its token is added."""
     digest = sha256(b"djinnd principal " + name.encode()).digest()
     return FIRST_NAMED + int.from_bytes(digest[:_NUMBER_BYTES], "big")

@@ -26,10 +26,10 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
 
 
 class Welcome(Reply, tag="welcome"):
-    version: str  # the daemon's, as `djinnctl version` prints it
+    version: str  # of the daemon, as `djinnctl version` prints it
     user: int  # the caller's principal: a uid, or the number of a token's name
     admin: bool
-    name: str = ""  # the principal's
+    name: str = ""  # of the principal
 
 
 class Done(Reply, tag="done"):
@@ -43,7 +43,7 @@ class Failure(Reply, tag="failure"):
 
 
 class Progress(Reply, tag="progress"):
-    """Not final: how far a model's loading has come. `done` and `total` in bytes; 0 total where there is no measure."""
+    """Not final: how far a model's loading has come, in bytes. `total` is 0 if the stage has no measure."""
 
     model: str
     stage: str
@@ -52,10 +52,9 @@ class Progress(Reply, tag="progress"):
 
 
 class Piece(Reply, tag="piece"):
-    """Not final: text that has come, and the tokens it came with. Text lags behind where a character is unfinished
-    or a stop string may have begun. In a chat, `text` is content only, and `delta` has what else has come.
-    `token_bytes`, where they were asked for: what the tokens here stand for, and those that logprobs name, but for
-    tokens of earlier pieces."""
+    """Not final: new text and its tokens. Text lags behind while a character is unfinished or a stop string may have
+    begun. In a chat, `text` is content only, and `delta` has reasoning and tool calls. `token_bytes`, if asked for, has
+    the bytes of the tokens here and of those that logprobs name, except for tokens of earlier pieces."""
 
     text: str
     token_ids: list[int] = []
@@ -65,11 +64,13 @@ class Piece(Reply, tag="piece"):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0  # that this call brought
+    """Counts of tokens."""
+
+    prompt_tokens: int = 0  # the call has brought
     generated_tokens: int = 0
     session_tokens: int = 0  # in the session after the call
-    computed_tokens: int = 0  # that the model ran for the prompt: less than the context where KV was kept
-    cached_tokens: int = 0  # before the first generated token, that the model did not have to run
+    computed_tokens: int = 0  # the model has run before the first generated token
+    cached_tokens: int = 0  # before the first generated token whose KV was there
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -82,8 +83,8 @@ class Timings(msgspec.Struct, frozen=True):
 
 class Generated(Reply, tag="generated"):
     """Final reply of Generate. With `stream`, text and tokens hold only what no Piece has brought. With `captured`, a
-    memfd comes with it, sealed against shrinking and growing. It has ended as "not_finite" where edits of the session
-    have led to logits that are NaN or infinite, so that no token could be chosen."""
+    memfd comes with it, sealed against shrinking and growing. The finish reason "not_finite" means that edits of the
+    session have led to logits with NaN or infinities, so that no token could be chosen."""
 
     text: str
     token_ids: list[int]
@@ -91,19 +92,19 @@ class Generated(Reply, tag="generated"):
     usage: Usage
     timings: Timings
     logprobs: list[Logprobs] = []
-    stopped_by: str = ""  # the stop string that ended a chat; of other calls, where the server itself read the text
-    delta: ChatDelta | None = None  # of a chat: what else no Piece has brought
-    message: ChatMessage | None = None  # of a chat: the whole answer, with `stream` too
-    captured: Captured | None = None  # with a `hit`: the activations where it stopped, of `hit.point`
+    stopped_by: str = ""  # the stop string that ended the output; "": none did
+    delta: ChatDelta | None = None  # of a chat: reasoning and tool calls that no Piece has brought
+    message: ChatMessage | None = None  # of a chat: the whole answer, also with `stream`
+    captured: Captured | None = None  # the form of captured activations; with a `hit`, those of `hit.point`
     hit: HitInfo | None = None  # finish_reason "breakpoint"
-    token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs those of the prompt, too
-    notes: list[str] = []  # what the caller should know
-    prompt_logprobs: PromptLogprobs | None = None  # where they were asked for; None of a call that was cancelled before
-    session: str = ""  # that the daemon chose, for a call with a conversation
+    token_bytes: dict[int, bytes] = {}  # see Piece; with prompt_logprobs also of the prompt's tokens
+    notes: list[str] = []  # for the caller to read
+    prompt_logprobs: PromptLogprobs | None = None  # if asked for; None if the call was cancelled before
+    session: str = ""  # the session that the daemon has chosen for a call with a conversation
 
     @property
     def choices(self) -> list[Generated]:
-        """All outputs of a call: of one with n see djinn_client.choices."""
+        """All outputs of the call; a call with n has several (see djinn_client.choices)."""
         return [self]
 
 
@@ -141,11 +142,11 @@ class Records(Reply, tag="record_list"):
 
 
 class Embedded(Reply, tag="embedded"):
-    """`vectors`: float32, row-major, a row of `width` for each input. `tokens`: of each input."""
+    """Final reply of Embed."""
 
-    vectors: bytes
+    vectors: bytes  # float32, little-endian: a row of `width` numbers for each input
     width: int
-    tokens: list[int]
+    tokens: list[int]  # of each input
     pooling: str
 
 
@@ -164,7 +165,7 @@ class SessionOpened(Reply, tag="session"):
 
 
 class PauseReply(Reply, tag="paused"):
-    """Final reply of PauseSession: the pages that the session has in the tier now, and what moving them took."""
+    """Final reply of PauseSession: the pages that the session has in the tier now, and how long moving them took."""
 
     tier: Tier
     pages: int
@@ -191,13 +192,13 @@ class Prefixes(Reply, tag="prefix_list"):
 
 
 class PrefixWithdrawn(Reply, tag="prefix_withdrawn"):
-    """`in_force`: the model is loaded, and goes on sharing the prefix until it is loaded the next time."""
+    """`in_force`: the model is loaded, and its sessions share the prefix until it is loaded the next time."""
 
     in_force: bool
 
 
 class TokenAdded(Reply, tag="token_added"):
-    """`token` is told this once: the daemon keeps its SHA-256 only."""
+    """The only reply with the `token` itself: the daemon keeps only its SHA-256."""
 
     token: str
     info: TokenInfo
@@ -215,7 +216,7 @@ class Tokenized(Reply, tag="tokenized"):
     """Final reply of Tokenize."""
 
     token_ids: list[int]
-    token_texts: list[str] = []  # where they were wanted: as the tokenizer's vocabulary spells them
+    token_texts: list[str] = []  # if asked for, as the tokenizer's vocabulary spells them
 
 
 class Detokenized(Reply, tag="detokenized"):
@@ -225,14 +226,14 @@ class Detokenized(Reply, tag="detokenized"):
 
 
 class TokenizerInfo(Reply, tag="tokenizer_info"):
-    """Final reply of DescribeTokenizer. Tokens as text; "" where the checkpoint names none."""
+    """Final reply of DescribeTokenizer. A token is given as text, "" if the checkpoint names none."""
 
-    has_text: bool
+    has_text: bool  # the checkpoint has a tokenizer
     has_chat: bool  # it has a chat template
     bos_token: str = ""
     eos_token: str = ""
-    eos_ids: list[int] = []  # that end an output
-    chat_template: str = ""  # the one of chats without tools
+    eos_ids: list[int] = []  # tokens that end an output
+    chat_template: str = ""  # for chats without tools
 
 
 class SessionExported(Reply, tag="exported"):
@@ -254,7 +255,7 @@ class ModelReply(Reply, tag="model"):
 
 
 class FilesHandedOver(Reply, tag="files_handed_over"):
-    """`model`: the name of the model that has these files, to be used instead of the folder's."""
+    """`model` is the name of the model that has these files; requests use it instead of the folder's."""
 
     model: str
 
@@ -270,7 +271,7 @@ class PlanReply(Reply, tag="plan_reply"):
 
 
 class BudgetReply(Reply, tag="budget_reply"):
-    """Final reply of SetBudget; `seconds` is what the change took."""
+    """Final reply of SetBudget; `seconds` is how long the change took."""
 
     budget_bytes: int
     used_bytes: int
@@ -296,12 +297,12 @@ class StatusReply(Reply, tag="status_reply"):
     connections: int
     arena_bytes: int  # POSIX shared memory that the daemon holds
     latency: dict[str, Latency] = {}  # by class, since the daemon began
-    integrity: list[str] = []  # findings, where a check was asked for
-    notes: list[str] = []  # what administrators should know
+    integrity: list[str] = []  # findings of the check, if one was asked for
+    notes: list[str] = []  # for administrators to read
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Something that a device did. On a track one span follows another.
+    """A stretch of a device's work. The spans of one track follow each other.
 
     track       its spans                                             their args
     step        `step`                                                model, rows, tokens that the rows bring
@@ -320,7 +321,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class TraceReply(Reply, tag="trace_reply"):
-    """Final reply of GetTrace: spans by time. None, where nothing ran."""
+    """Final reply of GetTrace: the spans, by time. The list is empty if nothing ran."""
 
     device: str
     spans: list[Span]

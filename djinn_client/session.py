@@ -1,4 +1,4 @@
-"""What a session does, in steps. `Session` and `AsyncSession` wait for them, each in its way, and add nothing else."""
+"""The calls of a session as steps. `Session` and `AsyncSession` run the steps, each in its own way, and add nothing."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ if TYPE_CHECKING:
     from djinn_client.interventions import Interventions
 
 R = TypeVar("R", bound=Reply)
-Entry = OpenSession | AttachSession | ForkSession | ImportSession  # what gives a connection its session
+Entry = OpenSession | AttachSession | ForkSession | ImportSession  # requests that give a connection its session
 
 
 class SessionSteps:
     """One session over one connection.
 
-    The session outlives its connection: where that was lost, or an interrupt had to close it, or in a process that was
-    forked from the connection's, the next call connects again and attaches. One call at a time; a second one meanwhile,
-    from another thread or task or inside the loop over an open stream, raises SessionBusy.
+    The session outlives its connection. When the connection was lost, or closed by an interrupt, or belongs to the
+    process from which this one was forked, the next call connects again and attaches. One call runs at a time: a second
+    one, from another thread or task or inside the loop over an open stream, raises SessionBusy.
     """
 
     def __init__(self, address: str | None, token: str | None = None) -> None:
@@ -91,15 +91,15 @@ class SessionSteps:
         self._token = token
         self._connection: Connection | None = None
         self._info: SessionInfo | None = None
-        self._points: PointMap | None = None  # of its model, where it has been asked for
-        self.at: HitInfo | None = None  # where its last call has stopped, as this connection knows
-        self.hit: Hit | None = None  # and what was there, where that has been mapped
-        self._left: Hit | None = None  # by its last call; unmapping 20 MB takes a millisecond, and has time in the next
+        self._points: PointMap | None = None  # of the model, once asked for
+        self.at: HitInfo | None = None  # the breakpoint at which the last call has stopped
+        self.hit: Hit | None = None  # the activation there, if it is mapped
+        self._left: Hit | None = None  # of the call before: unmapping 20 MB takes 1 ms, done during the next call
         self.interventions: Interventions | None = None
-        self.messages: list[Message] = []  # of its chat
+        self.messages: list[Message] = []  # of the chat
         self._ended = ""  # "closed" or "detached"
-        self._process = 0  # that has entered it, and ends it
-        self._turn = threading.Lock()  # held while a call's steps run, by `with` alone: no interrupt can leave it held
+        self._process = 0  # the process that has opened it, and closes it
+        self._turn = threading.Lock()  # held while a call's steps run, only by `with`: no interrupt can leave it held
         self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
 
     @property
@@ -146,7 +146,7 @@ class SessionSteps:
         return answer.message
 
     def generate_beside(self, others: Sequence[SessionSteps], requests: Sequence[Generate]) -> Steps[list[Generated]]:
-        """One call on this session and one on each of the others, all at once. Where one fails, all are given up."""
+        """Runs one call on this session and one on each of the others at once. If one fails, all are given up."""
         connections: list[Connection] = []
         with ExitStack() as turns:
             for session in (self, *others):
@@ -185,7 +185,7 @@ class SessionSteps:
         return StreamSteps(self, request, lambda result: self._answered(messages, options, result))
 
     def _answered(self, messages: list[Message], options: ChatOptions, result: Generated) -> None:
-        """An answer that has stopped at a breakpoint is not whole."""
+        """Adds the answer to the messages, unless it has stopped at a breakpoint and is not whole."""
         if result.hit is not None:
             return
         assert result.message is not None, "the answer to a chat has a message"
@@ -199,7 +199,7 @@ class SessionSteps:
         return logits_array(*(yield from self.call(request, Logits)))
 
     def export(self, kv: bool | None) -> Steps[Answer[SessionExported]]:
-        """`kv` None: with its KV where that does not follow from its tokens."""
+        """`kv` None: with the KV if it does not follow from the tokens."""
         if kv is None:
             listed = yield from self.call(build(ListEdits, session=self.info.id), Edits)
             kv = self.info.foreign_kv or bool(listed.message.edits)
@@ -215,7 +215,8 @@ class SessionSteps:
             self.stopped_at(None)
 
     def signal(self, kind: str, expected_s: float | None, tool: str) -> Steps[None]:
-        """Also between two pieces of a stream: it has no reply that could be taken for one of the stream's."""
+        """May be called between two pieces of a stream: a signal has no reply, so none can be mixed with the
+        stream's."""
         message = signal_message(self.info.id, kind, expected_s, tool)
         self._expect_not_at_work()
         with self._turn:
@@ -235,7 +236,7 @@ class SessionSteps:
         return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why
 
     def points(self) -> Steps[PointMap | None]:
-        """Of the model; None where it is not loaded."""
+        """The points of the model; None if it is not loaded."""
         if self._points is None:
             models = (yield from self.call(build(ListModels), Models)).message.models
             self._points = next((model.points for model in models if model.name == self.info.model), None)
@@ -245,7 +246,8 @@ class SessionSteps:
         return (yield from self.call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
 
     def call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """A request on the session's connection and its final reply, whose descriptors are the caller's."""
+        """Sends a request over the session's connection and returns its final reply. The caller owns its
+        descriptors."""
         self._expect_idle()
         with self._turn:
             self._expect_no_stream()
@@ -263,12 +265,12 @@ class SessionSteps:
 
     @property
     def ended(self) -> bool:
-        """It was closed or detached here."""
+        """True after close() or detach()."""
         return bool(self._ended)
 
     def close(self) -> Steps[None]:
-        """Closes the session in the daemon, and does nothing where it is closed, detached or gone already. In a process
-        that was forked from the session's this hangs up only."""
+        """Closes the session in the daemon. Does nothing if it is closed, detached or gone already. In a process that
+        was forked from the session's, it only hangs up."""
         if self._ended or self._info is None:
             return
         if self._process != os.getpid():
@@ -284,7 +286,8 @@ class SessionSteps:
                 self._hang_up()
 
     def _close_there(self, request: CloseSession) -> Steps[None]:
-        """The connection may have been lost since the last call, with a daemon whose successor has the session."""
+        """The connection may be lost since the last call, because the daemon has restarted. Its successor has the
+        session, so the request is then sent over a new connection."""
         with suppress(ConnectionLost, SessionNotFound):
             if self._connection is not None and not self._connection.closed:
                 with suppress(ConnectionLost):
@@ -294,8 +297,8 @@ class SessionSteps:
             yield from self._connection.call(request, Done)
 
     def detach(self) -> None:
-        """Closes the connection only. The daemon keeps the session for its grace time; `attach` takes it up again. Does
-        nothing where it is not open yet."""
+        """Closes only the connection. The daemon keeps the session for limits.session_grace, and `attach` takes it up
+        again. Does nothing if it is not open yet."""
         self._close_stream()
         self._expect_idle()
         with self._turn:
@@ -304,7 +307,7 @@ class SessionSteps:
                 self._hang_up()
 
     def next_of(self, stream: StreamSteps) -> Steps[Delivery]:
-        """The stream's next reply; the first time, this sends its request. From then on the session is the stream's."""
+        """The stream's next reply. The first call sends the request; from then on the session is the stream's."""
         self._expect_idle(stream)
         with self._turn:
             self._expect_no_stream(stream)
@@ -321,7 +324,8 @@ class SessionSteps:
             return delivery
 
     def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """A call that leaves a hit behind, or comes to one; one that fails has done neither. For who has the turn."""
+        """Runs a call that goes on from a hit or comes to one. A call that fails leaves the hit as it was. The caller
+        holds the turn."""
         at, hit = self.at, self.hit
         self.stopped_at(None)
         try:
@@ -338,7 +342,7 @@ class SessionSteps:
         self._left = None
 
     def _connected(self) -> Steps[Connection]:
-        """The session's connection, a new one if need be. Only for who has the turn."""
+        """The session's connection, made anew if need be. The caller holds the turn."""
         self._expect_held()
         if self._connection is None or self._connection.closed:
             yield from self._begin(build(AttachSession, session=self.info.id))
@@ -346,7 +350,7 @@ class SessionSteps:
         return self._connection
 
     def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """A call over a connection of its own, because it is about a call that may be running on the session's."""
+        """A call over a connection of its own, since a call may be running on the session's connection."""
         self._expect_held()
         connection = yield from connect(self._address, self._token)
         try:
@@ -362,7 +366,7 @@ class SessionSteps:
                 yield from self._begin(request, on_progress, fds)
 
     def _begin(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
-        """Connects and begins. Who stops waiting hangs up: the model may take minutes to load."""
+        """Connects and opens or attaches the session. A caller that stops waiting hangs up: a load may take minutes."""
         connection = yield from connect(self._address, self._token)
         try:
             if isinstance(request, OpenSession | ImportSession):
@@ -378,7 +382,7 @@ class SessionSteps:
             self.stopped_at(self._info.hit)
 
     def _hang_up(self) -> None:
-        """Drops the session's hits, too: the daemon charges a window to the user until the last mapping is gone."""
+        """Closes the connection and drops the hits: the daemon charges a window until its last mapping is gone."""
         if self._connection is not None:
             self._connection.close()
         self.hit = self._left = None
@@ -388,7 +392,7 @@ class SessionSteps:
             stream.close()
 
     def _expect_held(self) -> None:
-        """Raises InvalidRequest where the session was closed or detached."""
+        """Raises InvalidRequest if the session was closed or detached."""
         if self._ended:
             raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
 

@@ -15,7 +15,7 @@ from tools.demo.model import DemoModel, demo_model, toy
 from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 HTTP_PATIENCE_S = 60.0
-MEMORY = "3GiB"  # enough for the small model, and the machine keeps the rest
+MEMORY = "3GiB"  # enough for the small model; the machine keeps the rest
 FAILURES = (scenes.DemoFailed, DaemonFailed, djinn.DjinnError)
 
 
@@ -50,7 +50,7 @@ def visit(model: DemoModel, address: str, http: str) -> None:
 
 
 def _wait_for_http(address: str) -> None:
-    """The gateway is a process of its own, and begins when the daemon is ready."""
+    """Waits for the gateway, a process of its own that is started when the daemon is ready."""
     host, _, port = address.partition(":")
     deadline = time.monotonic() + HTTP_PATIENCE_S
     while True:

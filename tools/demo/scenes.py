@@ -1,4 +1,4 @@
-"""What the demo shows, one thing after another."""
+"""The scenes of the demo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.demo import page
 
 TOKENS = 40  # of an answer: a small machine takes some seconds for them
 PAUSE_AFTER = 5  # pieces of a stream
-STEERED_AT = 3  # a third of the blocks up, subjects can be steered: tried on SmolLM2 at blocks 10, 14 and 18 of 30
+STEERED_AT = 3  # steers after a third of the blocks; of SmolLM2's 30, blocks 10, 14 and 18 were tried
 SEA = ("the ocean, waves, ships and sailors on the sea", "pirates sail the stormy sea in a ship")
 TOWN = ("the office, desks, papers and clerks in the town", "people walk the quiet street in a town")
 
