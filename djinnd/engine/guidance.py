@@ -29,18 +29,15 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.channel import Channel
 from djinnd.engine.grammar_process import GrammarProcess
+from djinnd.engine.grammar_processes import GrammarProcesses
 from djinnd.grammar_jobs import WORD, Advance, Begin, End, States
 from djinnd.model.sampler import Sampled
 from djinnd.model.token_masks import RowMasks
 from djinnd.scheduler.scheduler import Scheduler
 
 PATIENCE = 0.003  # seconds that a step may wait for masks, in all
-_PROCESSES = 64  # at a time
-_IDLE = 60.0  # seconds without a request, after which a process ends
 _LOOK_EVERY = 1.0  # seconds
 _HOLDER = "grammar"
-
-Key = tuple[int, int]  # tenant, and number of the tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +71,7 @@ class Guided:
 
 
 class Guidance:
-    """Belongs to the engine's thread. Without runs, it costs a step nothing."""
+    """Belongs to the engine's thread. Empty, it costs a step nothing."""
 
     def __init__(
         self,
@@ -87,12 +84,10 @@ class Guidance:
         """`limits`: seconds and bytes of a process. `fail` and `finish` answer a request."""
         self._scheduler = scheduler
         self._channel = channel
-        self._limits = limits
         self._fail = fail
         self._finish = finish
         self._runs: dict[int, Guided] = {}  # by request
-        self._processes: dict[Key, GrammarProcess] = {}
-        self._dying: list[GrammarProcess] = []
+        self._processes = GrammarProcesses(channel, *limits)
         # Numbers of requests.
         self._due: set[int] = set()  # the process has to say what follows the last token
         self._slow: set[int] = set()  # their masks were late: the next time they are not waited for
@@ -109,7 +104,7 @@ class Guidance:
         """Raises Busy, or TextFailed where there is no process to be had."""
         grammar = message.grammar
         assert grammar is not None
-        process = self._process((session.tenant, grammar.tokenizer), grammar, vocab)
+        process = self._processes.get((session.tenant, grammar.tokenizer), grammar, vocab)
         if not process.free:
             raise Busy("all masks of your grammars are in use: try again when a call has ended", retry_s=1.0)
         is_plain = request.logprobs is None and not request.capture and not request.logits
@@ -118,21 +113,6 @@ class Guidance:
         self._due.add(request.id)
         given = session.tokens[len(session.tokens) - message.given :] if message.given else []
         process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
-
-    def _process(self, key: Key, grammar: messages.Grammar, vocab: int) -> GrammarProcess:
-        process = self._processes.get(key)
-        if process is not None and not process.failure:
-            return process
-        if len(self._processes) >= _PROCESSES:
-            raise Busy(f"{_PROCESSES} grammar processes run already: try again in a minute", retry_s=_IDLE)
-        seconds, memory = self._limits
-        try:
-            process = GrammarProcess(grammar.fd, grammar.eos, vocab, seconds, memory, is_table=grammar.is_table)
-        except OSError as error:
-            raise TextFailed(f"no grammar process can be started: {error}") from error
-        self._processes[key] = process
-        self._channel.watch(process.fd)
-        return process
 
     def forget(self, request: Request) -> None:
         """It has ended."""
@@ -150,9 +130,7 @@ class Guidance:
             process.ask(End(request.id))
 
     def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
+        self._processes.close()
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -160,40 +138,57 @@ class Guidance:
         """Before a step is composed: what the processes have said has its effect."""
         if not self._processes:
             return
-        if self._runs:
-            self._hear()
-        for run in [*self._to_act.values()]:
-            self._act(run)
+        self._hear()
+        if self._to_act:
+            self._act([*self._to_act.values()])
         now = time.monotonic()
         if now - self._looked > _LOOK_EVERY:
             self._looked = now
-            self._hear()
-            self._look_after(now)
+            for process in self._processes.look_after(now, {run.process for run in self._runs.values()}):
+                self._bury(process)
 
-    def _act(self, run: Guided) -> None:
-        """Unless it cannot be done yet."""
+    def _act(self, runs: Sequence[Guided]) -> None:
+        """Unless it cannot be done yet. The server is told of all appended tokens in one message, before it is told
+        what they end."""
+        tokens: list[messages.Token] = []
+        ended: list[Request] = []
+        for run in runs:
+            if not run.error:
+                tokens += self._append(run, ended)
+        if tokens:
+            self._channel.send(messages.Stepped(tokens))
+        for request in ended:
+            self._finish(request)
+        for run in runs:
+            if run.request.id in self._to_act:
+                self._end(run)
+
+    def _append(self, run: Guided, ended: list[Request]) -> list[messages.Token]:
+        """The tokens that must come. To `ended` goes the request if it ends with them."""
         request = run.request
-        if run.error:
-            self._fail(request, GrammarRejected(run.error, field="format"))
-            return
         if run.is_held and request.id not in self._due:
             run.is_held = False
             self._scheduler.release(request.id, _HOLDER)
-        if run.forced and run.is_plain and len(run.session.tokens) > request.prompt_end:
-            appended, ended = self._scheduler.force(request.id, run.forced)
-            del run.forced[: len(appended)]
-            if appended:
-                self._channel.send(messages.Stepped([messages.Token(request.id, token) for token in appended]))
-            if ended is not None:
-                self._finish(ended)
-                return
-        if not run.forced:
+        if not (run.forced and run.is_plain and len(run.session.tokens) > request.prompt_end):
+            return []
+        appended, over = self._scheduler.force(request.id, run.forced)
+        del run.forced[: len(appended)]
+        if over is not None:
+            ended.append(over)
+        return [messages.Token(request.id, token) for token in appended]
+
+    def _end(self, run: Guided) -> None:
+        """Where the grammar does."""
+        request = run.request
+        if run.error:
+            self._fail(request, GrammarRejected(run.error, field="format"))
+        elif not run.forced:
             del self._to_act[request.id]
             if run.ended:
                 self._finish(self._scheduler.halt(request.id, len(run.session.tokens) - request.prompt_end))
 
     def _hear(self) -> None:
-        for process in [*self._processes.values()]:
+        for process in self._processes:
             self._take(process.hear())
             if process.failure:
                 self._bury(process)
@@ -215,26 +210,10 @@ class Guidance:
 
     def _bury(self, process: GrammarProcess) -> None:
         """Its runs fail; the next one has another process."""
-        self._retire(process)
+        self._processes.retire(process)
         error = TextFailed(f"{process.failure}; the calls that it served have ended: simplify the format, or try again")
         for run in [run for run in self._runs.values() if run.process is process]:
             self._fail(run.request, error)
-
-    def _look_after(self, now: float) -> None:
-        self._dying = [process for process in self._dying if not process.is_gone]
-        busy = {run.process for run in self._runs.values()}
-        for process in [*self._processes.values()]:
-            process.check(now)
-            if process.failure:
-                self._bury(process)
-            elif process not in busy and now - process.idle_since > _IDLE:
-                self._retire(process)
-
-    def _retire(self, process: GrammarProcess) -> None:
-        self._channel.unwatch(process.fd)
-        process.kill()
-        self._dying.append(process)
-        self._processes = {key: each for key, each in self._processes.items() if each is not process}
 
     # --- in a step --------------------------------------------------------------------------------------------------
 
