@@ -1,4 +1,7 @@
-"""What the next daemon must know of the models that users have brought: whose they are, and which files they have.
+"""What the next daemon must know of models beside the configuration.
+
+Of a model that a user has brought: its owner, its users and its files. Of any model: the chat template that a load has
+given it.
 
 A file in the state directory, which only the daemon's user may read. It is written anew when one of them is loaded,
 gets another user or is forgotten, by a thread.
@@ -23,18 +26,20 @@ NAME = "models.json"
 
 
 class Record(msgspec.Struct, frozen=True):
+    """`owner` and `users` None: a model of the configuration."""
+
     name: str
     folder: str
-    owner: int
-    users: list[int]
+    owner: int | None
+    users: list[int] | None
     files: dict[str, Mark]
     template: str = ""  # for chats, that its load has brought
 
     @classmethod
     def of(cls, model: Model) -> Record:
-        assert model.owner is not None and model.users is not None
-        users, marks = sorted(model.users), model.marks or {}
-        return cls(model.name, model.source.path, model.owner, users, marks, model.template)
+        if model.users is None:
+            return cls(model.name, model.source.path, None, None, {}, model.template)
+        return cls(model.name, model.source.path, model.owner, sorted(model.users), model.marks or {}, model.template)
 
 
 class ModelRecords:

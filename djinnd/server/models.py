@@ -202,16 +202,22 @@ class Models:
                 self._load(model)
 
     def _restore(self, adopted: list[str]) -> None:
-        """Restores the models that users brought to an earlier daemon and that still have sessions or arena objects."""
-        sessions = [session for session in self._sessions if session.is_servable and session.model.startswith("/")]
-        used = {*adopted, *(session.model for session in sessions)} - self._known.keys()
+        """Restores what an earlier daemon knew of models that still have sessions or arena objects."""
+        sessions = [session for session in self._sessions if session.is_servable]
+        used = {*adopted, *(session.model for session in sessions)}
         for record in self._records.read():
-            if record.name in used:
+            if record.name not in used:
+                continue
+            if record.users is None:
+                with suppress(ModelNotFound):  # the configuration may have changed meanwhile
+                    model = self._models[record.name] = self.find(record.name)
+                    model.template = record.template
+            elif record.name not in self._known:
                 model = self._models[record.name] = Model.configured(record.name, config.Model(path=record.folder))
                 model.owner, model.users, model.marks = record.owner, set(record.users), record.files
                 model.template = record.template
         for session in sessions:
-            if session.model not in self._models:  # left by a daemon without model records
+            if session.model.startswith("/") and session.model not in self._models:  # left by a daemon without records
                 model = Model.configured(session.model, config.Model(path=session.model))
                 self._models[session.model] = model
                 model.owner, model.users = session.user, {session.user}
@@ -252,7 +258,9 @@ class Models:
                 model.kv = kv.over(model.kv)
                 model.placing = model.placed(placing)
                 model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
-                model.template = template or model.template
+                if template and template != model.template:
+                    model.template = template
+                    self._records.changed()
                 self._load(model)
             await self._join(model, on_loading)
         model.used = time.monotonic()
@@ -470,15 +478,17 @@ class Models:
         has sessions or is shared."""
         if self._sessions.of_model(model.name) or model.share is not None:
             return
+        had_template = bool(model.template)
         model.forget_wishes()
         if model.name not in self._known:
             self._models.pop(model.name, None)
             _release(model)
             self._folders.close(model)
+        if had_template or model.name not in self._known:
             self._records.changed()
 
     def _record(self) -> list[Record]:
-        return [Record.of(model) for model in self if model.users is not None]
+        return [Record.of(model) for model in self if model.users is not None or (model.template and not model.share)]
 
 
 def expect_open(model: Model) -> None:

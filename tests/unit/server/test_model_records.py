@@ -18,6 +18,7 @@ def test_what_one_daemon_writes_the_next_one_reads(tmp_path):
         for _ in range(100):
             records.changed()
         there.append(Record("/b@1", "/b", 0, [0], {}))
+        there.append(Record("configured", "/c", None, None, {}, "{{ messages }}"))
         records.changed()
         await records.close()
 

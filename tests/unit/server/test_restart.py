@@ -43,7 +43,7 @@ def inodes(daemon):
 
 def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_again(serve):
     daemon = serve()
-    djinn.load("djinn-tiny", address=daemon.address)
+    djinn.load("djinn-tiny", chat_template="{{ messages }}", address=daemon.address)
     before, listener = inodes(daemon), os.stat(daemon.address).st_ino
     with Wire(daemon.address) as wire:
         kept = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
@@ -57,6 +57,7 @@ def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_aga
             assert (status.pid, status.integrity) == (daemon.process.pid, [])
             (session,) = client.sessions()
             assert (session.id, session.state) == (kept, "detached")
+            assert client.tokenizer("djinn-tiny").chat_template == "{{ messages }}"
             client.close_session(kept)
         assert "filled" not in told
     assert (inodes(daemon), os.stat(daemon.address).st_ino) == (before, listener)
