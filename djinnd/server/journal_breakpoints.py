@@ -6,12 +6,12 @@ They are few and small, so one row holds all breakpoints of a session, and is re
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 
 import msgspec
 
 from djinn_client.breakpoints import HitInfo
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.journal_fold import SessionFold
 from djinnd.server.journal_rows import BREAKPOINT, Row
 
 TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
@@ -47,14 +47,10 @@ def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict
     return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
 
 
-class BreakpointFold:
-    """Applies one fold's changes to the breakpoints of the sessions that they concern. `exists`: see EditFold."""
+class BreakpointFold(SessionFold[BreakpointList]):
+    """Applies one fold's changes to the breakpoints of the sessions that they concern."""
 
-    def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
-        self._db = db
-        self._exists = exists
-        self._are: dict[str, BreakpointList] = {}
-        self._closed: list[tuple[str]] = []
+    _tables = ("breakpoint",)
 
     def apply(self, change: BreakpointChange) -> None:
         if not self._exists(change.session):
@@ -68,18 +64,9 @@ class BreakpointFold:
             case Stopped(_, hit):
                 breakpoints.hit = hit
 
-    def closed(self, session: str) -> None:
-        self._are.pop(session, None)
-        self._closed.append((session,))
-
-    @property
-    def touched(self) -> set[str]:
-        """Sessions with breakpoints that this fold changes."""
-        return set(self._are)
-
     def write(self) -> None:
         """Writes the changed rows, in the fold's transaction."""
-        self._db.executemany("DELETE FROM breakpoint WHERE session = ?", self._closed)
+        self._forget_closed()
         rows = [BREAKPOINT.sealed(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
         self._db.executemany(BREAKPOINT.insert, rows)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 
 import msgspec
 
+from djinnd.server.journal_fold import SessionFold
 from djinnd.server.journal_rows import CONVERSATION
 
 TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt INTEGER, checksum BLOB);"
@@ -25,30 +25,17 @@ def read_conversations(db: sqlite3.Connection) -> dict[str, Conversed]:
     return {row[0]: Conversed(*row) for row in CONVERSATION.read(db)}
 
 
-class ConversationFold:
-    """What one fold's changes say of sessions that are kept. `exists`: see EditFold."""
+class ConversationFold(SessionFold[Conversed]):
+    """Which sessions are kept, and how, as of the last change."""
 
-    def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
-        self._db = db
-        self._exists = exists
-        self._are: dict[str, Conversed] = {}
-        self._closed: list[tuple[str]] = []
+    _tables = ("conversation",)
 
     def apply(self, change: Conversed) -> None:
         if self._exists(change.session):
             self._are[change.session] = change
 
-    def closed(self, session: str) -> None:
-        self._are.pop(session, None)
-        self._closed.append((session,))
-
-    @property
-    def touched(self) -> set[str]:
-        """Sessions that this fold has written of."""
-        return set(self._are)
-
     def write(self) -> None:
         """In the fold's transaction."""
-        self._db.executemany("DELETE FROM conversation WHERE session = ?", self._closed)
+        self._forget_closed()
         rows = [CONVERSATION.sealed(each.session, each.key, each.prompt) for each in self._are.values()]
         self._db.executemany(CONVERSATION.insert, rows)

@@ -14,6 +14,7 @@ import msgspec
 
 from djinnd.core.edits import Edit
 from djinnd.server.edit_list import EditList
+from djinnd.server.journal_fold import SessionFold
 from djinnd.server.journal_rows import EDIT, EDIT_COUNT, Row
 
 TABLES = """
@@ -61,16 +62,14 @@ def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, 
     return dict(lists)
 
 
-class EditFold:
-    """The edits of those sessions that one fold's changes are about. `exists`: whether there is such a session, as of
-    the change; what comes after a session's close is nobody's."""
+class EditFold(SessionFold[EditList]):
+    """The edits of these sessions. What has not changed is not written."""
+
+    _tables = ("edit", "edit_count")
 
     def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
-        self._db = db
-        self._exists = exists
+        super().__init__(db, exists)
         self._were: dict[str, EditList] = {}
-        self._are: dict[str, EditList] = {}
-        self._closed: list[tuple[str]] = []
 
     def apply(self, change: EditChange) -> None:
         if not self._exists(change.session):
@@ -84,19 +83,9 @@ class EditFold:
             case EditsCut(_, length):
                 edits.cut(length)
 
-    def closed(self, session: str) -> None:
-        self._are.pop(session, None)
-        self._closed.append((session,))
-
-    @property
-    def touched(self) -> set[str]:
-        """Sessions that have, or had, edits that this fold is about."""
-        return set(self._are)
-
     def write(self) -> None:
-        """In the fold's transaction. What has not changed is not written."""
-        self._db.executemany("DELETE FROM edit WHERE session = ?", self._closed)
-        self._db.executemany("DELETE FROM edit_count WHERE session = ?", self._closed)
+        """In the fold's transaction."""
+        self._forget_closed()
         for session, edits in self._are.items():
             was = {edit.number: edit for edit in self._were[session].edits}
             gone = [(session, number) for number in was.keys() - edits.names.keys()]

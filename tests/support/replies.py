@@ -51,6 +51,9 @@ D_BEGIN, D_END, D_CALL, D_SEP, D_CALL_END = (
 )
 
 
+DSML = "\uff5cDSML\uff5c"
+
+
 class Call(NamedTuple):
     name: str
     arguments: str
@@ -155,6 +158,34 @@ SAMPLES = (
         (Reasoning("Hm"), Content("See."), PARIS, NOW),
         prompt="<think>",
         template="<think></think>",
+    ),
+    Sample(
+        "minimax",
+        'Hm</think>See.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        (Reasoning("Hm"), Content("See."), TWO_DAYS, NOW),
+        prompt="<think>\n",
+        template="<think></think>",
+    ),
+    Sample(
+        "minimax",
+        '<minimax:tool_call><invoke name="now"></invoke>and <invoke name=',
+        (NOW, Content("and <invoke name=")),
+    ),
+    Sample(
+        "deepseek-v3.2",
+        f'See.\n\n<{DSML}function_calls>\n<{DSML}invoke name="get_weather">\n'
+        f'<{DSML}parameter name="city" string="true">Paris</{DSML}parameter>\n'
+        f'<{DSML}parameter name="days" string="false">2</{DSML}parameter>\n</{DSML}invoke>\n'
+        f'<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}function_calls>',
+        (Content("See."), TWO_DAYS, NOW),
+    ),
+    Sample(
+        "seed-oss",
+        "<seed:think>Hm</seed:think>See.<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+        "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+        (Reasoning("Hm"), Content("See."), TWO_DAYS),
+        template="</seed:think>",
     ),
     Sample(
         "kimi",

@@ -11,7 +11,7 @@ from djinnd.text.replies.harmony import CHANNEL, MESSAGE, HarmonyFormat
 from djinnd.text.replies.marked_calls import ListCalls, LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
 from djinnd.text.replies.python_calls import PythonCalls, ToolCode
 from djinnd.text.replies.spans import SpanFormat
-from djinnd.text.replies.tagged_calls import GlmCalls, QwenCoderCalls
+from djinnd.text.replies.tagged_calls import GlmCalls, InvokeCalls, QwenCoderCalls
 from djinnd.text.replies.template_format import TemplateFormat
 from djinnd.text.replies.template_spec import read_spec
 
@@ -29,6 +29,7 @@ def _deepseek(words: str) -> str:
 _DEEPSEEK = Section(
     *map(_deepseek, ("tool calls begin", "tool calls end", "tool call begin", "tool sep", "tool call end"))
 )
+_DSML = "\uff5cDSML\uff5c"
 _KIMI = Section(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
@@ -44,8 +45,15 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], CallSyntax], ...] = (
     (
         "functiongemma",
         ("<start_function_call>",),
-        GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
+        GemmaCalls("<start_function_call>", "<end_function_call>", quote="<escape>"),
     ),
+    (
+        "deepseek-v3.2",
+        (_DSML,),
+        InvokeCalls(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", prefix=_DSML, typed=True),
+    ),
+    ("minimax", ("<minimax:tool_call>",), InvokeCalls("<minimax:tool_call>", "</minimax:tool_call>")),
+    ("seed-oss", ("<seed:tool_call>",), QwenCoderCalls("<seed:tool_call>", "</seed:tool_call>")),
     ("deepseek-v3", (_DEEPSEEK.section, "```json"), SectionCalls(_DEEPSEEK, markdown=True)),
     ("deepseek-v3.1", (_DEEPSEEK.section,), SectionCalls(_DEEPSEEK)),
     ("kimi", ("<|tool_calls_section_begin|>",), SectionCalls(_KIMI, numbered=True)),

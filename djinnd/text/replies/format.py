@@ -54,6 +54,22 @@ class CallSyntax(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Marked:
+    """What call syntaxes have in common that write calls between two markers."""
+
+    begin: str
+    end: str
+    starts: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.begin,)
+
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, self.end)
+
+
 class ReplyFormat(Protocol):
     """How a model writes reasoning, content and tool calls."""
 

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Json, Pieces, Until, listed
 from djinnd.text.replies.output import Output
 from djinnd.text.replies.python_calls import whole
@@ -16,17 +17,12 @@ _HEAD = re.compile(r"\s*call:([^{]+)(\{.*\})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class GemmaCalls:
+class GemmaCalls(Marked):
     """quote: the marker at both ends of a string."""
 
     begin: str = "<|tool_call>"
     end: str = "<tool_call|>"
     quote: str = '<|"|>'
-    starts: tuple[str, ...] = ()
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin,)
 
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, self.quote)

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments, call_list, call_object, read_name
@@ -16,20 +17,11 @@ from djinnd.text.replies.tools import Schema, Tools
 
 
 @dataclass(frozen=True)
-class ObjectCalls:
+class ObjectCalls(Marked):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one object for each call."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    key: str = "arguments"
-    starts: tuple[str, ...] = ()
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin,)
-
-    def markers(self) -> tuple[str, ...]:
-        return (self.begin, self.end)
 
     def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
         yield from source.space()
@@ -38,26 +30,18 @@ class ObjectCalls:
         yield from source.comes(self.end)
 
     def forced(self, name: str, parameters: Schema) -> Pieces:
-        return (f"{self.begin}\n", *json_object(name, self.key, parameters), f"\n{self.end}")
+        return (f"{self.begin}\n", *json_object(name, "arguments", parameters), f"\n{self.end}")
 
     def between(self) -> tuple[str, str, str]:
         return "", "\n", ""
 
 
 @dataclass(frozen=True)
-class ListCalls:
+class ListCalls(Marked):
     """`<|tool_call|>[{"name": …, "arguments": {…}}, …]`: Granite 3, Phi-4-mini, which writes the end, too."""
 
     begin: str = "<|tool_call|>"
     end: str = "<|/tool_call|>"
-    starts: tuple[str, ...] = ()
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin,)
-
-    def markers(self) -> tuple[str, ...]:
-        return (self.begin, self.end)
 
     def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
         yield from source.space()

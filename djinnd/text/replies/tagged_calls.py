@@ -1,9 +1,13 @@
-"""Families whose calls are tags: Qwen3-Coder and GLM. Values are converted to JSON by the tool's schema."""
+"""Families whose calls are tags: Qwen3-Coder, Seed-OSS, GLM, MiniMax and DeepSeek V3.2.
+
+The tool's schema says which values are texts, and which are converted to JSON.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Either, Json, Maybe, Piece, Pieces, Until
 from djinnd.text.replies.json_calls import read_name
 from djinnd.text.replies.output import Output
@@ -12,18 +16,19 @@ from djinnd.text.replies.tools import MAX_NAME, Schema, Tools, as_json, is_strin
 
 
 @dataclass(frozen=True)
-class QwenCoderCalls:
+class QwenCoderCalls(Marked):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`. A line break at each end of
     a value belongs to the tags. Models leave the outer tag out at times."""
 
-    begins: tuple[str, ...] = ("<tool_call>", "<function=")
-    starts: tuple[str, ...] = ()
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
 
-    def markers(self) -> tuple[str, ...]:
-        return ("<tool_call>", "</tool_call>")
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.begin, "<function=")
 
     def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
-        if begin == "<tool_call>":
+        if begin == self.begin:
             yield from source.space()
             yield from source.expect("<function=")
         name, _ = yield from read_name(source, ">")
@@ -36,14 +41,14 @@ class QwenCoderCalls:
             yield from source.space()
         members.end()
         yield from source.space()
-        yield from source.comes("</tool_call>")
+        yield from source.comes(self.end)
 
     def forced(self, name: str, parameters: Schema) -> Pieces:
-        pieces: list[Piece] = [f"<tool_call>\n<function={name}>\n"]
+        pieces: list[Piece] = [f"{self.begin}\n<function={name}>\n"]
         for key, schema, needed in members_of(parameters):
             begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
             pieces += tagged(begin, schema, end, needed)
-        return (*pieces, "</function>\n</tool_call>")
+        return (*pieces, f"</function>\n{self.end}")
 
     def between(self) -> tuple[str, str, str]:
         return "", "\n", ""
@@ -80,6 +85,64 @@ class GlmCalls:
 
     def between(self) -> tuple[str, str, str]:
         return "", "\n", ""
+
+
+@dataclass(frozen=True)
+class InvokeCalls(Marked):
+    """`BEGIN<invoke name="NAME"><parameter name="KEY">value</parameter></invoke>END`, with one or more calls inside.
+
+    `prefix`: before the name of each tag. `typed`: a parameter says with `string="true"` whether its value is a
+    text."""
+
+    prefix: str = ""
+    typed: bool = False
+
+    @property
+    def _call(self) -> str:
+        return f'<{self.prefix}invoke name="'
+
+    @property
+    def _parameter(self) -> str:
+        return f'<{self.prefix}parameter name="'
+
+    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+        yield from source.space()
+        yield from source.expect(self._call)
+        while True:
+            yield from self._read_call(source, output, tools)
+            yield from source.space()
+            if (yield from source.comes(self._call, self.end)) != self._call:
+                return
+
+    def _read_call(self, source: Source, output: Output, tools: Tools) -> Reading[None]:
+        name, _ = yield from read_name(source, '">')
+        yield from source.space()
+        members, end = Members(output, name), f"</{self.prefix}invoke>"
+        while (yield from source.expect(self._parameter, end)) == self._parameter:
+            key = yield from _key(source, '"')
+            schema = yield from self._schema(source, parameter(tools, name, key))
+            yield from members.read(source, key, schema, f"</{self.prefix}parameter>")
+            yield from source.space()
+        members.end()
+
+    def _schema(self, source: Source, schema: Schema) -> Reading[Schema]:
+        """Of the value that follows. What the model says of it counts."""
+        told = yield from source.expect(">", _TEXT, _JSON)
+        return {_TEXT: {"type": "string"}, _JSON: {}, ">": schema}[told]
+
+    def forced(self, name: str, parameters: Schema) -> Pieces:
+        pieces: list[Piece] = [f'{self._call}{name}">\n']
+        for key, schema, needed in members_of(parameters):
+            kind = ">" if not self.typed else _TEXT if is_string(schema) else _JSON
+            pieces += tagged(f'{self._parameter}{key}"{kind}', schema, f"</{self.prefix}parameter>\n", needed)
+        return (*pieces, f"</{self.prefix}invoke>\n")
+
+    def between(self) -> tuple[str, str, str]:
+        """A grammar's lexer takes the longest text. So no text here is the beginning of another."""
+        return f"{self.begin}\n", "", self.end
+
+
+_TEXT, _JSON = ' string="true">', ' string="false">'
 
 
 class Members:

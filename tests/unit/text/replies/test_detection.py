@@ -7,7 +7,7 @@ import pytest
 from djinnd.config.schema import ReplyFormatName
 from djinnd.text.replies import NAMES, reply_format
 from djinnd.text.replies.harmony import HarmonyFormat
-from tests.support.replies import D_BEGIN
+from tests.support.replies import D_BEGIN, DSML
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,9 @@ from tests.support.replies import D_BEGIN
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral-v3", False),
         (D_BEGIN + " ```json </think>", "deepseek-v3", True),
         (D_BEGIN + " </think>", "deepseek-v3.1", True),
+        (f"<{DSML}function_calls> </think>", "deepseek-v3.2", True),
+        ('<minimax:tool_call> <invoke name=" </think>', "minimax", True),
+        ("<seed:tool_call> <function= <parameter= </seed:think>", "seed-oss", True),
         ("<|tool_call>call:", "gemma4", True),
         ("```tool_code", "gemma3", False),
         ("<|start|>assistant<|channel|>final<|message|>", "harmony", False),

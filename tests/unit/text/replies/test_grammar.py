@@ -9,7 +9,20 @@ from djinn_client.output_format import OutputFormat
 from djinnd.text.grammar import grammar_text
 from djinnd.text.replies import NAMES, reply_format
 from djinnd.text.replies.grammar import lark_around
-from tests.support.replies import BY_NAME, D_BEGIN, D_CALL, D_CALL_END, D_END, D_SEP, NOW, PARIS, TWO_DAYS, read, says
+from tests.support.replies import (
+    BY_NAME,
+    D_BEGIN,
+    D_CALL,
+    D_CALL_END,
+    D_END,
+    D_SEP,
+    DSML,
+    NOW,
+    PARIS,
+    TWO_DAYS,
+    read,
+    says,
+)
 
 llguidance = pytest.importorskip("llguidance", reason="the daemon's dependency for structured output")
 
@@ -33,6 +46,13 @@ FORCED = {
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Paris"}<|tool_call_end|>'
     "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "deepseek-v3.2": f'<{DSML}function_calls>\n<{DSML}invoke name="get_weather">\n<{DSML}parameter name="city" '
+    f'string="true">Paris</{DSML}parameter>\n<{DSML}parameter name="days" string="false">2</{DSML}parameter>\n'
+    f'</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}function_calls>',
+    "seed-oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "functiongemma": "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:2}<end_function_call>"
     "<start_function_call>call:now{}<end_function_call>",
