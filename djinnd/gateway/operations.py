@@ -29,6 +29,8 @@ async def metrics(request: HttpRequest) -> Whole:
     """For administrators, as the daemon's part names its users. Raises HttpError."""
     if not request.pool.is_admin:
         raise HttpError(403, "metrics are for administrators: docs/http.md")
+    async with request.link() as link:
+        request.metrics.daemon(await link.call(GetStatus(id=0), StatusReply))
     return Whole(await request.metrics.text(), content_type=CONTENT_TYPE)
 
 

@@ -131,6 +131,8 @@ def test_metrics_are_for_administrators(gateway, daemon):
     counted = {family.name: family for family in text_string_to_metric_families(text)}
     assert counted["vllm:generation_tokens"].samples[0].value >= 3
     assert counted["vllm:time_to_first_token_seconds"].samples[-2].value >= 1
+    assert 0 <= counted["vllm:kv_cache_usage_perc"].samples[0].value <= 1
+    assert counted["vllm:num_requests_waiting"].samples[0].value == 0
     with daemon.client() as client:
         token = client.add_token("scraper").token
         assert gateway.get("/metrics", {"x-api-key": token}).status == 403

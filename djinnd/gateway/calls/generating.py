@@ -37,7 +37,7 @@ async def generate(request: HttpRequest, model: str, wanted: Generate) -> Genera
     """In the call's conversation, or, without one, in a session that is closed after it."""
     async with request.link() as link, _placed(link, model, wanted) as placed:
         reply = await link.call(placed, Generated)
-    _count(request, reply)
+    _count(request, model, reply)
     return reply
 
 
@@ -50,7 +50,7 @@ async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGen
     ):
         async for reply in replies:
             if isinstance(reply, Generated):
-                _count(request, reply)
+                _count(request, model, reply)
             yield reply
 
 
@@ -155,6 +155,7 @@ def _whole(pieces: Sequence[Piece], last: Generated) -> Generated:
     )
 
 
-def _count(request: HttpRequest, reply: Generated) -> None:
+def _count(request: HttpRequest, model: str, reply: Generated) -> None:
+    request.metrics.output(model, reply)
     request.prompt_tokens += reply.usage.prompt_tokens
     request.generated_tokens += reply.usage.generated_tokens

@@ -75,14 +75,14 @@ class Admission:
         if self._requests >= self.http.requests:
             raise HttpError(429, f"this gateway answers {self._requests:,} requests, its limit", retry_s=_SOON)
         self._requests += 1
-        self.metrics.running.set(self._requests)
+        self.metrics.requests.set(self._requests)
         request.hold = lambda count: self._hold(request, count)
         try:
             yield
         finally:
             self._requests -= 1
             self._held -= request.held
-            self.metrics.running.set(self._requests)
+            self.metrics.requests.set(self._requests)
 
     @contextmanager
     def _place_of_token(self, pool: Pool, request: HttpRequest) -> Iterator[None]:

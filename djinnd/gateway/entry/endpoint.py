@@ -37,8 +37,7 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = HttpRequest(scope)
-        first = lambda: self._admission.metrics.began_stream(time.monotonic() - request.began)  # noqa: E731
-        sending = Sending(send, lambda: _headers(request), self._admission.http.ping_seconds, first)
+        sending = Sending(send, lambda: _headers(request), self._admission.http.ping_seconds)
         status = 499
         try:
             async with self._admission.admitted(request, self._route.public):
@@ -72,9 +71,7 @@ class Endpoint:
         return problem.status
 
     def _log(self, request: HttpRequest, status: int) -> None:
-        seconds = time.monotonic() - request.began
-        tokens = (request.prompt_tokens, request.generated_tokens)
-        self._admission.metrics.ended(self._route.path, status, seconds, *tokens)
+        self._admission.metrics.ended(self._route.path, status)
         log.info(
             "http_request id=%s principal=%s method=%s path=%s status=%d seconds=%.3f prompt=%d generated=%d",
             request.id,
@@ -82,8 +79,9 @@ class Endpoint:
             request.method,
             self._route.path,
             status,
-            seconds,
-            *tokens,
+            time.monotonic() - request.began,
+            request.prompt_tokens,
+            request.generated_tokens,
         )
 
 

@@ -22,18 +22,11 @@ Send = Callable[[Any], Awaitable[None]]
 class Sending:
     """`headers` is asked for when the reply begins: what a handler has ignored is known by then."""
 
-    def __init__(
-        self,
-        send: Send,
-        headers: Callable[[], Iterable[Header]],
-        ping_seconds: float,
-        on_first: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, send: Send, headers: Callable[[], Iterable[Header]], ping_seconds: float) -> None:
         self.status = 0  # 0: nothing has been sent
         self._client = send
         self._headers = headers
         self._ping_seconds = ping_seconds
-        self._on_first = on_first  # called when a stream has its first event
         self._clock = asyncio.get_running_loop().time
         self._last = 0.0  # when something was sent
 
@@ -64,11 +57,7 @@ class Sending:
 
     async def _stream(self, stream: Stream) -> None:
         async with aclosing(stream.events) as events, self._pinged(stream.framing):
-            is_first = True
             async for data in events:
-                if is_first:
-                    is_first = False
-                    self._on_first()
                 await self._bytes(data, stream.framing)
         await self.end_stream()
 
