@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder
+from djinn_client.shm import SEALS
 from djinnd.grammar_jobs import MAX_FRAME, SLOTS, States, ToProcess, decode_to_engine, encode, words_of
 
 _STARTS_IN = 60.0  # seconds to read a tokenizer of any size
@@ -36,10 +38,11 @@ class GrammarProcess:
         self.free = list(range(SLOTS - 1, -1, -1))  # slots
         self.idle_since = time.monotonic()
         words = words_of(vocab)
-        masks = os.memfd_create("djinn-masks", os.MFD_CLOEXEC)
+        masks = os.memfd_create("djinn-masks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         ours, theirs = socket.socketpair()
         try:
             os.ftruncate(masks, SLOTS * words * 4)
+            fcntl.fcntl(masks, fcntl.F_ADD_SEALS, SEALS)  # or the process could take away what the engine reads
             self.masks: npt.NDArray[np.uint32] = np.frombuffer(
                 mmap.mmap(masks, SLOTS * words * 4, prot=mmap.PROT_READ), np.uint32
             ).reshape(SLOTS, words)
