@@ -1,6 +1,6 @@
-"""The journal's database: opened, brought to this version, and, where it is damaged, replaced by what is whole of it.
+"""The journal's database: opens it, upgrades it to this version, and replaces a damaged one by its sound content.
 
-A damaged file is kept beside the new one as `journal.db.damaged-DATE`, for people; djinnd never reads it again.
+A damaged file is kept beside the new one as `journal.db.damaged-DATE`, for people. djinnd never reads it again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from djinnd.server.whole_file import sync_folder
 
 log = logging.getLogger("djinnd.server")
 
-KEPT_DAMAGED = 3  # files; older ones are removed
-_TOLD = 100  # damaged sessions that the log names
+KEPT_DAMAGED = 3  # files; the oldest beyond them are removed
+_TOLD = 100  # damaged sessions that are named in the log
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
-_UPGRADES = (  # of tables and changes, from each version to the next; a new file is of version 0
+_UPGRADES = (  # steps of the schema from each version to the next; a new file has version 0
     """
     CREATE TABLE session (
         id TEXT PRIMARY KEY, user INTEGER, model TEXT, shared INTEGER, priority TEXT,
@@ -49,7 +49,7 @@ _UPGRADES = (  # of tables and changes, from each version to the next; a new fil
     CREATE TABLE change (number INTEGER PRIMARY KEY, at REAL, changes BLOB);
     """,
     "CREATE TABLE prefix (id TEXT PRIMARY KEY, model TEXT, user INTEGER, created REAL, tokens BLOB);",
-    "",  # Reclassified may be among the changes
+    "",  # from here on Reclassified may be among the changes
     journal_edits.TABLES,
     journal_breakpoints.TABLES,
     CHECKSUMS,
@@ -62,11 +62,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def open_database(path: Path) -> tuple[sqlite3.Connection, Examined]:
-    """For as long as it is open it is this process's. Raises StartError where it is another daemon's or a later
-    version's, or where nothing can be written there; the file is left alone then."""
+    """Opens the database, and locks it for this process. Raises StartError if another daemon has it, a later version
+    wrote it, or it cannot be written; then the file stays as it is."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # SQLite would make it readable to others; its other files follow this one
+        with suppress(FileExistsError):  # SQLite would let others read it; its other files get this one's mode
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         db = _connected(path)
     except (OSError, sqlite3.Error) as error:
@@ -87,7 +87,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, Examined]:
 
 
 def damaged_files(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Damaged files that were set aside, the oldest first."""
     return sorted(path for path in folder.glob("*.damaged-*") if not path.name.endswith("-wal"))
 
 
@@ -98,11 +98,11 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _examined(db: sqlite3.Connection, path: Path) -> Examined:
-    """Raises StartError, and sqlite3.Error for what is no damage."""
+    """Prepares and examines the database. Raises StartError, and sqlite3.Error for errors that are no damage."""
     try:
         _prepare(db, path)
         ((structure,),) = db.execute("PRAGMA integrity_check(1)")
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: of a message that quotes what is damaged
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # UnicodeDecodeError: the message quotes damaged bytes
         if not _is_damage(error):
             raise
         structure = str(error)
@@ -112,10 +112,10 @@ def _examined(db: sqlite3.Connection, path: Path) -> Examined:
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; no shared index file is needed then
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # from the first read on; needs no shared index file
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    db.execute("PRAGMA secure_delete = FAST")  # or closing large sessions writes zeros of their size to the log
+    db.execute("PRAGMA secure_delete = FAST")  # else closing a large session writes zeros of its size to the log
     db.execute("PRAGMA wal_autocheckpoint = 0")  # JournalFile.tidy does it
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -145,14 +145,14 @@ def _told(path: Path, error: Exception) -> str:
 
 
 def _repair(path: Path) -> None:
-    """In the file's place there is then a sound one, with what is whole of it."""
+    """Replaces a damaged file by a sound one with all its undamaged sessions."""
     new = path.with_name(f"{path.name}.new")
     _remove(new)
     os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     with closing(_connected(path)) as old, closing(_connected(new)) as into:
         for setting in ("writable_schema = ON", "cell_size_check = ON", "locking_mode = EXCLUSIVE"):
-            with suppress(sqlite3.DatabaseError, UnicodeDecodeError):  # a file that SQLite cannot read at all
-                old.execute(f"PRAGMA {setting}")  # the first: a file that was cut is read up to its end
+            with suppress(sqlite3.DatabaseError, UnicodeDecodeError):  # for a file that SQLite cannot read at all
+                old.execute(f"PRAGMA {setting}")  # writable_schema: a file that was cut is read up to its end
         found = examine(old)
         _prepare(into, new)
         kept = _copy(old, into, found)
@@ -167,7 +167,8 @@ def _repair(path: Path) -> None:
 
 
 def _copy(old: sqlite3.Connection, into: sqlite3.Connection, found: Examined) -> int:
-    """Sessions in the tables that are whole, with all that is theirs, and the changes to those. → the sessions"""
+    """Copies the undamaged sessions of the tables with all their rows, and their changes. Returns the number of
+    sessions."""
     into.execute("BEGIN")
     if found.mark is not None:
         into.execute(MARK.insert, MARK.sealed(0, 0, *found.mark))
@@ -201,12 +202,13 @@ def _insert(into: sqlite3.Connection, table: Table, rows: Iterable[Row]) -> int:
 
 
 def _set_aside(path: Path, new: Path) -> Path:
-    """`new` takes the place of the file at once: there is one whenever the machine stops."""
+    """Keeps the damaged file under another name and puts `new` in its place, atomically: there is a file at all
+    times."""
     now = time.time_ns()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 10**9)) + f".{now % 10**9:09d}Z"
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
     with suppress(FileNotFoundError):
-        os.rename(f"{path}-wal", f"{aside}-wal")  # it belongs to that file, and would be taken for the new one's
+        os.rename(f"{path}-wal", f"{aside}-wal")  # it belongs to the old file, and would be applied to the new one
     os.link(path, aside)
     os.replace(new, path)
     sync_folder(path.parent)

@@ -1,7 +1,7 @@
-"""The edits of sessions in the journal's file: what happens to them, and a table with a row for each.
+"""The edits of sessions in the journal's file: their changes, and a table with a row for each edit.
 
-A table of their own, so that a session that only grows does not write its edits again, which may be megabytes. What
-happens to edits names positions and not tokens, so it can be replayed by itself, in its own order.
+Edits have a table of their own, so that a session that only grows does not rewrite its edits, which may be megabytes.
+Changes of edits name positions and not tokens. So they can be replayed by themselves, in their own order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from djinnd.server.journal_rows import EDIT, EDIT_COUNT, Row
 TABLES = """
     CREATE TABLE edit (session TEXT, number INTEGER, names BLOB, edit BLOB, PRIMARY KEY (session, number));
     CREATE TABLE edit_count (session TEXT PRIMARY KEY, given INTEGER);
-"""  # given: the last number, which an edit that has gone may have had
+"""  # given: the last number that the session has given to an edit, which may be gone
 
 
 class Edited(msgspec.Struct, array_like=True, tag="edited", frozen=True):
     session: str
     edit: Edit
-    names: Sequence[str]  # of its points, as they were asked for
+    names: Sequence[str]  # of its points, as the client gave them
 
 
 class EditsEnded(msgspec.Struct, array_like=True, tag="edits_ended", frozen=True):
-    """From position `at` on these change nothing."""
+    """The edits change nothing from position `at` on."""
 
     session: str
     numbers: list[int]
@@ -38,7 +38,7 @@ class EditsEnded(msgspec.Struct, array_like=True, tag="edits_ended", frozen=True
 
 
 class EditsCut(msgspec.Struct, array_like=True, tag="edits_cut", frozen=True):
-    """The session was cut to so many tokens, and its edits with it."""
+    """The session was cut to `length` tokens, and its edits with it."""
 
     session: str
     length: int
@@ -52,7 +52,7 @@ _names = msgspec.msgpack.Decoder(list[str])
 
 
 def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, EditList]:
-    """By session; of one only, or of all that have had any. Raises DamagedRow."""
+    """Reads edits by session: of one session, or of all that ever had any. Raises DamagedRow."""
     where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
     lists: dict[str, EditList] = defaultdict(EditList)
     for name, _, names, edit in EDIT.read(db, f"{where} ORDER BY session, number", values):
@@ -63,7 +63,7 @@ def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, 
 
 
 class EditFold(SessionFold[EditList]):
-    """The edits of these sessions. What has not changed is not written."""
+    """Applies one fold's changes to the edits of the sessions that they concern. Writes only rows that have changed."""
 
     _tables = ("edit", "edit_count")
 
@@ -84,7 +84,7 @@ class EditFold(SessionFold[EditList]):
                 edits.cut(length)
 
     def write(self) -> None:
-        """In the fold's transaction."""
+        """Writes the changed rows, in the fold's transaction."""
         self._forget_closed()
         for session, edits in self._are.items():
             was = {edit.number: edit for edit in self._were[session].edits}

@@ -1,7 +1,7 @@
-"""Which sessions of a journal are whole, where some of its rows are not.
+"""Finds the undamaged sessions of a journal that has damaged rows.
 
-A session is damaged if its own row, one of its edits or breakpoints, or a change to it is damaged or missing. Its
-tokens or edits might then be others than its client was told, so nothing of it is used. All other sessions are.
+A session is damaged if its own row, one of its edits or breakpoints, or a change of it is damaged or missing. Its
+tokens or edits might then differ from those that its client received, so it is not used. All other sessions are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ _decoder = msgspec.msgpack.Decoder(list[Change])
 
 @dataclass(slots=True)
 class Examined:
-    damaged: dict[str, str] = field(default_factory=dict)  # by session, what of it
+    """The result of an examination."""
+
+    damaged: dict[str, str] = field(default_factory=dict)  # by session: the damaged part
     losses: list[str] = field(default_factory=list)  # rows that cannot be read
     mark: Mark | None = None
-    folded: int | None = None  # number of the last change that is in the other tables
+    folded: int | None = None  # number of the last change that is folded into the tables
     _owned: set[str] = field(default_factory=set)  # sessions in the tables
 
     @property
@@ -33,7 +35,7 @@ class Examined:
         return not (self.damaged or self.losses)
 
     def is_whole(self, session: str) -> bool:
-        """Of a session in the tables."""
+        """True if the session is in the tables and undamaged."""
         return session in self._owned and session not in self.damaged
 
     def keeps(self, change: Change) -> bool:
@@ -41,12 +43,12 @@ class Examined:
 
 
 def session_of(change: Change) -> str | None:
-    """None: the change is to a public prefix, or to a record."""
+    """The session that a change concerns; None for a change of a public prefix or a record."""
     return getattr(change, "session", None)
 
 
 def examine(db: sqlite3.Connection) -> Examined:
-    """Reads all of it, and keeps none of the values."""
+    """Reads the whole database, and stores no values."""
     found = Examined()
     _examine_mark(db, found)
     _examine_tables(db, found)
@@ -55,7 +57,7 @@ def examine(db: sqlite3.Connection) -> Examined:
 
 
 def changes_in(row: Row) -> list[Change]:
-    """Of a row of `change`. Raises msgspec.DecodeError."""
+    """Decodes the changes of a row of `change`. Raises msgspec.DecodeError."""
     return _decoder.decode(row[2])
 
 
@@ -88,8 +90,9 @@ def _examine_tables(db: sqlite3.Connection, found: Examined) -> None:
 
 
 def _examine_changes(db: sqlite3.Connection, found: Examined) -> None:
-    """Behind a change that is missing, the next ones to a session mean nothing, unless it was opened behind it, too."""
-    opened = None if found.is_sound or found.mark else set[str]()  # since the last gap; None: there is none
+    """Examines the changes. After a missing change, later changes of a session are useless, unless it was opened
+    later."""
+    opened = None if found.is_sound or found.mark else set[str]()  # since the last gap; None: no gap
     expected = None if found.folded is None else found.folded + 1
     for row in CHANGE.scan(db):
         if isinstance(row, DamagedRow):
@@ -106,7 +109,8 @@ def _examine_changes(db: sqlite3.Connection, found: Examined) -> None:
 
 
 def _suspect(changes: list[Change], opened: set[str], found: Examined) -> None:
-    """Changes behind a gap. `opened`: the sessions that were opened behind it; those of these changes join them."""
+    """Marks sessions as damaged that have changes behind a gap, unless they were opened behind it (`opened`,
+    updated)."""
     for change in changes:
         session = session_of(change)
         if isinstance(change, Opened):
@@ -116,7 +120,7 @@ def _suspect(changes: list[Change], opened: set[str], found: Examined) -> None:
 
 
 def _guessed(row: DamagedRow) -> Iterator[str]:
-    """The sessions that a damaged change names, if it still can be read as one."""
+    """Yields the sessions that a damaged change names, as far as it can be decoded."""
     try:
         for change in changes_in(row.args[1:]):
             if (session := session_of(change)) is not None:

@@ -1,23 +1,23 @@
-"""The journal's file: `journal.db` in the state directory, SQLite, one daemon's for as long as that lives.
+"""The journal's file: `journal.db` in the state directory, an SQLite database that one daemon has for its whole life.
 
-    change       what has happened since the last fold, a row a commit
-    session      the sessions as they were at the last fold
-    conversation   which of them the daemon keeps: see journal_conversations.py
-    edit, edit_count   their edits, likewise: see journal_edits.py
-    breakpoint   and breakpoints: see journal_breakpoints.py
-    prefix       public prefixes, likewise
+    change       the changes since the last fold, one row per commit
+    session      the sessions as of the last fold
+    conversation   sessions that the daemon keeps for conversations: see journal_conversations.py
+    edit, edit_count   edits of sessions: see journal_edits.py
+    breakpoint   breakpoints of sessions: see journal_breakpoints.py
+    prefix       public prefixes
     record       records: see journal_records.py
-    mark         when that fold was, and the number of its last change
+    mark         the time of the last fold, and the number of its last change
 
-A commit is one row at the end of `change`, whatever happened to however many sessions: a step of sixty sessions costs
-one page of the write-ahead log, where a row of each would cost sixty. Folding brings the rows of `change` into
-the other tables and removes them, in one transaction: at start, at a clean stop, and whenever `change` has grown to
-FOLD_BYTES. Until then what is to be folded is in memory, too, in as few changes as say the same (journal_changes.py). A
-commit is a write to memory, and takes a twentieth of a millisecond; what takes longer, `tidy` does.
+A commit is one row at the end of `change`, for any number of changes of any number of sessions. So a step of sixty
+sessions costs one page of the write-ahead log; a row for each session would cost sixty pages. A fold brings the rows of
+`change` into the other tables and removes them, in one transaction. It runs at start, at a clean stop, and whenever
+`change` has grown to FOLD_BYTES. Until then the unfolded changes are in memory too, merged (journal_changes.py). A
+commit is a write to memory and takes 0.05 ms; slower work is done by `tidy`.
 
-What is committed survives the death of the process. The log is not synchronised with each commit (synchronous=NORMAL):
-a power cut or a crash of the kernel may lose the last commits, never the file and never the order. Each row has a
-checksum (journal_rows.py), and what is damaged is left out at start (journal_database.py).
+Committed changes survive the death of the process. The log is not synchronised at each commit (synchronous=NORMAL): a
+power cut or a crash of the kernel may lose the last commits, but neither the file nor the order. Each row has a
+checksum (journal_rows.py); damaged sessions are left out at start (journal_database.py).
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from djinnd.server.journal_rows import CHANGE, MARK, PARTS, PREFIX, SESSION, Row
 from djinnd.server.socket_path import StartError
 
 NAME = "journal.db"
-FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms a session that has changed, and nobody is told anything meanwhile
-LOG_BYTES = 16 << 20  # of the write-ahead log, after which it is copied into the file, and both are synchronised
-SHORT_FOLD_BYTES, SHORT_LOG_BYTES = 64 << 10, 1 << 20  # the same, where the disk is nearly full
+FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms for each session that has changed, during which all messages wait
+LOG_BYTES = 16 << 20  # of the write-ahead log; then it is copied into the file, and both are synchronised
+SHORT_FOLD_BYTES, SHORT_LOG_BYTES = 64 << 10, 1 << 20  # when the disk is nearly full
 
-_TOKEN = "I"  # an array of them is what a session's blob holds: uint32
+_TOKEN = "I"  # array type of a session's tokens in its blob: uint32
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
 class KeptSession:
-    """A session as the journal has it. Times are the journal's (journal_clock.py); `used` is that of its tokens' last
-    change. `parts`: rows of its edits and breakpoints."""
+    """A session in the journal. Times are the journal's (journal_clock.py); `used` is the time of the last change of
+    its tokens. `parts`: number of rows of its edits, breakpoints and conversation."""
 
     id: str
     user: int
@@ -84,20 +84,20 @@ class KeptSession:
 
 
 class JournalFile:
-    """Open until `close`. For one thread at a time. Once it is open, what fails raises sqlite3.Error."""
+    """The open file. Used by one thread at a time. After opening, errors are sqlite3.Error."""
 
     def __init__(self, folder: str) -> None:
-        """Raises StartError where the folder is another daemon's, or a later version has written there, or nothing can
-        be. It is left alone then."""
+        """Raises StartError if another daemon has the folder, a later version has written there, or it cannot be
+        written. Then it stays as it is."""
         self.path = Path(folder, NAME)
         self._log = Path(folder, f"{NAME}-wal")
-        self._log_left = 0  # bytes that the last copying of the log has left there
+        self._log_left = 0  # bytes of the log after the last checkpoint
         self.is_short = False  # the disk is nearly full: the log is kept short
-        self._reusable = 0  # bytes of the file that hold nothing
-        self._freed = 0  # bytes of the file that will hold nothing when all is folded
+        self._reusable = 0  # bytes of free pages in the file
+        self._freed = 0  # bytes of the file that the next fold will free
         self._unfolded = Unfolded()
         self._unfolded_bytes = 0
-        self._fold_left = 0  # of what is to be folded, what the last fold that failed has left
+        self._fold_left = 0  # bytes that the last fold, which failed, has left to fold
         self._db, found = open_database(self.path)
         self._damaged_files = damaged_files(self.path.parent)
         try:
@@ -121,38 +121,38 @@ class JournalFile:
 
     @property
     def damaged_files(self) -> list[Path]:
-        """What earlier damage has left, for people, and nobody has removed."""
+        """Files that earlier damage has left and that still exist."""
         return [path for path in self._damaged_files if path.exists()]
 
     def sessions(self) -> list[KeptSession]:
-        """As of the last fold."""
+        """The sessions as of the last fold."""
         return [_kept(*row) for row in SESSION.read(self._db, "ORDER BY created")]
 
     def prefixes(self) -> list[Published]:
-        """As of the last fold."""
+        """The public prefixes as of the last fold."""
         return [
             Published(name, model, user, created, array(_TOKEN, tokens).tolist())
             for name, model, user, created, tokens in PREFIX.read(self._db, "ORDER BY created")
         ]
 
     def edits(self) -> dict[str, EditList]:
-        """By session, as of the last fold."""
+        """The edits by session, as of the last fold."""
         return journal_edits.read_edits(self._db)
 
     def breakpoints(self) -> dict[str, BreakpointList]:
-        """Likewise."""
+        """The breakpoints by session, as of the last fold."""
         return journal_breakpoints.read_breakpoints(self._db)
 
     def conversations(self) -> dict[str, Conversed]:
-        """Likewise."""
+        """The conversations by session, as of the last fold."""
         return journal_conversations.read_conversations(self._db)
 
     def records(self) -> list[Recorded]:
-        """As of the last fold, the oldest first."""
+        """The records as of the last fold, the oldest first."""
         return list(journal_records.read_records(self._db))
 
     def append(self, changes: Sequence[Change]) -> None:
-        """Commits them: all or none."""
+        """Commits the changes, all or none."""
         encoded, at = _encoder.encode(changes), self.clock.now()
         self._db.execute(CHANGE.insert, CHANGE.sealed(self._number + 1, at, encoded))
         self._number += 1
@@ -160,15 +160,15 @@ class JournalFile:
         self._unfolded_bytes += len(encoded)
 
     def freed(self, nbytes: int) -> None:
-        """By a change that is appended, or about to be."""
+        """Notes bytes that a change frees, which is appended or about to be."""
         self._freed += nbytes
 
     @property
     def free_bytes(self) -> int:
-        """Room for the copies (journal_space.py) of what is still to come.
+        """Bytes that are free for the copies (journal_space.py) of changes to come.
 
-        Two copies go to the log, which needs free disk. Two go to the file, which also has room where something was
-        removed; what the log holds already and what is not folded yet goes there before.
+        Two copies go to the log, which needs free disk. Two go to the file, which also has room in its free pages; the
+        content of the log and the unfolded changes go there first.
         """
         status = os.statvfs(self.path.parent)
         disk = status.f_bavail * status.f_frsize
@@ -180,8 +180,9 @@ class JournalFile:
         return self._is_full or self._is_long
 
     def tidy(self) -> None:
-        """Raises ValueError, see `fold`. What fails is tried again when as much has come."""
-        if self.is_short and self._is_long:  # so that the fold finds room
+        """Folds and checkpoints as far as necessary. Raises ValueError, see `fold`. After a failure it is tried again
+        when as much has come again."""
+        if self.is_short and self._is_long:  # makes room for the fold
             with suppress(sqlite3.Error):
                 self.empty_log()
         try:
@@ -192,7 +193,7 @@ class JournalFile:
                 self.empty_log()
 
     def empty_log(self) -> None:
-        """Copies it into the file, and gives its room on the disk back."""
+        """Copies the log into the file, and frees its room on the disk."""
         try:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         finally:
@@ -204,7 +205,7 @@ class JournalFile:
 
     @property
     def _to_fold(self) -> int:
-        """While the disk is nearly full, what a fold would free counts too."""
+        """Bytes to fold. While the disk is nearly full, bytes that a fold would free count too."""
         return self._unfolded_bytes + (self._freed if self.is_short else 0)
 
     @property
@@ -215,11 +216,11 @@ class JournalFile:
     def _log_bytes(self) -> int:
         try:
             return os.stat(self._log).st_size
-        except OSError:  # somebody has removed it
+        except OSError:  # another program has removed it
             return 0
 
     def fold(self) -> None:
-        """Raises ValueError where changes do not fit the sessions."""
+        """Folds all changes into the tables. Raises ValueError if a change does not fit its session."""
         self._fold_left, freed = self._to_fold, self._freed
         if not self._unfolded:
             return
@@ -267,7 +268,7 @@ class JournalFile:
         self._reusable = pages * nbytes
 
     def leave(self) -> None:
-        """At a clean stop, before `close`: what time it is, and all that was said folded."""
+        """Called at a clean stop, before `close`: folds all changes and stores the time."""
         self.fold()
         self._write_mark()
 
@@ -315,7 +316,7 @@ class JournalFile:
             case Extended(session, start, tokens):
                 image = self._image(session, images)
                 if image is None:
-                    return  # a call that its close has cancelled brought one more token
+                    return  # a token of a call that the close has cancelled
                 if len(image.tokens) < start:
                     raise ValueError(f"session {session} has {len(image.tokens)} tokens, a change begins at {start}")
                 del image.tokens[start:]

@@ -1,4 +1,5 @@
-"""Records in the journal's file: see records.py. A record is no session's, and stays when its session goes."""
+"""Records in the journal's file: see records.py. A record belongs to no session, and stays when its session is
+closed."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TABLES = """
 
 
 class Recorded(msgspec.Struct, array_like=True, tag="recorded", frozen=True):
-    """The user's record of this name, in the place of one that there was. `origin`: the session that it was made of.
-    `tokens`: 32 bits each. `created`: seconds since 1970."""
+    """A user's record; it replaces one of the same name. `origin`: the session from which it was made. `tokens`: 32
+    bits each. `created`: seconds since 1970."""
 
     user: int
     record: str
@@ -36,12 +37,12 @@ class Unrecorded(msgspec.Struct, array_like=True, tag="unrecorded", frozen=True)
 
 
 def read_records(db: sqlite3.Connection) -> Iterator[Recorded]:
-    """The oldest first. Raises DamagedRow."""
+    """Reads all records, the oldest first. Raises DamagedRow."""
     return (Recorded(*row) for row in RECORD.read(db, "ORDER BY created"))
 
 
 class RecordFold:
-    """What one fold's changes make of records."""
+    """Applies one fold's changes to records."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -51,7 +52,7 @@ class RecordFold:
         self._are[change.user, change.record] = change if isinstance(change, Recorded) else None
 
     def write(self) -> None:
-        """In the fold's transaction."""
+        """Writes the changed rows, in the fold's transaction."""
         gone = [name for name, record in self._are.items() if record is None]
         rows = [RECORD.sealed(*msgspec.structs.astuple(record)) for record in self._are.values() if record is not None]
         self._db.executemany("DELETE FROM record WHERE user = ? AND id = ?", gone)

@@ -1,7 +1,7 @@
-"""The tables of the journal's file. Each row ends with a checksum of everything else in it.
+"""The tables of the journal's file. Each row ends with a checksum of its other values.
 
-SQLite notices a broken page structure, and not a flipped bit in a value: tokens would come back as other tokens. The
-checksum (XXH3, 64 bits) is of the table's name and the row's values, so a row is not taken for one of another table.
+SQLite detects a broken page structure, but not a flipped bit in a value, which would turn a token into another one. The
+checksum (XXH3, 64 bits) covers the table's name and the row's values, so a row cannot pass for one of another table.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_digest
 
-Row = tuple[Any, ...]  # its values, without the checksum
+Row = tuple[Any, ...]  # the values, without the checksum
 
-_LAST = 1 << 62  # beyond every row's number
+_LAST = 1 << 62  # above the number of any row
 _encoder = msgspec.msgpack.Encoder()
 
 
 class DamagedRow(ValueError):
-    """A row whose values and checksum do not go together."""
+    """A row with a checksum that does not match its values."""
 
 
 @dataclass(frozen=True)
 class Table:
+    """One table with checksums."""
+
     name: str
     columns: tuple[str, ...]
 
@@ -36,22 +38,23 @@ class Table:
 
     @property
     def add_checksums(self) -> str:
-        """For a table of a version that had none; needs `register`."""
+        """SQL that adds checksums to a table of a version that had none. Needs `register`."""
         values = f"row_checksum('{self.name}', {', '.join(self.columns)})"
         return f"ALTER TABLE {self.name} ADD COLUMN checksum BLOB; UPDATE {self.name} SET checksum = {values};"
 
     def sealed(self, *values: Any) -> Row:
-        """The values and their checksum, as `insert` takes them. Numbers have their column's type: a bool is none."""
+        """The values with their checksum, as `insert` takes them. Numbers must have their column's type: no bool for an
+        int."""
         return (*values, _checksum(self.name, *values))
 
     def read(self, db: sqlite3.Connection, where: str = "", values: Row = ()) -> Iterator[Row]:
-        """Raises DamagedRow."""
+        """Reads rows and checks them. Raises DamagedRow."""
         for row in db.execute(f"SELECT {self._all} FROM {self.name} {where}", values):
             yield self._checked(row)
 
     def scan(self, db: sqlite3.Connection) -> Iterator[Row | DamagedRow]:
-        """Every row that can be read, in the order of their numbers, and a DamagedRow for each place where one cannot.
-        Pages that SQLite cannot follow are passed over in steps that double."""
+        """Yields each readable row in the order of row numbers, and a DamagedRow for each place that is not readable.
+        Skips pages that SQLite cannot follow in steps that double."""
         number, step = 0, 1
         while number < _LAST:
             try:
@@ -78,7 +81,7 @@ class Table:
         *values, told = row
         try:
             is_sound = told == _checksum(self.name, *values)
-        except (TypeError, OverflowError):  # values that SQLite has and msgpack does not
+        except (TypeError, OverflowError):  # values that SQLite can hold and msgpack cannot
             is_sound = False
         if not is_sound:
             raise DamagedRow(f"a row of {self.name}", *values)
@@ -86,6 +89,7 @@ class Table:
 
 
 def register(db: sqlite3.Connection) -> None:
+    """Makes `row_checksum` available to SQL."""
     db.create_function("row_checksum", -1, _checksum, deterministic=True)
 
 
@@ -93,7 +97,7 @@ def _checksum(*values: Any) -> bytes:
     return xxh3_64_digest(_encoder.encode(values))
 
 
-MARK = Table("mark", ("id", "number", "at", "wall"))  # one row, id 0: see journal_clock.py; number: of the last change
+MARK = Table("mark", ("id", "number", "at", "wall"))  # one row, id 0; number: of the last folded change
 CHANGE = Table("change", ("number", "at", "changes"))
 SESSION = Table("session", ("id", "user", "model", "shared", "priority", "created", "used", "tokens", "parts"))
 EDIT = Table("edit", ("session", "number", "names", "edit"))
@@ -102,9 +106,9 @@ BREAKPOINT = Table("breakpoint", ("session", "list"))
 PREFIX = Table("prefix", ("id", "model", "user", "created", "tokens"))
 CONVERSATION = Table("conversation", ("session", "key", "prompt"))
 RECORD = Table("record", ("user", "id", "model", "session", "created", "tokens", "body"))
-PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows that belong to a session, which says how many there are
+PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows of a session, which stores their number
 
-# From version 5, which had no checksums.
+# Upgrade of version 5, which had no checksums.
 _PARTS = (EDIT, EDIT_COUNT, BREAKPOINT)
 _COUNT_PARTS = " + ".join(f"(SELECT count(*) FROM {part.name} WHERE session = session.id)" for part in _PARTS)
 CHECKSUMS = (

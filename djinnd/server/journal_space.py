@@ -1,7 +1,8 @@
-"""A disk that is nearly full: the users who have most of the journal are refused first, and everybody else goes on.
+"""A nearly full disk: the users with the most data in the journal are refused first, and all others go on.
 
-Half of the last `limits.journal_reserve` bytes of the disk is shared equally by all users who have something in the
+Half of the last `limits.journal_reserve` bytes of the disk is shared equally by all users that have data in the
 journal. The other half is for the copies that the journal makes until its log is short again.
+
 Pure: no I/O, no clock.
 """
 
@@ -13,11 +14,11 @@ from djinn_client.errors import QuotaExceeded
 from djinnd.server.ledger import JOURNAL_BYTES
 from djinnd.server.quotas import Tenant
 
-COPIES = 4  # of a change, at most, until the log is copied: in the log as a change and folded, and both in the file
+COPIES = 4  # of a change until the log is checkpointed: as a change and folded, both in the log and in the file
 
 
 def expect_space(tenant: Tenant, nbytes: int, tenants: Iterable[Tenant], reserve: int, free: int) -> None:
-    """For so many bytes more of the tenant's. `free`: see JournalFile.free_bytes. Raises QuotaExceeded."""
+    """Checks that the tenant may write `nbytes` more. `free`: see JournalFile.free_bytes. Raises QuotaExceeded."""
     needed = COPIES * nbytes
     if free - needed >= reserve:
         return
@@ -29,7 +30,7 @@ def expect_space(tenant: Tenant, nbytes: int, tenants: Iterable[Tenant], reserve
     raise QuotaExceeded(
         f"the journal's disk has room for {free:,} bytes, and writing this takes up to {needed:,}: that leaves less "
         f"than limits.journal_reserve ({reserve:,}), of which your share is {share:,}, and you have {used:,} bytes in "
-        "the journal: close sessions or end edits, or have room made on that disk",
+        "the journal: close sessions or end edits, or ask for room on that disk",
         quota="journal_reserve",
         limit=share,
         used=used,

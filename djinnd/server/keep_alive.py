@@ -1,11 +1,10 @@
-"""Which models sleep: those that nobody has called for their keep_alive.
+"""Puts models to sleep that had no request for their keep_alive.
 
-What counts is what asks for the model: a call on one of its sessions, from its receipt to its final reply, whether it
-runs, waits, is held or is paused; a session that is opened, forked or imported; a pause until its pages are where they
-go; and a load. Attached clients and signals do not.
+A model is in use while one of its sessions has a call: from its receipt to its final reply, whether it runs, waits, is
+held or is paused. A session that is opened, forked or imported, a pause until its pages have moved, and a load count as
+use too. Attached clients and signals do not.
 
-A session with KV that a client gave keeps its model awake for as long as it is there: an engine that opened the session
-anew could neither find that KV nor compute it.
+A session with KV that a client gave keeps its model awake: another engine could neither find that KV nor compute it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from djinnd.server.sessions import SessionRecord, SessionTable
 
 
 class KeepAlive:
-    """`sleep` is called with a model that is ready, and due."""
+    """Watches ready models. `sleep` is called with a model that has been idle for its keep_alive."""
 
     def __init__(self, sessions: SessionTable, sleep: Callable[[Model], None]) -> None:
         self._sessions = sessions
         self._sleep = sleep
 
     def begin(self, model: Model) -> None:
-        """The model is ready, or has another keep_alive from now on."""
+        """Starts watching a model, when it is ready or its keep_alive has changed."""
         self.end(model)
         if model.keep_alive and model.engine is not None:
             self._look_in(model, model.keep_alive)
@@ -42,7 +41,7 @@ class KeepAlive:
     def _look(self, model: Model) -> None:
         model.next_look = None
         if model.engine is None:
-            return  # when it is ready again, all begins anew
+            return  # watched again when it is ready
         sessions = self._sessions.of_model(model.name)
         rest = model.keep_alive - idle_seconds(model, sessions)
         if rest > 0:
@@ -54,7 +53,7 @@ class KeepAlive:
 
 
 def idle_seconds(model: Model, sessions: Collection[SessionRecord]) -> float:
-    """Since the last call of the model, whose sessions these are; 0 while there is one."""
+    """Seconds since the model's last call; 0 while there is one. `sessions` are those of the model."""
     if model.in_use or any(session.call is not None for session in sessions):
         return 0.0
     return max(time.monotonic() - max((model.used, *(session.used for session in sessions))), 0.0)

@@ -1,4 +1,4 @@
-"""How much memory the pages of a model's sessions are to have, tier by tier."""
+"""The memory for the pages of a model's sessions, for each tier."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from djinnd import config
 
 
 class KvSizes(NamedTuple):
-    """Bytes."""
+    """Sizes in bytes."""
 
     device: int = 0  # 0: the engine decides
-    host: int | None = None  # None: the engine decides; 0: there is no such tier
-    disk: int | None = None  # likewise
+    host: int | None = None  # None: the engine decides; 0: the tier is not used
+    disk: int | None = None  # None: the engine decides; 0: the tier is not used
 
     @classmethod
     def configured(cls, model: config.Model) -> KvSizes:
         return cls(model.kv, model.host_kv, model.disk_kv)
 
     def over(self, others: KvSizes) -> KvSizes:
-        """With what `others` say where these leave it to the engine."""
+        """These sizes, with those of `others` where these leave the choice to the engine."""
         return KvSizes(
             self.device or others.device,
             others.host if self.host is None else self.host,
@@ -28,7 +28,7 @@ class KvSizes(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of messages.Load."""
+        """The fields of messages.Load."""
         return {"kv_bytes": self.device, "host_kv_bytes": self.host, "disk_kv_bytes": self.disk}
 
 

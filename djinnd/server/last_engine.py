@@ -1,7 +1,7 @@
-"""The engine of the daemon that this one succeeds, which may still be ending.
+"""The engine of the daemon before this one, which may still be ending.
 
-It has nothing more to do and is killed, but the kernel takes up to ten seconds to let go of 100 GB of pinned memory.
-Only the next engine has to wait for that, for the device's memory: sessions are attached to meanwhile.
+It has been killed, but the kernel takes up to ten seconds to free 100 GB of pinned memory. Only the next engine has to
+wait for that, because it needs the device's memory. Clients attach to sessions meanwhile.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from djinnd.server.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
 
-ENGINE_FD = "djinnd-engine"  # its pidfd, of the descriptors that a predecessor leaves
+ENGINE_FD = "djinnd-engine"  # name of its pidfd among the descriptors that a predecessor hands over
 
 
 class LastEngine:
-    """Owns the descriptor, if there is one."""
+    """Owns the ending engine's pidfd, if there is one."""
 
     def __init__(self, given: Sequence[Inherited]) -> None:
         self._given = list(given)
 
     async def gone(self) -> None:
-        """Returns when nothing is left of it. For one caller at a time."""
+        """Returns when the engine has ended. For one caller at a time."""
         began = time.monotonic()
         for _, pidfd in self._given:
             await end_of(pidfd)
@@ -35,5 +35,5 @@ class LastEngine:
         self._given = []
 
     def hand_over(self) -> list[Inherited]:
-        """For the successor; this object is of no use then."""
+        """The descriptors for the successor. This object must not be used after that."""
         return self._given

@@ -1,13 +1,13 @@
-"""What callers wait for: histograms of each class, and small ones of each session.
+"""Latencies that clients notice: histograms for each class, and small ones for each session.
 
     call received ─ queued ─► first row ──► first token ─► token ─► token
     └──────────── first token ────────────┘            └────────┘ between tokens
     COMPUTE, or the call ─── wake-up ─────┘                           of a session whose KV had left the device
 
-A histogram has buckets whose bounds grow by a ratio, six to a doubling, so that a percentile is found to within an
-eighth whatever its size. Only buckets that something fell into take memory: a session's few and a class's many are the
-same class. They are not prometheus_client's: its `observe` took 1.1 µs here for one histogram, and this runs for every
-token in the server's loop, where `SessionLatency.token` takes 0.4 µs for two. metrics.py hands them over.
+The bounds of a histogram's buckets grow by a ratio, six buckets to a doubling, so a percentile is exact to an eighth at
+any size. Only buckets with values take memory, so a session and a class can use the same type. prometheus_client is not
+used: its `observe` took 1.1 µs here for one histogram. This runs for every token on the server's event loop, where
+`SessionLatency.token` takes 0.4 µs for two histograms. metrics.py exports them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from djinn_client.scheduling import Class, Latency, Spread
 
 _LEAST, _DOUBLINGS, _A_DOUBLING = 1e-4, 23, 6
-BOUNDS = tuple(_LEAST * 2 ** (step / _A_DOUBLING) for step in range(_DOUBLINGS * _A_DOUBLING + 1))  # to 839 s
+BOUNDS = tuple(_LEAST * 2 ** (step / _A_DOUBLING) for step in range(_DOUBLINGS * _A_DOUBLING + 1))  # up to 839 s
 _RANKS = (0.50, 0.90, 0.99)
 
 
 class Histogram:
-    """Of times in seconds. Bucket i has those up to BOUNDS[i], and the last, which has no bound, the rest."""
+    """A histogram of times in seconds. Bucket i counts times up to BOUNDS[i]; the last bucket has no bound."""
 
     __slots__ = ("_counts", "_worst", "total")
 
@@ -34,7 +34,7 @@ class Histogram:
         self._worst = 0.0
 
     def add(self, seconds: float, bucket: int | None = None) -> None:
-        """`bucket`: of so many seconds, from somebody who knows it."""
+        """Adds a time. `bucket` is its bucket, if the caller has found it already."""
         if bucket is None:
             bucket = bisect_left(BOUNDS, seconds)
         counts = self._counts
@@ -48,7 +48,7 @@ class Histogram:
         return sum(self._counts.values())
 
     def below(self, every: int) -> list[tuple[float, int]]:
-        """(bound, how many were at most that), of every so manyth bound, and (inf, how many there were)."""
+        """Pairs (bound, number of times up to it) for each `every`-th bound, and (inf, number of all times)."""
         found, so_far = [], 0
         for bucket, bound in enumerate(BOUNDS):
             so_far += self._counts.get(bucket, 0)
@@ -64,7 +64,7 @@ class Histogram:
         return Spread(count, self.total / count, p50, p90, p99, self._worst)
 
     def _percentiles(self, count: int) -> list[float]:
-        """The bounds of the buckets in which the ceil(rank · count)th smallest are."""
+        """The bounds of the buckets that contain the ceil(rank * count)-th smallest times."""
         found, so_far = [], 0
         buckets = iter(sorted(self._counts.items()))
         bucket = -1
@@ -77,7 +77,7 @@ class Histogram:
 
 
 class Latencies:
-    """Of a session, or of the sessions that had a class at the time."""
+    """The histograms of a session, or of all sessions while they had a class."""
 
     __slots__ = ("between_tokens", "first_token", "queued", "wake_up")
 
@@ -94,33 +94,33 @@ class Latencies:
 
 
 class SessionLatency:
-    """Measures one session's calls, one at a time: called, started, a token after another. What it finds counts for the
-    session and for the class that it has then. Times are CLOCK_MONOTONIC; no clock here.
+    """Measures one session's calls, one at a time: called, started, then each token. Times count for the session and
+    for the class that it has then. Callers give the times, by CLOCK_MONOTONIC.
 
-    What its own client delays, by reading slowly or by a pause, is not measured: see `interrupted`.
+    Delays by the client itself, which reads slowly or has paused the session, are not measured: see `interrupted`.
     """
 
     __slots__ = ("_asked", "_awaits_first", "_classes", "_last", "_own", "_received", "_woken")
 
     def __init__(self, classes: Mapping[Class, Latencies]) -> None:
-        """`classes`: of all sessions."""
+        """`classes`: the histograms over all sessions, by class."""
         self._classes = classes
-        self._own: Latencies | None = None  # nothing was measured: most of many sessions are such
+        self._own: Latencies | None = None  # None until something is measured, as for most sessions
         self._received = self._asked = 0.0
         self._woken = self._awaits_first = False
-        self._last: float | None = None  # when the token before came
+        self._last: float | None = None  # time of the previous token
 
     def called(self, received: float, asked: float) -> None:
-        """A call begins; `asked`: when its client first wanted the session awake, no later than `received`."""
+        """Begins a call. `asked`: when the client first wanted the session awake, not after `received`."""
         self._received, self._asked = received, min(asked, received)
         self._woken, self._awaits_first, self._last = False, True, None
 
     def started(self, at: float, woken: bool, priority: Class) -> None:
-        """The call has its first row. `woken`: the session's KV had left the device."""
+        """Records the first row of the call. `woken`: the session's KV had left the device."""
         if not self._awaits_first:
             return
         self._woken = woken
-        queued = max(0.0, at - self._received)  # the engine's clock is ours, but its word is not
+        queued = max(0.0, at - self._received)  # the engine uses the same clock, but is not trusted
         self._mine().queued.add(queued)
         self._classes[priority].queued.add(queued)
 
@@ -142,7 +142,7 @@ class SessionLatency:
                 kept.wake_up.add(at - self._asked)
 
     def interrupted(self) -> None:
-        """Something held the call up: until its next token, nothing is measured."""
+        """Skips the time until the call's next token, after a delay that the client has caused."""
         self._awaits_first, self._last = False, None
 
     def told(self) -> Latency:

@@ -1,7 +1,8 @@
-"""A user's ledger: how much of each resource of the daemon the user holds, and how much a user may hold.
+"""A user's ledger: how much of each resource of the daemon the user has, and the limits.
 
-A resource is charged before the memory, the descriptor or the table entry is taken, and released when that is gone.
-The limit of a resource is `quotas.RULE.NAME` of the rule that matches the user, or else `limits.NAME_per_user`.
+A resource is charged before the memory, the descriptor or the table entry is taken, and released when that is gone. The
+limit of a resource is `quotas.RULE.NAME` of the rule that matches the user, or else `limits.NAME_per_user`.
+
 Pure: no I/O, no clock.
 """
 
@@ -17,7 +18,7 @@ from djinn_client.scheduling import ResourceUse
 
 
 class Resource(NamedTuple):
-    """`remedy`: what the user can do to get below the limit."""
+    """A kind of resource. `what` names it in errors; `remedy` says how the user gets below the limit."""
 
     name: str
     what: str
@@ -51,7 +52,8 @@ RESOURCES = (
 
 
 class Limit(NamedTuple):
-    """`key`: where the configuration has it. `rule`: the name of the quota, "" for one of `limits`."""
+    """A limit in force. `key`: its place in the configuration. `rule`: the name of the quota; empty for one of
+    `limits`."""
 
     key: str
     rule: str
@@ -59,7 +61,7 @@ class Limit(NamedTuple):
 
 
 class Ledger:
-    """`limit_of` answers with the limit that holds now, which a reload may change."""
+    """The amounts of each resource that one user has. `limit_of` returns the limit in force, which a reload may change."""
 
     def __init__(self, limit_of: Callable[[Resource], Limit]) -> None:
         self._limit_of = limit_of
@@ -75,12 +77,12 @@ class Ledger:
         return self._used[resource.name] + amount <= self._limit_of(resource).most
 
     def charge(self, resource: Resource, amount: int = 1) -> None:
-        """Raises QuotaExceeded, and charges nothing then."""
+        """Charges the resource. Raises QuotaExceeded; then nothing is charged."""
         self.expect_room(resource, amount)
         self._used[resource.name] += amount
 
     def expect_room(self, resource: Resource, amount: int = 1) -> None:
-        """Raises QuotaExceeded."""
+        """Raises QuotaExceeded if the user may not have so much more."""
         used, limit = self._used[resource.name], self._limit_of(resource)
         if used + amount <= limit.most:
             return
@@ -94,7 +96,8 @@ class Ledger:
         )
 
     def add(self, resource: Resource, amount: int) -> bool:
-        """Charges what is there already. Returns whether the user is within the limit."""
+        """Charges a resource that is already taken, beyond the limit if need be. Returns True if it is within the
+        limit."""
         self._used[resource.name] += amount
         return self._used[resource.name] <= self._limit_of(resource).most
 
@@ -105,7 +108,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, resource: Resource, amount: int = 1) -> Iterator[None]:
-        """Raises QuotaExceeded."""
+        """Charges the resource for the duration of the block. Raises QuotaExceeded."""
         self.charge(resource, amount)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Accepts connections, as many as wait, and never spins: where descriptors run out it pauses."""
+"""Accepts all waiting connections. Pauses when descriptors run out, instead of spinning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 log = logging.getLogger("djinnd.server")
 
 PAUSE = 1.0  # seconds
-_AT_ONCE = 64  # accepted in a turn of the loop
+_AT_ONCE = 64  # connections accepted in one turn of the loop
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """Does not own the socket."""
+    """Calls `accept` with each connection. Does not own the listening socket."""
 
     def __init__(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
         sock.setblocking(False)
@@ -27,7 +27,7 @@ class Listener:
         self._loop.add_reader(sock, self._readable)
 
     def close(self) -> None:
-        """Connections that wait are not accepted any more."""
+        """Stops accepting connections."""
         self._loop.remove_reader(self._socket)
         if self._paused is not None:
             self._paused.cancel()

@@ -1,11 +1,12 @@
-"""Loads over which an engine dies. The model is loaded again by the next engine; after two deaths it is set aside.
+"""Loads during which an engine died. The next engine loads the model again; after two deaths the model is set aside.
 
     loading ──engine dies──► loading, alone ──engine dies──► set aside ──djinnctl load──► loading, alone …
-                                    └──► ready, and nothing is held against it
+                                    └──► ready, the deaths are forgotten
 
-Several models may be loaded when an engine dies, and one of them is to blame. So after such a death models are loaded
-one after another until all of these have been loaded, or set aside: the next death has one suspect. Requests wait, too,
-while a configured model is loaded again after a death (Models.ready): one of them could kill the engine just then.
+If several models were being loaded when an engine died, one of them is to blame. So after such a death models are
+loaded one at a time, until all of these have been loaded or set aside: the next death has one suspect. Requests wait
+too while a configured model is loaded again after a death (Models.ready), because one of them might kill the engine at
+that time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ log = logging.getLogger("djinnd.server")
 
 
 class LoadDeaths:
-    """`models`: all that there are at the time. `next_engine`: waits for an engine, however long that takes."""
+    """Loads models, one at a time after a death. `models` iterates over all known models. `next_engine` waits for an
+    engine, without a limit."""
 
     def __init__(self, models: Iterable[Model], next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
         self._models = models
         self._next_engine = next_engine
         self._alone = asyncio.Lock()
-        self.trials: set[Model] = set()  # configured models over which an engine has died, until they are loaded
+        self.trials: set[Model] = set()  # configured models that an engine died over, until they are loaded
 
     async def on_an_engine(
         self,
@@ -39,8 +41,8 @@ class LoadDeaths:
         check: Callable[[EngineClient], Awaitable[None]],
         load: Callable[[EngineClient], Awaitable[Loaded]],
     ) -> tuple[EngineClient, Loaded]:
-        """The engine that has loaded the model, and what it says of it. A death while `check` runs counts for nothing.
-        Raises ModelRejected where the model is to be set aside, and what `check` and `load` raise."""
+        """Loads the model on an engine; returns the engine and its description of the model. A death during `check`
+        does not count. Raises ModelRejected if the model is set aside, and the errors of `check` and `load`."""
         try:
             return await self._loaded(model, check, load)
         finally:

@@ -1,7 +1,7 @@
-"""What the daemon says of itself to Prometheus: each scrape is told what is true then; nothing is counted for it alone.
+"""Metrics for Prometheus. Each scrape reads the state of that moment; nothing is counted for Prometheus alone.
 
-What only the engine knows is left out while it does not say, so that a gauge is never a guess. Its count of tokens
-begins anew with an engine, as counters may.
+Values that only the engine knows are left out while it does not answer, so that no gauge is a guess. The count of
+tokens starts again with each engine, as Prometheus allows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from djinnd.server.sessions import SessionTable
 from djinnd.server.status import Status, TenantFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_EVERY = 3  # of a histogram's bounds is told: two to a doubling
+_EVERY = 3  # exports each third bound of a histogram: two to a doubling
 _label = cache(floatToGoString)
 _LATENCIES = {
     "queued": "From the receipt of a call to its first row in a step.",
@@ -34,12 +34,14 @@ _LATENCIES = {
 
 
 class Metrics:
+    """Collects the metrics of a scrape."""
+
     def __init__(self, status: Status, sessions: SessionTable) -> None:
         self._status = status
         self._sessions = sessions
 
     async def text(self) -> bytes:
-        """In Prometheus' text format, version 0.0.4."""
+        """The metrics in Prometheus' text format, version 0.0.4."""
         report = await self._status.report()
         metrics = [
             *_of_server(self._status, report),
@@ -59,23 +61,24 @@ class _Told(Collector):
 
 
 def _of_server(status: Status, report: Report | None) -> Iterator[Metric]:
-    sessions = Gauge("djinnd_sessions", "Sessions that there are.", labels=["class"])
+    sessions = Gauge("djinnd_sessions", "Open sessions.", labels=["class"])
     for priority, count in status.classes().items():
         sessions.add_metric([priority], count)
     yield sessions
-    requests = Gauge("djinnd_requests", "Calls that have had a row in a step, or wait for it.", labels=["state"])
+    requests = Gauge("djinnd_requests", "Calls that have had a row in a step, or wait for one.", labels=["state"])
     for state, count in zip(("running", "queued"), status.requests(report), strict=True):
         requests.add_metric([state], count)
     yield requests
-    yield Gauge("djinnd_engine_up", "Whether the engine is there, and answers.", value=report is not None)
+    yield Gauge("djinnd_engine_up", "1 if the engine is ready and answers, else 0.", value=report is not None)
     yield Counter("djinnd_engine_restarts", "Engines that were lost.", value=status.restarts)
 
 
 def _of_principals(tenants: list[TenantFigures]) -> Iterator[Metric]:
-    """A name may be a Unix user's and a token's: only the number is one principal's alone."""
+    """Metrics by principal. A Unix user and a token may have the same name, so only the number identifies a
+    principal."""
     labels = ["principal", "name"]
     sessions = Gauge("djinnd_principal_sessions", "Sessions of a Unix user or of a token's name.", labels=labels)
-    tokens = Counter("djinnd_principal_tokens", "Tokens computed for it: prompts, outputs, and again.", labels=labels)
+    tokens = Counter("djinnd_principal_tokens", "Tokens computed for it: prompts, outputs, recomputed.", labels=labels)
     for tenant in tenants:
         sessions.add_metric([str(tenant.user), tenant.name], tenant.sessions)
         tokens.add_metric([str(tenant.user), tenant.name], tenant.tokens)
@@ -88,7 +91,7 @@ def _of_engine(report: Report) -> Iterator[Metric]:
     yield Counter("djinnd_steps", "Steps that the engine has run.", value=report.steps)
     yield Counter("djinnd_generated_tokens", "Tokens that it has generated.", value=report.generated_tokens)
     pages = Gauge("djinnd_pages", "Pages that a tier has room for.", labels=["model", "tier"])
-    used = Gauge("djinnd_pages_used", "Pages that are there.", labels=["model", "tier"])
+    used = Gauge("djinnd_pages_used", "Pages in use.", labels=["model", "tier"])
     page_bytes = Gauge("djinnd_page_bytes", "Size of a page.", labels=["model"])
     for model in report.models:
         page_bytes.add_metric([model.name], model.page_bytes)

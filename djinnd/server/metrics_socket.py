@@ -1,7 +1,7 @@
-"""The socket that Prometheus, or `curl --unix-socket`, reads the metrics from: HTTP/1.0, one GET a connection.
+"""The socket from which Prometheus, or `curl --unix-socket`, reads the metrics: HTTP/1.0, one GET per connection.
 
-The path does not matter. Whoever connects has little time, little to say and one of few places; who comes when all are
-taken gets the place of whoever has had one longest, so that those who do nothing keep nobody out.
+The path of the URL is ignored. A connection has little time, a short request and one of PLACES places. When all places
+are taken, a new connection replaces the oldest one, so that idle connections keep no other out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ log = logging.getLogger("djinnd.server")
 
 PLACES = 16
 HEAD_BYTES = 8 << 10  # of a request
-PATIENCE = 15.0  # seconds for an exchange; of them the engine may take 5 to say how it is
+PATIENCE = 15.0  # seconds for an exchange; the engine may take 5 of them to answer
 
 
 class MetricsSocket:
-    """Has the path from `start` to `close`."""
+    """Owns the socket's path from `start` to `close`."""
 
     def __init__(self, path: str, metrics: Metrics) -> None:
-        """`path` "": there is none."""
+        """`path`: where the socket is; empty: there is none."""
         self._path = path
         self._metrics = metrics
         self._claim: SocketPath | None = None
@@ -33,14 +33,14 @@ class MetricsSocket:
         self._exchanges: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def start(self) -> None:
-        """Raises StartError where the path cannot be had."""
+        """Opens the socket. Raises StartError if the path cannot be had."""
         if self._path:
             self._claim = SocketPath(self._path, setting="`metrics` in the configuration")
             self._listener = Listener(self._claim.listener, self._accept)
             log.info("metrics_ready socket=%s", self._path)
 
     async def close(self) -> None:
-        """Does nothing where it was not started."""
+        """Ends all exchanges and removes the socket. Does nothing if it was not started."""
         if self._listener is not None:
             self._listener.close()
         exchanges = list(self._exchanges)
@@ -61,7 +61,7 @@ class MetricsSocket:
 
     def _ended(self, exchange: asyncio.Task[None], sock: socket.socket) -> None:
         self._exchanges.pop(exchange, None)
-        sock.close()  # where it was cancelled before it began
+        sock.close()  # in case it was cancelled before it began
         if not exchange.cancelled() and (error := exchange.exception()) is not None:
             log.error("metrics_failed", exc_info=error)
 
@@ -83,7 +83,7 @@ class MetricsSocket:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return _response("400 Bad Request", b"this is no request of HTTP\n", "text/plain")
+            return _response("400 Bad Request", b"this is no HTTP request\n", "text/plain")
         if not head.startswith(b"GET "):
             return _response("405 Method Not Allowed", b"GET gives the metrics\n", "text/plain")
         return _response("200 OK", await self._metrics.text(), CONTENT_TYPE)

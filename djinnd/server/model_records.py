@@ -1,10 +1,10 @@
-"""What the next daemon must know of models beside the configuration.
+"""Facts about models that the next daemon needs beside the configuration.
 
-Of a model that a user has brought: its owner, its users and its files. Of any model: the chat template that a load has
-given it.
+For a model that a user has brought: its owner, its users and its files. For any model: the chat template that came with a
+load.
 
-A file in the state directory, which only the daemon's user may read. It is written anew when one of them is loaded,
-gets another user or is forgotten, by a thread.
+They are in a file of the state directory that only the daemon's user may read. A thread rewrites it when such a model
+is loaded, gets another user or is forgotten.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NAME = "models.json"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """`owner` and `users` None: a model of the configuration."""
+    """The facts about one model. `owner` and `users` are None for a model of the configuration."""
 
     name: str
     folder: str
     owner: int | None
     users: list[int] | None
     files: dict[str, Mark]
-    template: str = ""  # for chats, that its load has brought
+    template: str = ""  # chat template that came with its load
 
     @classmethod
     def of(cls, model: Model) -> Record:
@@ -43,7 +43,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class ModelRecords:
-    """`records` answers with what there is to write."""
+    """Reads and writes the file. `records` returns the models to write."""
 
     def __init__(self, state_dir: str, records: Callable[[], list[Record]]) -> None:
         self._path = Path(state_dir, NAME)
@@ -52,7 +52,7 @@ class ModelRecords:
         self._changed = False
 
     def read(self) -> list[Record]:
-        """Those of the daemon before; none where there is no such file, or it is damaged."""
+        """The models of the daemon before; none if there is no such file, or it is damaged."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=list[Record])
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class ModelRecords:
             self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Returns when all is written."""
+        """Returns when the last change is written."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
 

@@ -1,7 +1,7 @@
-"""What is asked of models: to be listed, planned, loaded and unloaded, and those that clients share.
+"""Handlers of requests about models: to list, plan, load and unload them, and to share them.
 
-Who asks may do so, and asks for what can be: that is checked here. What becomes of a model is models.py's and
-sharing.py's.
+The handlers check that the client may make the request and that its values are valid. models.py and sharing.py do the
+work.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from djinnd.server.sessions import SessionTable
 from djinnd.server.sharing import Sharing
 from djinnd.server.status import Status
 
-_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # of a LoadModel
-_SECOND_CHANCE = 600.0  # seconds until somebody who is no administrator may load a model again that was set aside
+_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # in a LoadModel
+_SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load a model again that was set aside
 
 
 class ModelRequests:
+    """The requests about models."""
+
     def __init__(self, sessions: SessionTable, models: Models, sharing: Sharing, status: Status) -> None:
         self._sessions = sessions
         self._models = models
@@ -67,14 +69,15 @@ class ModelRequests:
         return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
 
     async def _load_as_it_is(self, call: Call, request: protocol.LoadModel, model: Model) -> Answer:
-        """For a client that may use the model, and not say how it is loaded; it may be told how that is."""
+        """Loads the model as configured, for a client that may use it but not choose its settings. The reply says which
+        settings were ignored."""
         await self._models.ready(model.name, call.tell_loading)
         model = self._models.find_visible(model.name, call.client)
         wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
         if not wishes:
             return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
         info = await self._status.complete_info(model)
-        note = f"{', '.join(wishes)}: not as asked, for only {_deciders(model)} may say that"
+        note = f"{', '.join(wishes)}: ignored, as only {_deciders(model)} may set that"
         return Answer(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
 
     async def plan(self, call: Call, request: protocol.PlanModel) -> Answer:
@@ -99,7 +102,7 @@ class ModelRequests:
         return Answer(Done(id=call.id))
 
     def _expect_own(self, model: Model, client: Client) -> None:
-        """Raises NotPermitted where the model is others', or others use it."""
+        """Raises NotPermitted if the model does not belong to the client, or other users have sessions of it."""
         if not model.is_of(client):
             raise NotPermitted(f"{model.name} is not yours: only {_deciders(model)} may do that")
         if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
@@ -110,7 +113,8 @@ class ModelRequests:
         return Answer(FilesHandedOver(id=call.id, model=model.name))
 
     def _expect_second_chance(self, model: Model, client: Client) -> None:
-        """Of a model that is set aside. Raises NotPermitted, and Retry where its user has just tried that."""
+        """Checks that the client may load a model that is set aside. Raises NotPermitted, and Retry if its user has
+        tried that recently."""
         if client.is_admin:
             return
         self._expect_own(model, client)
@@ -121,7 +125,7 @@ class ModelRequests:
             told = f"{model.error} (an administrator may do that at once, others in {left:.0f} s)"
             raise Retry(told, retry_s=round(left, 3))
 
-    # --- shares -----------------------------------------------------------------------------------------------------
+    # --- shares -------------------------------------------------------------------------------------------------------
 
     async def share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
         admission.check_share(request)

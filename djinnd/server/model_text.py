@@ -1,4 +1,4 @@
-"""The text side of one loaded model, and a prompt that it has made."""
+"""The text side of one loaded model: its tokenizer, its chat template and its format of answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _numbers = itertools.count(1)
 
 
 class Prompt(NamedTuple):
-    """`stop_tokens`: special tokens among the stop strings. Of a chat, `tail`: the end of its text; `tools`: what the
-    answer may call."""
+    """A prompt in tokens. `stop_tokens`: the special tokens among the stop strings. For a chat, `tail` is the end of
+    its text, and `tools` are the tools that the answer may call."""
 
     tokens: list[int]
     stop_tokens: frozenset[int] = frozenset()
@@ -33,9 +33,13 @@ class Prompt(NamedTuple):
 
 
 class ModelText:
-    """The text side of one loaded model. `vocabulary`: of a configured model; None: its files are only ever read by
-    text workers. `files`: the model's, which closes them. `template`: for chats, in the place of the checkpoint's.
-    `told`: what a text worker, or the vocabulary, has said of the files."""
+    """The text side of one loaded model.
+
+    - `files`: the model's open files; the model closes them.
+    - `vocabulary`: the tokenizer of a configured model. None: only text workers read the files.
+    - `template`: a chat template that replaces the checkpoint's.
+    - `told`: the description of the files, from the vocabulary or from a text worker.
+    """
 
     def __init__(
         self,
@@ -55,33 +59,34 @@ class ModelText:
 
     @property
     def lacking(self) -> str:
-        """Why it takes no text; "" where it takes some."""
+        """Why the model takes no text; empty if it takes text."""
         return "" if self.told.has_text else lacking(self.files)
 
     @property
     def eos(self) -> frozenset[int]:
-        """Tokens that end an output."""
+        """The tokens that end an output."""
         return frozenset(self.told.eos)
 
     @property
     def turn_ends(self) -> frozenset[int]:
-        """Tokens that end an answer of a chat."""
+        """The tokens that end an answer of a chat."""
         return frozenset(self.told.turn_ends)
 
     def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
-        """Of tokens that follow `context`; None where a text worker reads them, or nobody does."""
+        """A detokenizer for tokens that follow `context`; None if a text worker detokenises, or nothing does."""
         return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
 
     @cached_property
     def reply_format(self) -> ReplyFormat:
-        """How the model writes answers. Here it says how calls are forced; for a model that is not configured, a text
-        worker reads the answers, by the checkpoint's response template where there is one."""
+        """How the model writes answers. For a model that is not configured it is used only to force calls: a text
+        worker parses the answers, by the checkpoint's response template if it has one."""
         if self.vocabulary is not None:
             return self.vocabulary.reply_format(self._configured_format)
         return reply_format(self.told.templates[:MAX_TEMPLATES], {})
 
     def answer(self, request: Generate, prompt: Prompt) -> ChatAnswer | None:
-        """Of a chat; None for other requests. A text worker reads the answers of models that are not configured."""
+        """Reads the answer of a chat; None for other requests. Text workers read the answers of models that are not
+        configured."""
         chat = request.chat
         if chat is None or self.is_read_by_workers:
             return None if chat is None else ChatAnswer()
@@ -89,7 +94,7 @@ class ModelText:
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """What names tokens in the server; None where a text worker does."""
+        """Maps tokens to their bytes; None if a text worker does that."""
         return None if self.vocabulary is None or self.lacking else self.vocabulary.token_bytes
 
     @property
@@ -98,5 +103,5 @@ class ModelText:
 
     @property
     def notes(self) -> list[str]:
-        """What somebody who uses the model should know."""
+        """Notes for users of the model."""
         return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]

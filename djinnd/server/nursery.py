@@ -1,7 +1,7 @@
-"""The process that engines are forked from: it has imported their libraries already. See djinnd/births.py.
+"""The nursery: a process that has already imported the engines' libraries, and forks engines. See djinnd/births.py.
 
-It is a child of this process, dies with it, and goes to the successor at a restart. It is never needed: where there is
-none, or it fails, engines are started by their command, and take some seconds longer.
+It is a child of this process, dies with it, and is handed to the successor at a restart. It is optional: without it, or
+if it fails, engines are started by their command, which takes some seconds longer.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from djinnd.server.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
 
-NURSERY_FDS = ("djinnd-nursery", "djinnd-nursery-process")  # of the descriptors that a predecessor leaves
-_ANSWER = 5.0  # seconds in which a nursery that has its libraries forks
-_WORD = 1.0  # seconds from an engine's end until the nursery has said how it ended
-_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # by Python, and not for its children
+NURSERY_FDS = ("djinnd-nursery", "djinnd-nursery-process")  # names of the descriptors that a predecessor hands over
+_ANSWER = 5.0  # seconds in which a nursery with imported libraries must fork
+_WORD = 1.0  # seconds from a process's end until the nursery must have reported its status
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these signals; its children must not
 
 
 class NurseryLost(Exception):
-    """Why it bears no engine."""
+    """The nursery cannot fork; the text says why."""
 
 
 class Nursery:
-    """Owns the nursery process. `command` starts one; without, there is none. It bears one process at a time: engines,
-    and the inspections of checkpoints."""
+    """Owns the nursery process. `command` starts one; empty: there is none. It forks one process at a time: engines,
+    and inspections of checkpoints."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], given: Sequence[Inherited]) -> None:
-        """Takes over what `hand_over` has given, else starts a process: at once, for it has much to import."""
+        """Takes over the descriptors of `hand_over`, or starts a process at once, because it has much to import."""
         self._command = command
         self._environ = environ
         self._process: NurseryProcess | None = None
@@ -56,9 +56,9 @@ class Nursery:
         patience: float,
         environ: Mapping[str, str] | None = None,
     ) -> BornProcess | None:
-        """A process that runs `command`, a `python -m`, as births.Bear says; `sock` is its socket. None where the
-        caller has to start it. `patience`: seconds that a new nursery may take to import its libraries. `environ` None:
-        the nursery's."""
+        """Forks a process that runs `command`, a `python -m …`, with `sock` as its socket (see births.Bear). Returns
+        None if the caller must start it by its command. `patience`: seconds that a new nursery may take to import its
+        libraries. `environ` None: the nursery's environment."""
         module_and_options = list(command[command.index("-m") + 1 :])
         request = Bear(module_and_options, dict(self._environ if environ is None else environ), births.versions())
         async with self._turn:
@@ -74,29 +74,29 @@ class Nursery:
             except NurseryLost as lost:
                 log.warning("nursery_lost reason=%s", lost)
                 await self.close()
-                if not process.is_new:  # it has died since it was last asked, or is outdated
+                if not process.is_new:  # it died since its last fork, or is outdated
                     self._start()
             except BaseException:
-                process.kill()  # it would answer when nobody asks any more
+                process.kill()  # else it would answer later, without a request
                 raise
         return None
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is one that waits to be asked."""
+        """True if there is a nursery that can fork."""
         return self._process is not None and self._process.is_sound
 
     def hand_over(self) -> list[Inherited]:
-        """For the successor; this object is of no use then."""
+        """The descriptors for the successor. This object must not be used after that."""
         if self._process is None:
             return []
         return [Inherited(name, fd) for name, fd in zip(NURSERY_FDS, self._process.detach(), strict=True)]
 
     async def close(self) -> None:
-        """Ends the process, and with it what it has forked. Returns when it is gone."""
+        """Kills the nursery, and with it the processes that it has forked. Returns when it is gone."""
         if self._process is not None:
             process, self._process = self._process, None
-            await asyncio.shield(process.end())  # whoever is cancelled meanwhile: it is reaped
+            await asyncio.shield(process.end())  # reaped also if this caller is cancelled
 
     def _start(self) -> None:
         if not self._command:
@@ -108,22 +108,22 @@ class Nursery:
 
 
 class NurseryProcess:
-    """One nursery, from its start or from a predecessor's hands to its end."""
+    """One nursery process, from its start or its takeover to its end."""
 
     def __init__(self, sock: socket.socket, pidfd: int, is_new: bool) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._pidfd = pidfd
-        self.is_new = is_new  # has borne nothing yet, and may be importing its libraries
+        self.is_new = is_new  # has forked nothing yet, and may still be importing its libraries
         self._is_heard = False
-        self._lost = ""  # why it is of no use any more
+        self._lost = ""  # why it cannot be used any more
         self._asked: asyncio.Future[BornProcess] | None = None
-        self._born: dict[int, BornProcess] = {}  # and not ended, by pid
+        self._born: dict[int, BornProcess] = {}  # by pid: processes that have not ended
 
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> NurseryProcess:
-        """In a session of its own: a terminal's Ctrl-C is for the server. Raises OSError."""
-        os.close(open_pidfd(os.getpid()))  # there are such
+        """Starts a nursery in a session of its own, as a terminal's Ctrl-C goes to the server alone. Raises OSError."""
+        os.close(open_pidfd(os.getpid()))  # fails if the kernel has no pidfds
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             theirs.set_inheritable(True)
@@ -148,7 +148,7 @@ class NurseryProcess:
         return not self._lost
 
     async def bear(self, request: Bear, sock: socket.socket, patience: float) -> BornProcess:
-        """Raises NurseryLost."""
+        """Forks a process. Raises NurseryLost."""
         assert self._asked is None
         if self._lost:
             raise NurseryLost(self._lost)
@@ -182,11 +182,11 @@ class NurseryProcess:
         self._socket.close()
 
     def detach(self) -> tuple[int, int]:
-        """Its socket and its pidfd, for a successor; this object is of no use then."""
+        """Its socket and its pidfd, for a successor. This object must not be used after that."""
         self._lose("it has another owner")
         return self._socket.detach(), self._pidfd
 
-    # --- what it says -----------------------------------------------------------------------------------------------
+    # --- its messages -------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
         try:
@@ -198,11 +198,11 @@ class NurseryProcess:
             return self._lose(f"it cannot be understood: {error}")
         match message:
             case Born(pid=pid):
-                assert self._asked is not None, "who stops waiting kills it"
+                assert self._asked is not None, "a caller that is cancelled kills the nursery"
                 self._born[pid] = BornProcess(pid, *fds)
                 self._asked.set_result(self._born[pid])
             case Ended(pid=pid, status=status):
-                if pid in self._born:  # and not a predecessor's
+                if pid in self._born:  # else a predecessor has started it
                     self._born.pop(pid).ended(status)
             case Refused(reason=reason):
                 self._lose(reason)
@@ -223,7 +223,7 @@ class NurseryProcess:
 
 
 class BornProcess:
-    """An engine's process, as EngineProcess knows one."""
+    """A process that the nursery has forked, as EngineProcess needs it."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -232,7 +232,7 @@ class BornProcess:
         self._gone = asyncio.create_task(self._wait())
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, when it has ended."""
+        """Returns its exit status when it has ended, negative for a signal."""
         return await asyncio.shield(self._gone)
 
     def ended(self, status: int) -> None:
@@ -240,11 +240,12 @@ class BornProcess:
             self._status.set_result(status)
 
     def orphaned(self) -> None:
-        """The nursery's death is its own, by this signal."""
+        """Called when the nursery has died, with which the kernel kills this process."""
         self.ended(-signal.SIGKILL)
 
     async def _wait(self) -> int:
-        """The kernel knows that it has ended, also where the nursery is stopped; how, the nursery."""
+        """Waits for its end, by the kernel, which knows it even if the nursery is stopped. Its status comes from the
+        nursery."""
         await end_of(self._pidfd)
         os.close(self._pidfd)
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Open files of a checkpoint, and what the kernel says of them, by which a checkpoint is known under any name."""
+"""Open files of a checkpoint, and their marks, which identify the checkpoint under any name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from djinnd.server.closer import close_fds
 
 
 class Mark(NamedTuple):
-    """Of a file. `changed` is its ctime in nanoseconds, which nobody can set back."""
+    """The identity of a file. `changed` is its ctime in nanoseconds, which no program can set back."""
 
     device: int
     inode: int
@@ -26,6 +26,8 @@ Marks = dict[str, Mark]  # by the file's name
 
 
 class Opened(NamedTuple):
+    """The open files of a checkpoint with their marks."""
+
     files: ModelFiles
     marks: Marks
 
@@ -34,18 +36,18 @@ class Opened(NamedTuple):
 
 
 def open_folder(folder: str) -> Opened:
-    """For a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
+    """Opens a checkpoint's folder; for a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
     return _checked(ModelFiles.open(folder))
 
 
 def take_over(folder: str, names: Sequence[str], fds: list[int], others: Sequence[str]) -> Opened:
-    """Files that a client has handed over; for a thread. Takes the descriptors out of the list. Raises InvalidRequest,
-    ModelNotFound."""
+    """Checks files that a client has handed over; for a thread. Takes the descriptors out of the list. Raises
+    InvalidRequest, ModelNotFound."""
     return _checked(ModelFiles.handed_over(folder, names, taken_out(fds), others))
 
 
 def taken_out(fds: list[int]) -> list[int]:
-    """All descriptors of the list, which has none then. Where two threads do this, each descriptor has one owner."""
+    """Takes all descriptors out of the list. If two threads do this at once, each descriptor goes to one of them."""
     taken = []
     with suppress(IndexError):
         while True:
@@ -65,7 +67,8 @@ def _checked(files: ModelFiles) -> Opened:
 
 
 def duplicates(files: ModelFiles) -> list[int]:
-    """Descriptors for an engine, in the order of the names. Raises OutOfMemory where this process may open no more."""
+    """Copies of the descriptors, for an engine, in the order of the names. Raises OutOfMemory if this process may open
+    no more."""
     copies: list[int] = []
     try:
         for name in files:
@@ -77,7 +80,7 @@ def duplicates(files: ModelFiles) -> list[int]:
 
 
 def are_same(one: Marks, other: Marks) -> bool:
-    """Whether they are of the same files, whatever has become of these."""
+    """True if both are marks of the same files, also if their contents have changed."""
     return {name: mark[:2] for name, mark in one.items()} == {name: mark[:2] for name, mark in other.items()}
 
 
@@ -86,11 +89,11 @@ def digest(marks: Marks) -> str:
 
 
 def is_at(folder: str, marks: Marks) -> bool:
-    """Whether the folder has these files; for a thread."""
+    """True if the folder has these files; for a thread."""
     try:
         stat = os.stat(os.path.join(folder, "config.json"))
         if _mark(stat)[:2] != marks["config.json"][:2]:
-            return False  # as a rule
+            return False  # the usual case
         opened = open_folder(folder)
     except (DjinnError, OSError):
         return False
