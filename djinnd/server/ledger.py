@@ -61,7 +61,7 @@ class Limit(NamedTuple):
 
 
 class Ledger:
-    """The amounts of each resource that one user has. `limit_of` returns the limit in force, which a reload may change."""
+    """Amounts of each resource that one user has. `limit_of` returns the limit in force, which a reload may change."""
 
     def __init__(self, limit_of: Callable[[Resource], Limit]) -> None:
         self._limit_of = limit_of

@@ -1,7 +1,7 @@
-"""Who is at the other end of a Unix socket, on the kernel's word, and whether that word says who.
+"""The process and user at the other end of a Unix socket, as the kernel reports them, and if that identifies the user.
 
-In a user namespace (a rootless container, `userns-remap`) SO_PEERCRED gives one and the same number, the overflow uid,
-for all users of the host that the namespace does not map. They would be one tenant, so they are refused.
+In a user namespace (a rootless container, `userns-remap`) SO_PEERCRED reports all users of the host that the namespace
+does not map by one number, the overflow uid. They would be one tenant, so they are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_EVERYBODY = ["0", "0", "4294967295"]  # uid_map where all users are mapped
+_EVERYBODY = ["0", "0", "4294967295"]  # content of uid_map if all users are mapped
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 
@@ -23,6 +23,8 @@ UNKNOWN = (
 
 
 class Peer(NamedTuple):
+    """The process at the other end of a connection."""
+
     pid: int
     user: int
 
@@ -33,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def nobody_in_particular(uid_map: Path = _UID_MAP, overflow_uid: Path = _OVERFLOW_UID) -> int | None:
-    """The uid that stands for all users that this process's user namespace does not map; None where all are mapped."""
+    """The uid that stands for all users that this process's user namespace does not map; None if all are mapped."""
     if uid_map.read_text().split() == _EVERYBODY:
         return None
     return int(overflow_uid.read_text())

@@ -1,8 +1,8 @@
-"""The public prefixes: tokens that an administrator has marked, so that all users' sessions share their pages.
+"""The public prefixes: tokens that an administrator has published, so that sessions of all users share their pages.
 
-The journal has them, and each engine that gets their model is told of them. An engine makes keys of pages by what it
-has been told, so a prefix that is withdrawn stays public there until the model is loaded anew. Those of a model that a
-client shares are not in the journal, and go with it.
+The journal stores them, and each engine that has their model is told of them. An engine uses them when it makes keys of
+pages. So a withdrawn prefix stays public in an engine until the model is loaded again. Prefixes of a model that a
+client shares are not in the journal, and are forgotten with the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ log = logging.getLogger("djinnd.server")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """`tokens`: full pages. `user`: who has marked it. `created`: seconds since 1970. `shared`: the model is one that a
-    client shares."""
+    """One public prefix. `tokens`: full pages. `user` has published it. `created`: seconds since 1970. `shared`: a
+    client shares the model."""
 
     id: str
     model: str
@@ -40,27 +40,30 @@ class Prefix:
 
 
 class PrefixTable:
+    """All public prefixes."""
+
     def __init__(self, limits: Limits, journal: Journal) -> None:
         self.limits = limits
         self._journal = journal
         self._prefixes: dict[str, Prefix] = {}
 
     def __iter__(self) -> Iterator[Prefix]:
-        """In the order in which they were marked."""
+        """Iterates in the order of publication."""
         return iter(list(self._prefixes.values()))
 
     def restore(self, kept: Iterable[Published]) -> None:
-        """At start: what the journal has."""
+        """Restores the journal's prefixes, at startup."""
         for was in kept:
             self._prefixes[was.prefix] = Prefix(was.prefix, was.model, was.user, was.created, was.tokens)
 
     def of_model(self, model: str, shared: bool) -> list[Prefix]:
-        """`shared`: the client's model of that name, and not one that the daemon has had before."""
+        """The prefixes of a model. `shared`: of the model that a client shares, and not of the daemon's own of that
+        name."""
         return [prefix for prefix in self if (prefix.model, prefix.shared) == (model, shared)]
 
     def publish(self, model: str, user: int, tokens: list[int], shared: bool) -> Prefix:
-        """Where these very tokens are public already, that prefix. Raises NotPermitted where the model has as many as
-        it may have."""
+        """Publishes a prefix. If the same tokens are public already, returns that prefix. Raises NotPermitted at the
+        limit of the model."""
         own = self.of_model(model, shared)
         for prefix in own:
             if prefix.tokens == tokens:
@@ -78,7 +81,7 @@ class PrefixTable:
         return prefix
 
     def withdraw(self, prefix_id: str) -> Prefix:
-        """Raises NotFound."""
+        """Removes a prefix. Raises NotFound."""
         prefix = self._prefixes.pop(prefix_id, None)
         if prefix is None:
             raise NotFound(
@@ -91,6 +94,6 @@ class PrefixTable:
         return prefix
 
     def forget_shared(self, model: str) -> None:
-        """The client's model is gone."""
+        """Removes the prefixes of a model that a client shared, after it has gone."""
         for prefix in self.of_model(model, shared=True):
             del self._prefixes[prefix.id]

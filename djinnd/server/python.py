@@ -1,4 +1,4 @@
-"""How the daemon starts a Python process of its own."""
+"""The command by which the daemon starts another Python process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 
 def python_module(name: str, *options: str) -> list[str]:
-    """The command for `name`, a module that is installed.
+    """The command that runs `name`, an installed module.
 
-    `-m` alone puts the working directory before all that is installed: a file there by the name of a library would run
-    with the daemon's rights, whoever put it there. With `-P` Python leaves it out.
+    With `-m` alone, Python imports from the working directory first: a file there with the name of a library would run
+    with the daemon's rights. `-P` leaves the working directory out.
     """
     return [sys.executable, "-P", "-m", name, *options]

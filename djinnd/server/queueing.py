@@ -1,4 +1,5 @@
-"""How many requests may wait for their first row, and when those that are one too many are to come again."""
+"""The queue of requests that wait for their first step: its limit, and the time after which a refused request is tried
+again."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from djinn_client.errors import Busy
 from djinnd.server.rate import Rate
 
 _WINDOW = 10.0  # seconds over which starts are averaged
-_SOONEST, _LATEST = 0.1, 30.0  # seconds until a refused request is to come again
+_SOONEST, _LATEST = 0.1, 30.0  # seconds: shortest and longest time until a refused request is tried again
 
 
 class Queue:
-    """Requests of all users that have had no row yet. A full queue refuses whoever has an equal share of its places
-    or more: nobody finds it full of somebody else's requests alone. Times come from the caller."""
+    """Counts the requests of all users that have had no row in a step yet. A full queue refuses a user that has at
+    least an equal share of its places. So one user's requests cannot keep other users out. Callers give the times, in
+    seconds."""
 
     def __init__(self, places: int, at: float) -> None:
         self.places = places
-        self._waiting: Counter[int] = Counter()  # by user; none has 0
+        self._waiting: Counter[int] = Counter()  # by user; never 0
         self._starts = Rate(_WINDOW, at)
 
     def __len__(self) -> int:
@@ -28,7 +30,7 @@ class Queue:
 
     @contextmanager
     def place(self, user: int, at: float) -> Iterator[Place]:
-        """For a request, until it starts or ends. Raises Busy."""
+        """Gives a request a place until it starts or ends. Raises Busy."""
         self._expect_room(user, at)
         self._waiting[user] += 1
         place = Place(self, user)
@@ -38,7 +40,7 @@ class Queue:
             place.leave()
 
     def started(self, at: float) -> None:
-        """One of those that wait: for the rate at which they do."""
+        """Counts a started request, for the rate of starts."""
         self._starts.count(1, at)
 
     def left(self, user: int) -> None:
@@ -62,28 +64,28 @@ class Queue:
         )
 
     def _retry_s(self, at: float) -> float:
-        """When half of those that wait now are likely to have started: the queue has not run empty by then, and has
-        room for many of those that it has refused."""
+        """Seconds until half of the waiting requests have probably started. Then the queue is not empty yet, and has
+        room for many of the refused requests."""
         rate = self._starts.per_second(at)
         seconds = len(self) / 2 / rate if rate else math.inf
         return round(min(max(seconds, _SOONEST), _LATEST), 3)
 
 
 class Place:
-    """One request's. It is given up once."""
+    """The place of one request. It is given up once."""
 
     def __init__(self, queue: Queue, user: int) -> None:
         self._queue: Queue | None = queue
         self._user = user
 
     def started(self, at: float) -> None:
-        """The request has had its first row."""
+        """Called when the request has its first row in a step."""
         if self._queue is not None:
             self._queue.started(at)
             self.leave()
 
     def leave(self) -> None:
-        """Does nothing the second time."""
+        """Gives the place up. Does nothing the second time."""
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.left(self._user)

@@ -1,7 +1,7 @@
-"""What each tenant may have: which rule of the configuration is a user's, and what is left of its tokens a second.
+"""The quotas of tenants: the rule of the configuration for each user, and the rate of its tokens.
 
-Of the other quotas the sessions are counted in sessions.py, and weight and pages are kept by engines, which are told
-`Tenant.limits`. A rule that has changed holds for what begins after that. Times come from the caller.
+sessions.py counts sessions. Engines enforce weight and pages; they receive `Tenant.limits`. A changed rule applies to
+requests that begin after the change. Callers give the times, in seconds.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from djinnd.server.ledger import Ledger, Limit, Resource
 from djinnd.server.rate import Rate
 from djinnd.server.shared_objects import SHM
 
-BURST = 10.0  # seconds of its rate that a tenant who used nothing may use at once
+BURST = 10.0  # seconds of its rate that an idle tenant may use at once
 _WINDOW = 10.0  # seconds over which use is averaged
 _LEAST_WINDOW_BYTES = 256 << 20
-_WINDOW_SHARE = 128  # of the host memory that is available at the first question
+_WINDOW_SHARE = 128  # of the host memory that is available when it is first asked for
 
 
 class Rule(NamedTuple):
-    """`name` is that in the configuration; "" where no rule matches, and there is no limit."""
+    """The rule for a user. `name` is its name in the configuration; empty if no rule matches and there is no limit."""
 
     name: str
     quota: Quota
 
 
 class Tenant:
-    """A user, the rule that holds for it, its ledger, and the tokens that it uses. All of its sessions and connections
-    share this. `limits` is called for the ones that hold now."""
+    """A user with its rule, its ledger and its use of tokens. All of its sessions and connections share this object.
+    `limits` returns the limits in force."""
 
     def __init__(self, user: int, rule: Rule, at: float, limits: Callable[[], Limits]) -> None:
         self.user = user
-        self.tokens = 0  # computed for the tenant since the daemon began
+        self.tokens = 0  # computed for the tenant since the daemon started
         self.ledger = Ledger(self._limit_of)
         self._limits = limits
         self._use = Rate(_WINDOW, at)
-        self._bucket: Bucket | None = None  # where the rule has tokens_per_s
+        self._bucket: Bucket | None = None  # None if the rule has no tokens_per_s
         self.follow(rule, at)
 
     def follow(self, rule: Rule, at: float) -> None:
-        """From now on."""
+        """Applies a rule from now on."""
         self.rule = rule
         rate = rule.quota.tokens_per_s
         if rate is None:
@@ -70,11 +70,11 @@ class Tenant:
         return TenantLimits(self.user, quota.weight, quota.device_kv, quota.host_kv, quota.disk_kv)
 
     def most_sessions(self, most: int) -> int:
-        """That the tenant may have, where nobody may have more than that."""
+        """The most sessions that the tenant may have; `most` is the limit for all users."""
         return most if self.quota.sessions is None else min(self.quota.sessions, most)
 
     def expect_session(self, own: int, priority: Class) -> None:
-        """There is room for one more of this class, where the tenant has `own`. Raises QuotaExceeded."""
+        """Checks that the tenant, which has `own` sessions, may open one more of this class. Raises QuotaExceeded."""
         self.expect_class(priority)
         limit = self.quota.sessions
         if limit is not None and own >= limit:
@@ -82,7 +82,7 @@ class Tenant:
             raise QuotaExceeded(told, quota="sessions", rule=self.rule.name, limit=limit, used=own)
 
     def expect_class(self, priority: Class) -> None:
-        """Raises QuotaExceeded."""
+        """Checks that the tenant may use this class. Raises QuotaExceeded."""
         highest = self.quota.highest_class
         if CLASSES.index(priority) < CLASSES.index(highest):
             may = " or ".join(CLASSES[CLASSES.index(highest) :])
@@ -90,8 +90,8 @@ class Tenant:
             raise QuotaExceeded(told, quota="highest_class", rule=self.rule.name, limit=highest, used=priority)
 
     def expect_tiers(self, host: int | None, disk: int | None) -> None:
-        """Bytes that the tenant asks for, for pages of a model on the host and on disk. Raises QuotaExceeded where they
-        are more than its pages may have there."""
+        """Checks the bytes that the tenant requests for pages of a model on the host and on disk. Raises QuotaExceeded
+        if its quota is smaller."""
         for name, asked in (("host_kv", host), ("disk_kv", disk)):
             limit = getattr(self.quota, name)
             if limit is not None and asked is not None and asked > limit:
@@ -99,7 +99,7 @@ class Tenant:
                 raise QuotaExceeded(told, quota=name, rule=self.rule.name, limit=limit, used=0, needed=asked)
 
     def expect_tokens(self, at: float) -> None:
-        """Raises QuotaExceeded where the tenant has used more than it may have."""
+        """Checks that the tenant has tokens left. Raises QuotaExceeded."""
         rate = self.quota.tokens_per_s
         wait_s = 0.0 if self._bucket is None else self._bucket.wait_s(at)
         if rate is None or not wait_s:
@@ -116,7 +116,7 @@ class Tenant:
         )
 
     def charge(self, tokens: int, at: float) -> None:
-        """Tokens that were computed for the tenant: of a prompt, or of an output."""
+        """Charges tokens that were computed for the tenant, of a prompt or of an output."""
         self.tokens += tokens
         self._use.count(tokens, at)
         if self._bucket is not None:
@@ -125,8 +125,8 @@ class Tenant:
     def use(
         self, sessions: int, most_sessions: int, held: TenantUse | None, others: Sequence[ResourceUse], at: float
     ) -> QuotaUse:
-        """What the tenant has: so many sessions, of which nobody may have more than that, pages as the engine says
-        (None: it has said nothing), and other resources, beside those of its ledger."""
+        """The tenant's use of its quotas. `sessions`: its sessions, of `most_sessions` that any user may have. `held`:
+        its pages as the engine has reported them, or None. `others`: resources that are not in its ledger."""
         quota = self.quota
         return QuotaUse(
             user=self.user,
@@ -160,13 +160,14 @@ class Tenant:
 
 @cache
 def _window_bytes() -> int:
-    """That a user's clients may keep, where the configuration leaves it to the daemon."""
+    """The most bytes of windows that a user's clients may keep, if the configuration does not say: a share of host
+    memory."""
     return max(_LEAST_WINDOW_BYTES, (available() or 0) // _WINDOW_SHARE)
 
 
 @cache
 def _arena_bytes() -> int:
-    """Of shared memory that a user's models may take, likewise: half of all."""
+    """The most shared memory that a user's models may take, if the configuration does not say: half of all."""
     room = os.statvfs(SHM)
     return room.f_blocks * room.f_frsize // 2
 
@@ -175,7 +176,7 @@ _AUTO = {"window_bytes": _window_bytes, "arena_bytes": _arena_bytes}
 
 
 class Quotas:
-    """The rules, and every tenant that was seen. `limits` may be replaced."""
+    """The rules, and all tenants that have been seen. `limits` may be replaced."""
 
     def __init__(
         self, rules: Mapping[str, Quota], groups_of: Callable[[int], Collection[int]], limits: Limits | None = None
@@ -189,21 +190,21 @@ class Quotas:
         return iter(list(self._tenants.values()))
 
     def tenant(self, user: int, at: float) -> Tenant:
-        """Always the same one, so that what was used does not go with a session."""
+        """The tenant of a user: always the same object, so that its use outlives its sessions."""
         tenant = self._tenants.get(user)
         if tenant is None:
             tenant = self._tenants[user] = Tenant(user, self._rule_of(user), at, lambda: self.limits)
         return tenant
 
     def reload(self, rules: Mapping[str, Quota], at: float) -> None:
-        """These rules hold from now on, and the groups that users are in now."""
+        """Applies new rules to all tenants, and looks up the users' groups again."""
         self._rules = rules
         for tenant in self:
             tenant.follow(self._rule_of(tenant.user), at)
 
     def _rule_of(self, user: int) -> Rule:
-        """The first that matches."""
-        groups: Collection[int] | None = None  # asked for when a rule wants them: who has them may be far away
+        """The first rule that matches the user."""
+        groups: Collection[int] | None = None  # looked up only if a rule needs them: it may be slow
         for name, quota in self._rules.items():
             if user in map(_principal, quota.users) or not (quota.users or quota.groups):
                 return Rule(name, quota)
@@ -215,5 +216,5 @@ class Quotas:
 
 
 def _principal(user: int | str) -> int:
-    """Of an entry in a rule's `users`."""
+    """The principal of an entry in a rule's `users`."""
     return user if isinstance(user, int) else number_of(user)

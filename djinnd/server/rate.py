@@ -1,20 +1,20 @@
-"""How often something happens, of late."""
+"""The recent rate of events."""
 
 from __future__ import annotations
 
 import math
 
-_LEAST = 1.0  # seconds that a first event is taken to be of
+_LEAST = 1.0  # seconds: the shortest time over which the first events are averaged
 
 
 class Rate:
-    """Events a second, averaged over the last `window` seconds with exponentially smaller weights, or over the time
-    since `at`, while that is shorter. Times come from the caller."""
+    """Events per second, averaged over the last `window` seconds with exponentially decreasing weights, or over the
+    time since `at` if that is shorter. Callers give the times, in seconds."""
 
     def __init__(self, window: float, at: float) -> None:
         self._window = window
         self._began = self._at = at
-        self._events = 0.0  # as of `_at`, weighted
+        self._events = 0.0  # weighted, as of `_at`
 
     def count(self, events: int, at: float) -> None:
         self._advance(at)

@@ -1,7 +1,8 @@
-"""What is asked of sessions themselves: to begin, to end, to be paused, cut, of another class, and told.
+"""Handlers of requests about sessions: to open, fork, close, cut, pause and list them, and to change their class.
 
-Between finding the engine and sending to it nothing is awaited, so that what was true of session, model and engine is
-still true. A session without an engine is changed in the table only: the next engine is told the session as it is.
+Nothing is awaited between finding the engine and sending to it, so that session, model and engine are still as they
+were found. A session without an engine is changed in the table only: the next engine receives its state when it opens
+it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class SessionRequests:
+    """The requests about sessions."""
+
     def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
         self._sessions = sessions
         self._models = models
@@ -32,9 +35,9 @@ class SessionRequests:
         model = await self._models.named(request.model, call.client)
         expect_open(model)
         priority = call.client.class_for(request.priority)
-        self._sessions.expect_room(call.client.user, priority)  # before a model is loaded in vain
+        self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
         engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
-        self._models.find_open(model.name, call.client)  # who shares it may have ended that meanwhile
+        self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
         session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
         open_in(engine, session)
         return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
@@ -69,7 +72,8 @@ class SessionRequests:
         return Answer(Done(id=call.id))
 
     async def pause(self, call: Call, request: protocol.PauseSession) -> Answer:
-        """Whatever runs on it. Where there is no engine, or it is lost meanwhile, the next one opens it paused."""
+        """Pauses a session, also during a call. Without an engine, or if it is lost meanwhile, the next engine opens
+        the session as paused."""
         admission.check_pause(request)
         session = self._sessions.lookup(request.session, call.client)
         engine, paused = self._models.engine_of(session), Paused(0, pages=0, nbytes=0, seconds=0.0)
@@ -81,7 +85,7 @@ class SessionRequests:
         except EngineLost:
             pass
         except DjinnError:
-            session.is_paused = was_paused and session.is_paused  # it may have been resumed in the meantime
+            session.is_paused = was_paused and session.is_paused  # it may have been resumed meanwhile
             raise
         log.info("session_paused session=%s tier=%s pages=%d", session.id, request.tier, paused.pages)
         return Answer(

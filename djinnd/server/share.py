@@ -1,6 +1,5 @@
-"""What a client has handed over of its model: small files, copied into a folder, and the weights, in a window, which is
-the client's memfd.
-"""
+"""The parts of a model that a client shares: small files, copied into a folder, and the weights in a window, which is
+the client's memfd."""
 
 from __future__ import annotations
 
@@ -28,30 +27,30 @@ _PIECE = 1 << 20  # bytes of a file that are copied at once
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Owns folder and window until `release`.
+    """One shared model. Owns its folder and window until `release`.
 
-    described ──weights──► a model ──ended──► (its last session goes) ──► released
+    described ──weights──► a model ──ended──► (its last session is closed) ──► released
         └────────────────── ended ──────────────────────────────────────────┘
     """
 
     id: str
-    model: str  # its name
+    model: str  # name of the model
     user: int
     public: bool
-    client: Client | None  # None: its connection is gone
+    client: Client | None  # None after its connection has closed
     folder: Path
     stored: Dtype
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # to compute in
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # in which it computes
     kv_bytes: int
     placing: Placing
-    nbytes: int = 0  # of the image
-    window: int = -1  # a descriptor for reading; -1 before the weights have come
-    ended: bool = False  # nobody new may use it
-    grace: asyncio.TimerHandle | None = None  # runs while its connection is gone
+    nbytes: int = 0  # size of the weights' image
+    window: int = -1  # descriptor for reading; -1 before the weights have come
+    ended: bool = False  # no new session may use it
+    grace: asyncio.TimerHandle | None = None  # runs after its connection has closed
     writing: asyncio.Task[None] | None = None  # of the files
     leaving: asyncio.Task[None] | None = None
-    payer: Ledger | None = None  # that is charged for the window, from when it has come
-    lock: int = -1  # on the folder, for as long as this daemon lives
+    payer: Ledger | None = None  # charged for the window while it exists
+    lock: int = -1  # on the folder, while this daemon lives
 
     def is_open_to(self, client: Client) -> bool:
         return self.public or self.is_of(client)
@@ -60,7 +59,7 @@ class Share:
         return client.user == self.user or client.is_admin
 
     def write_files(self, fd: int, sizes: Mapping[str, int]) -> None:
-        """Copies the files from a memfd, which is closed; for a thread. Raises InvalidRequest, OutOfMemory."""
+        """Copies the files from a memfd and closes it; for a thread. Raises InvalidRequest, OutOfMemory."""
         try:
             expect_memfd(fd)
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,11 +76,11 @@ class Share:
             os.close(fd)
 
     def open_window(self, fd: int) -> None:
-        """Takes the weights: a descriptor of this daemon's own, for reading. Raises InvalidRequest."""
+        """Opens the memfd with the weights for reading, after checking it. Raises InvalidRequest."""
         self.window = open_window(fd, self.nbytes, f"the weights of {self.model}", for_good=True)
 
     def release(self) -> None:
-        """For a thread: where the client is gone, gigabytes are given back here."""
+        """Closes the window and removes the folder; for a thread, as this may free gigabytes."""
         if self.window >= 0:
             os.close(self.window)
             self.window = -1
@@ -92,7 +91,7 @@ class Share:
 
 
 def check_files(sizes: Mapping[str, int]) -> None:
-    """Raises InvalidRequest."""
+    """Checks the names and sizes of the files. Raises InvalidRequest."""
     if unknown := sorted(sizes.keys() - set(FILES)):
         raise InvalidRequest(f"a model has the files {', '.join(FILES)}, and no {unknown[0][:80]!r}", field="files")
     if "config.json" not in sizes:
@@ -103,7 +102,7 @@ def check_files(sizes: Mapping[str, int]) -> None:
 
 
 def _copy(fd: int, offset: int, size: int, name: str, file: BinaryIO) -> None:
-    """Raises InvalidRequest where the memfd ends before that."""
+    """Copies one file out of the memfd. Raises InvalidRequest if the memfd is too short."""
     done = 0
     while done < size:
         piece = os.pread(fd, min(_PIECE, size - done), offset + done)
@@ -113,7 +112,7 @@ def _copy(fd: int, offset: int, size: int, name: str, file: BinaryIO) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Removes the folders of daemons that are gone."""
+    """Removes the folders that dead daemons have left."""
     for folder in parent.glob("*"):
         with suppress(OSError):  # BlockingIOError: its daemon lives
             lock = _lock(folder)

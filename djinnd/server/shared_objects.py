@@ -1,6 +1,7 @@
-"""The objects in /dev/shm that are called as djinnd's are. Anybody may make some: only this user's regular files count.
+"""Finds the objects in /dev/shm that have the names of djinnd's. Any user may create such names, so only regular files
+of this user count.
 
-An object is looked at as a mere place in the file system first. Opening a stranger's would wait for a pipe's other end,
+An object is opened with O_PATH first. Opening a stranger's object for reading could wait for the other end of a pipe,
 or break a lease.
 """
 
@@ -21,7 +22,7 @@ PREFIX = "djinnd-"
 
 
 def own_objects(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-    """Name and descriptor of each, which the caller closes. What is passed over is logged by what it is."""
+    """Yields name and descriptor of each object; the caller closes it. Logs how many others were skipped, and why."""
     passed_over: Counter[str] = Counter()
     names = []
     with os.scandir(folder) as entries:
@@ -44,14 +45,14 @@ def own_objects(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def _foreign(found: os.stat_result) -> str:
-    """Why this is none of this daemon's."""
+    """Why the object does not belong to this daemon's user; empty if it does."""
     if found.st_uid != os.geteuid():
         return "another user's"
     return "" if stat.S_ISREG(found.st_mode) else "no regular file"
 
 
 def _open(path: Path) -> int:
-    """Raises OSError, also for what has become something else since it was listed."""
+    """Opens an object. Raises OSError, also if the name now stands for another kind of file."""
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if why := _foreign(os.fstat(place)):

@@ -1,7 +1,7 @@
-"""The models that clients share: from the first request of one to the end of its last session.
+"""The models that clients share, from the first request to the end of the last session.
 
-A share belongs to the connection it came by. When that ends it (or has been gone for limits.session_grace), no new
-session may use the model; when the last one has gone, the model is unloaded and everything of it given back.
+A share belongs to a connection. When the connection ends the share, or has been closed for limits.session_grace, no new
+session may use the model. When its last session is closed, the model is unloaded and all its memory freed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from djinnd.server.share import Share, check_files, sweep
 
 log = logging.getLogger("djinnd.server")
 
-_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # never a folder, nor a hub id
+_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # never a path or a hub id
 
 
 class Sharing:
-    """Owns the shares. `folder` is the daemon's own, for their files."""
+    """All shares. `folder` holds their files; it belongs to this daemon."""
 
     def __init__(
         self,
@@ -59,15 +59,14 @@ class Sharing:
 
     @property
     def windows(self) -> set[int]:
-        """The descriptors of all weights."""
+        """The descriptors of all windows with weights."""
         return {share.window for share in self._shares.values() if share.window >= 0}
 
-    # --- a share's beginning ----------------------------------------------------------------------------------------
+    # --- beginning of a share -----------------------------------------------------------------------------------------
 
     async def describe(self, client: Client, request: ShareModel, fd: int) -> tuple[Share, Image]:
-        """A new share, and how its weights are to lie. Takes the descriptor; `check` has passed.
-
-        Raises InvalidRequest, OutOfMemory, QuotaExceeded, and what the engine refuses."""
+        """Creates a share, and returns it with the layout that its weights must have. Owns the descriptor. `check` has
+        passed. Raises InvalidRequest, OutOfMemory, QuotaExceeded, and the engine's refusals."""
         share = self._new(client, request)
         try:
             share.writing = asyncio.create_task(asyncio.to_thread(share.write_files, fd, request.files))
@@ -76,7 +75,7 @@ class Sharing:
             image = await self._describe(share, engine)
             self._expect_room(share, image.nbytes)
         except DjinnError:
-            await self.withdraw(share)  # so that its name is free when the caller is told
+            await self.withdraw(share)  # first, so that the name is free when the client has the error
             raise
         except BaseException:
             self._end(share)
@@ -99,14 +98,14 @@ class Sharing:
             return await self._inspector.describe(share.user, engine, files, **fields)
 
     def _expect_room(self, share: Share, nbytes: int) -> None:
-        """Before the client takes memory for the weights. Raises QuotaExceeded."""
+        """Checks the user's limits before the client allocates memory for the weights. Raises QuotaExceeded."""
         payer = self._models.payer_of(share.user)
         if payer is not None:
             payer.expect_room(MODELS)
             payer.expect_room(ARENA_BYTES, nbytes)
 
     def check(self, client: Client, request: ShareModel) -> None:
-        """Raises InvalidRequest, NotPermitted."""
+        """Checks the files, the name and the limit of shares. Raises InvalidRequest, NotPermitted."""
         check_files(request.files)
         own = sum(share.user == client.user for share in self._shares.values())
         if own >= self.limits.shared_models_per_user:
@@ -134,8 +133,8 @@ class Sharing:
         return share
 
     async def accept(self, client: Client, number: str, fd: int, on_loading: OnLoading) -> Model:
-        """Makes the share a model that is ready. The descriptor stays the caller's. Raises NotFound, InvalidRequest,
-        and what loading raises; the share has ended then."""
+        """Takes the weights, and returns the model when it is ready. The descriptor stays the caller's. Raises
+        NotFound, InvalidRequest, and the errors of a load; then the share has ended."""
         share = self._shares.get(number)
         if share is None or share.client is not client or share.ended:
             raise NotFound("this connection has no such share: begin with ShareModel", share=number[:64])
@@ -153,33 +152,33 @@ class Sharing:
         return model
 
     def _charge(self, share: Share) -> None:
-        """Raises QuotaExceeded."""
+        """Charges the user for the weights. Raises QuotaExceeded."""
         payer = self._models.payer_of(share.user)
         if payer is not None:
             payer.charge(ARENA_BYTES, share.nbytes)
             share.payer = payer
 
-    # --- its end ----------------------------------------------------------------------------------------------------
+    # --- end of a share -----------------------------------------------------------------------------------------------
 
     async def end(self, client: Client, number: str) -> None:
-        """Does nothing where this client has no such share (any more)."""
+        """Ends a share of this client. Does nothing if the client has no such share."""
         share = self._shares.get(number)
         if share is not None and share.client is client:
             await self.withdraw(share)
 
     async def withdraw(self, share: Share) -> None:
-        """Whoever shares it. Returns when everything of it is gone; at once where it has sessions."""
+        """Ends a share. Returns when all its memory is freed; at once if it still has sessions."""
         self._end(share)
         if share.leaving is not None:
             await asyncio.shield(share.leaving)
 
     def detach(self, client: Client) -> None:
-        """The client's connection is gone."""
+        """Called when a client's connection has closed: its shares end after their grace time."""
         for share in list(self._shares.values()):
             if share.client is not client:
                 continue
             share.client = None
-            if share.window < 0:  # nobody will bring its weights
+            if share.window < 0:  # its weights can no longer come
                 self._end(share)
             elif not share.ended:
                 loop = asyncio.get_running_loop()
@@ -191,7 +190,7 @@ class Sharing:
                 self._retire(share)
 
     async def close(self) -> None:
-        """When the engine is gone: gives back everything of all shares."""
+        """Frees all shares. Called when the engine is gone."""
         self._closing = True
         for share in list(self._shares.values()):
             if share.grace is not None:
@@ -208,12 +207,13 @@ class Sharing:
         self._retire(share)
 
     def _retire(self, share: Share) -> None:
-        """Begins to give the share back, unless somebody uses it or it is on its way out already."""
+        """Begins to free an ended share, unless it has sessions or is being freed."""
         if share.leaving is None and not self._closing and not self._sessions.of_model(share.model):
             share.leaving = asyncio.create_task(self._give_back(share))
 
     async def _give_back(self, share: Share) -> None:
-        """Nobody uses it, and nobody can: see Models.ready."""
+        """Unloads the model and frees the share. No session uses the model, and none can be opened: see
+        Models.ready."""
         try:
             await self._models.drop(share)
         except DjinnError as error:

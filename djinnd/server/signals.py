@@ -1,8 +1,8 @@
-"""What clients signal, on its way to the engines: no more of it than an engine can hear beside its work.
+"""Passes clients' signals to the engines, at a rate that an engine can handle beside its work.
 
-A signal is advice for the next moment, so of those that a session has sent only the last counts. They go on at the end
-of the turn of the loop in which they came; where a user's sessions send more than that user's allowance, they wait in
-line, one of each session.
+A signal is a hint for the next moment, so only the last one of each session counts. Signals go on at the end of the
+turn of the loop in which they came. If the sessions of a user send more than its allowance, they wait in a queue, at
+most one for each session.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from djinnd.messages import Signal
 from djinnd.server.bucket import Bucket
 from djinnd.server.sessions import SessionRecord
 
-RATE = 1000.0  # a second that each user may send for long: those of a thousand sessions that wait for two seconds each
-BURST = 256  # at once
-_PERIOD = 0.01  # seconds until more of those that wait go on
+RATE = 1000.0  # per second and user, sustained: a thousand sessions that wait two seconds each send so many
+BURST = 256  # at once, per user
+_PERIOD = 0.01  # seconds between two releases of waiting signals
 
 _BULK = {"PREFILL": True, "DECODE": False}
 
 
 class Due(NamedTuple):
+    """A signal that goes on now."""
+
     session: SessionRecord
     signal: Signal
 
 
 class Line:
-    """Signals of all users that have not gone on: of each session the last, with what is still to be known of those
-    before it; of each user those first that came first."""
+    """The waiting signals of all users. For each session only the last signal is kept, with the `bulk` of the one
+    before if it has none. A user's signals leave in the order of arrival."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[SessionRecord, Signal]] = {}  # by user; nobody has an empty one
+        self._waiting: dict[int, dict[SessionRecord, Signal]] = {}  # by user; never empty
         self._allowances: dict[int, Bucket] = {}  # by user
 
     def __len__(self) -> int:
@@ -49,7 +51,7 @@ class Line:
         waiting[session] = signal
 
     def take(self, at: float) -> Iterator[Due]:
-        """Those that go on now."""
+        """Yields the signals that go on now, within the users' allowances."""
         for user, waiting in list(self._waiting.items()):
             allowance = self._allowances.setdefault(user, Bucket(RATE, BURST, at))
             due = list(waiting)[: int(allowance.level(at))]
@@ -61,7 +63,7 @@ class Line:
 
 
 class Signals:
-    """`send` brings a signal to the session's engine, if it has one by then."""
+    """Queues signals and passes them on. `send` passes a signal to the session's engine, if it has one then."""
 
     def __init__(self, send: Callable[[SessionRecord, Signal], None]) -> None:
         self._send = send
@@ -69,7 +71,7 @@ class Signals:
         self._is_due = False
 
     def put(self, session: SessionRecord, signal: protocol.Signal) -> None:
-        """A valid one."""
+        """Queues a valid signal."""
         waits, bulk = signal.kind == "IO_WAIT", _BULK.get(signal.kind)
         self._line.put(session, Signal(session.id, waits, signal.expected_s, signal.tool, bulk))
         if not self._is_due:

@@ -1,8 +1,8 @@
 """Threads for work on files that may never answer.
 
-A file on a network or a user's own file system answers when its server likes. Such work runs in a thread of its own, a
-few of one user at a time, so that nobody but that user waits behind it. A thread cannot be killed: where the time is
-over its caller is told, and the thread keeps its user's place until it ends. It never delays the daemon's end.
+A file on a network or on a user's own file system answers when its server likes. Such work runs in a thread of its own,
+at most PLACES for one user, so that it delays no other user. A thread cannot be killed. When its time is over, its
+caller gets an error, and the thread keeps its user's place until it ends. Such threads do not delay the daemon's end.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from djinn_client.errors import Retry
 
 T = TypeVar("T")
 
-PLACES = 4  # of one user
+PLACES = 4  # threads of one user
 
 
 class SlowFiles:
-    """`seconds`: that a piece of work may take, and wait for its place; may be replaced."""
+    """Runs work in threads. `seconds`, which may be replaced, is the time that it may take, and again that it may wait
+    for a place."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._places: dict[int, asyncio.Semaphore] = {}
-        self._pieces: dict[int, int] = {}  # by user: pieces of work that run or wait for a place
+        self._pieces: dict[int, int] = {}  # by user: calls that run or wait for a place
         self._let_go: set[asyncio.Task[None]] = set()
 
     async def run(self, user: int, work: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
-        """What `work` returns. Raises what it raises, and Retry when the time is over. `discard` gets a result for
-        which nobody waits any more, in a thread too."""
+        """Runs `work` in a thread and returns its result. Raises its error, and Retry when the time is over. `discard`
+        receives, in a thread, a result that comes after the caller has gone."""
         await self._take_place(user, self.seconds)
         result: Future[T] = Future()
         _start(self._work, user, work, discard, result, asyncio.get_running_loop())
@@ -41,14 +42,15 @@ class SlowFiles:
             async with asyncio.timeout(self.seconds):
                 return await asyncio.wrap_future(result)
         except BaseException as error:
-            if not result.cancel() and result.exception() is None:  # it has just come
+            if not result.cancel() and result.exception() is None:  # it has come just now
                 self.let_go(user, partial(discard, result.result()))
             if isinstance(error, TimeoutError):
                 raise self._too_slow() from error
             raise
 
     def let_go(self, user: int, work: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
-        """Does what nobody waits for, such as closing files, when the user has a place; and `then`, in the loop."""
+        """Runs `work`, such as closing files, when the user has a place, without a caller that waits. Then calls `then`
+        on the loop."""
         task = asyncio.create_task(self._do(user, work, then))
         self._let_go.add(task)
         task.add_done_callback(self._let_go.discard)
@@ -84,7 +86,7 @@ class SlowFiles:
         result: Future[T],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """In the thread."""
+        """Runs in the thread."""
         try:
             found = work()
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""The daemon's claim to its socket's path: one daemon a path, and nothing is left behind.
+"""The daemon's claim to the path of its socket: one daemon for each path, and no file is left behind.
 
-A lock on `<path>.lock`, which holds the owner's pid, decides who owns the path. It is the kernel's, so it goes with the
-process however that ends; the file that then remains is replaced by the next daemon. Something that listens at the path
-without the lock (another program, a daemon started by systemd) is respected too.
+A lock on `<path>.lock`, which contains the owner's pid, decides who owns the path. The kernel drops the lock when the
+process ends, in whatever way. The lock file that then remains is replaced by the next daemon. A program that listens at
+the path without the lock (another program, a daemon started by systemd) is respected too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from djinnd.server.succession import Inherited
 
 PATH_LIMIT = 107  # bytes of sun_path without the closing zero
 BACKLOG = 512
-_HANDED_OVER = ["djinnd-listener", "djinnd-lock"]  # names of the descriptors that a predecessor leaves
+_HANDED_OVER = ["djinnd-listener", "djinnd-lock"]  # names of the descriptors that a predecessor hands over
 
 
 class StartError(Exception):
-    """Why the daemon cannot start, and what to do."""
+    """The daemon cannot start; the text says why, and the remedy."""
 
 
 def listen(path: str, given: Sequence[Inherited]) -> tuple[SocketPath | None, socket.socket]:
-    """The listening socket, and the claim to its path, unless that is systemd's. `given`: what a predecessor or systemd
-    has left for it. Raises StartError."""
+    """Returns the claim to the path, or None if systemd owns it, and the listening socket. `given`: the descriptors of
+    a predecessor or of systemd. Raises StartError."""
     if [name for name, _ in given] == _HANDED_OVER:
         claim = SocketPath.of_predecessor(*(fd for _, fd in given))
         if claim.path != Path(path):  # the configuration has changed
@@ -56,7 +56,7 @@ class SocketPath:
     """Owns the path, its lock file and the listening socket."""
 
     def __init__(self, path: str, setting: str = "--socket") -> None:
-        """`setting`: what to change where the path cannot be had. Raises StartError."""
+        """`setting`: the setting to change if the path cannot be had, for errors. Raises StartError."""
         self._setting = setting
         if len(os.fsencode(path)) > PATH_LIMIT:
             raise StartError(f"the socket's path is longer than {PATH_LIMIT} bytes, the system's limit: {path}")
@@ -76,7 +76,7 @@ class SocketPath:
 
     @classmethod
     def of_predecessor(cls, listener_fd: int, lock_fd: int) -> SocketPath:
-        """What `hand_over` gave: the claim goes on, and was never given up."""
+        """Takes over the descriptors of `hand_over`: the claim has never been given up."""
         claim = cls.__new__(cls)
         claim.listener = socket.socket(fileno=listener_fd)
         claim.path = Path(claim.listener.getsockname())
@@ -85,7 +85,7 @@ class SocketPath:
         return claim
 
     def hand_over(self) -> list[Inherited]:
-        """For the successor; this object is of no use then."""
+        """The descriptors for the successor. This object must not be used after that."""
         return [
             Inherited(name, fd) for name, fd in zip(_HANDED_OVER, (self.listener.detach(), self._lock_fd), strict=True)
         ]
@@ -97,7 +97,8 @@ class SocketPath:
         self._unlock()
 
     def _lock(self) -> int:
-        """A lock on the file that is at the path now: an owner that goes removes it, and may do so in between."""
+        """Locks the lock file. An owner that ends may remove the file meanwhile, so it is checked that the locked file
+        is still at the path."""
         while True:
             fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -120,13 +121,13 @@ class SocketPath:
         os.close(self._lock_fd)
 
     def _replace_stale(self) -> None:
-        """Removes a socket file that nobody listens at."""
+        """Removes a socket file at which no program listens."""
         try:
             mode = self.path.lstat().st_mode
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise StartError(f"{self.path} is there and is no socket: remove it, or use {self._setting}")
+            raise StartError(f"{self.path} exists and is no socket: remove it, or use {self._setting}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             code = probe.connect_ex(str(self.path))
@@ -137,7 +138,7 @@ class SocketPath:
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        umask = os.umask(0o117)  # so that the file has its mode from the first moment
+        umask = os.umask(0o117)  # the file gets its mode when it is created
         try:
             listener.bind(str(self.path))
             listener.listen(BACKLOG)

@@ -1,4 +1,4 @@
-"""What the daemon says of itself: from its own tables, and from what its engine reports, if it does in time."""
+"""The daemon's status: from its own tables, and from its engine's report, if that comes in time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _NOTHING_ON_DEVICE = {
     "kv_bytes": 0,
     "pages": 0,
     "pages_used": 0,
-}  # of a ModelInfo
-_LOOK = 0.05  # seconds between two looks at what an engine says when it is asked
-PATIENCE = 5.0  # seconds that an engine has to report; it may be in a long step
+}  # for a ModelInfo
+_LOOK = 0.05  # seconds between two looks at an engine's report
+PATIENCE = 5.0  # seconds in which an engine must report; it may be in a long step
 
 
 class TenantFigures(NamedTuple):
-    """`tokens`: computed for the principal since the daemon began."""
+    """The figures of one principal. `tokens`: computed for it since the daemon started."""
 
     user: int
     name: str
@@ -52,6 +52,8 @@ class TenantFigures(NamedTuple):
 
 
 class Status:
+    """Describes sessions, models, tenants and the daemon as a whole."""
+
     def __init__(
         self,
         sessions: SessionTable,
@@ -108,16 +110,16 @@ class Status:
 
     @property
     def restarts(self) -> int:
-        """Of the engine."""
+        """How often the engine was restarted."""
         return self._supervisor.restarts
 
     def classes(self) -> dict[str, int]:
-        """How many sessions there are of each."""
+        """Number of sessions of each class."""
         counted = Counter(session.priority for session in self._sessions)
         return {name: counted[name] for name in CLASSES}
 
     def tenants(self) -> list[TenantFigures]:
-        """Of all principals that the daemon has seen since it began."""
+        """The figures of all principals that the daemon has seen since it started."""
         sessions = Counter(session.user for session in self._sessions)
         return [
             TenantFigures(tenant.user, self.name_of(tenant.user), sessions[tenant.user], tenant.tokens)
@@ -125,27 +127,27 @@ class Status:
         ]
 
     def requests(self, report: Report | None) -> tuple[int, int]:
-        """How many run, and how many wait for their first row."""
+        """Numbers of running requests, and of requests that wait for their first row."""
         use = _uses(report)
         busy = Counter(_state(s, use.get(s.id)) for s in self._sessions if s.call is not None)
         running = busy["running"] + busy["held"]
         return running, busy.total() - running
 
     def line(self) -> str:
-        """For systemctl status, which anybody may read: so models of users are only counted."""
+        """A line for `systemctl status`. Any user may read it, so it only counts the models of users."""
         ready = [model for model in self._models if model.engine is not None]
         public = [model.name for model in ready if model.is_configured]
         told = ", ".join(public + [f"{len(ready) - len(public)} of users"] * (len(ready) > len(public)))
         return f"{self.state}; sessions: {len(self._sessions)}; models: {told or 'none'}"
 
-    # --- sessions ---------------------------------------------------------------------------------------------------
+    # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def session_infos(self, sessions: Sequence[SessionRecord]) -> list[SessionInfo]:
         use = _uses(await self.report())
         return [self.session_info(session, use.get(session.id)) for session in sessions]
 
     def session_info(self, session: SessionRecord, use: SessionUse | None = None) -> SessionInfo:
-        """`use` None: the session has nothing on a device."""
+        """Describes a session. `use` None: the session has no pages on a device."""
         now = time.monotonic()
         model = self._models.model_of(session)
         return SessionInfo(
@@ -180,14 +182,15 @@ class Status:
             uses.append(tenant.use(sessions.count(user), most, held.get(user), texts, now))
         return [msgspec.structs.replace(use, user_name=self.name_of(use.user)) for use in uses]
 
-    # --- models and devices -----------------------------------------------------------------------------------------
+    # --- models and devices -------------------------------------------------------------------------------------------
 
     async def model_infos(self, models: Sequence[Model]) -> list[ModelInfo]:
         report = await self.report()
         return [self.model_info(model, report) for model in models]
 
     async def complete_info(self, model: Model) -> ModelInfo:
-        """With the lower tiers, which come a moment after the model."""
+        """Describes a model when its lower tiers are known, which the engine reports a moment after the model is
+        ready."""
         deadline = time.monotonic() + PATIENCE
         while True:
             (info,) = await self.model_infos([model])
@@ -234,7 +237,7 @@ class Status:
     # ----------------------------------------------------------------------------------------------------------------
 
     async def report(self, check: bool = False) -> Report | None:
-        """None while there is no engine, or where it does not answer in time."""
+        """The engine's report. None if there is no engine, or it does not answer within PATIENCE."""
         if self._supervisor.state != "ready":
             return None
         engine = await self._supervisor.engine()
@@ -259,8 +262,7 @@ def _uses(report: Report | None) -> dict[str, SessionUse]:
 
 
 def _state(session: SessionRecord, use: SessionUse | None) -> str:
-    """The engine's word where it knows better: what it has paused, whose pages are on their way, who said that it
-    waits."""
+    """The session's state. The engine's state is used where only the engine knows: paused, arriving, waiting."""
     told = use.state if use else ""
     if told == "paused" or (session.is_paused and not told):
         return "paused"

@@ -1,10 +1,11 @@
-"""How the daemon is asked to stop: once to drain, twice to end at once. Or to drain, and to go on as its successor.
+"""How the daemon is asked to stop: once to drain, twice to end at once. A restart drains, and then continues as its
+successor.
 
-running ──signal──► draining ──signal──► ending at once
-   └────restart───► draining for a successor ──signal──► draining
-                       └─decided─► leaving for it ──signal──► which is asked to stop
+    running ──signal──► draining ──signal──► ending at once
+       └────restart───► draining for a successor ──signal──► draining
+                           └─decided─► leaving for it ──signal──► the successor is asked to stop
 
-SIGHUP asks it for something else, which it comes to while it is running: to read its configuration again.
+SIGHUP asks it to read its configuration again, which it does while it is running.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ log = logging.getLogger("djinnd.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HEARD = (*SIGNALS, signal.SIGHUP)
 
-Restart = Literal["warm", "cold"]  # warm: the blocks of models stay in the arena
+Restart = Literal["warm", "cold"]  # warm: the weights and pages of models stay in the arena
 
 
 def leave_signals_to_the_loop() -> None:
-    """For each other thread of this process, when it begins: a signal that the loop's thread blocks goes to any that
-    does not, also to one that has been joined and has not quite ended."""
+    """Called by each other thread of this process when it begins. A signal that the loop's thread blocks goes to any
+    thread that does not, also to one that has been joined and has not quite ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
 
 
 class Stopping:
+    """The requests to stop, restart or reload, and the decision between an end and a successor."""
+
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.now = asyncio.Event()
-        self.reload = asyncio.Event()  # who does it clears it first
-        self.restart: Restart | None = None  # what follows when the daemon has drained; None: nothing
+        self.reload = asyncio.Event()  # cleared before the reload
+        self.restart: Restart | None = None  # after draining; None: the daemon ends
         self._is_leaving = False
 
     def ask(self) -> None:
-        if self._is_leaving:  # it was heard a moment before
+        if self._is_leaving:  # the signal came a moment before it was blocked
             signal.raise_signal(signal.SIGTERM)
         elif self.restart is not None:
             self.restart = None
@@ -54,9 +57,8 @@ class Stopping:
         self.asked.set()
 
     def decide(self) -> None:
-        """Whether there is a successor does not change any more, as things are left for it from now on, or are not.
-        Signals are blocked where there is one: they wait for its turn, which a process keeps when it executes another
-        program."""
+        """Makes the decision about a successor final, before anything is left for it. If there is one, signals are
+        blocked: they stay pending for the successor, as pending signals survive an exec."""
         if self.restart is not None:
             self._is_leaving = True
             signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)

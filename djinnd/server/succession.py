@@ -1,7 +1,7 @@
-"""The daemon replaces itself by its own command: the same process to systemd and to whoever waits for it.
+"""The daemon replaces itself by executing its own command: it stays the same process for systemd and for a shell.
 
-Its listening socket goes with it, the way systemd hands sockets over (sd_listen_fds(3)): descriptors from 3 on, and
-LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES in the environment. Clients that connect meanwhile wait in its queue.
+Its listening socket goes along, in the way of systemd (sd_listen_fds(3)): descriptors from 3 on, and LISTEN_PID,
+LISTEN_FDS and LISTEN_FDNAMES in the environment. Clients that connect meanwhile wait in the socket's queue.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ FIRST_FD = 3  # SD_LISTEN_FDS_START
 
 
 class Inherited(NamedTuple):
-    name: str  # "" where the giver has not said
+    """A descriptor that this process was given."""
+
+    name: str  # empty if the giver has set none
     fd: int
 
 
 def inherited(environ: MutableMapping[str, str]) -> list[Inherited]:
-    """What this process was given. The variables are then removed and the descriptors closed on exec: children have no
-    part in it."""
+    """The descriptors that this process was given. Removes the variables and marks the descriptors close-on-exec, so
+    that child processes get neither."""
     is_ours = environ.get("LISTEN_PID") == str(os.getpid())
     if not is_ours:
         return []
@@ -37,10 +39,10 @@ def inherited(environ: MutableMapping[str, str]) -> list[Inherited]:
 
 
 def succeed(handed_over: list[Inherited]) -> NoReturn:
-    """Starts the successor in the place of this process; every other descriptor but the standard ones is closed on
-    exec. Raises OSError where the interpreter is gone."""
+    """Executes the successor in this process. Of the other descriptors only the standard ones stay open. Raises OSError
+    if the interpreter is gone."""
     free = FIRST_FD + len(handed_over)
-    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, free) for _, fd in handed_over]  # out of each other's way
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, free) for _, fd in handed_over]  # above their new numbers
     for number, fd in enumerate(copies, FIRST_FD):
         os.dup2(fd, number)
     names = ":".join(name for name, _ in handed_over)

@@ -1,4 +1,4 @@
-"""The CPU time that confined work for each user has used: text workers, inspections, and grammars."""
+"""The CPU time that confined work for each user has used: text workers, inspections and grammars."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ _MINUTE = 60.0
 
 
 class TextTime:
-    """`rate`: CPU seconds that a user may use in a minute (limits.text_seconds_per_minute)."""
+    """Limits the CPU time of users. `rate`: CPU seconds that a user may use per minute
+    (limits.text_seconds_per_minute)."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._used: dict[int, _Use] = {}  # by user
 
     def follow(self, rate: float) -> None:
-        """This rate holds from now on."""
+        """Applies a new rate."""
         self._rate = rate
         for use in self._used.values():
             use.bucket.resize(rate / _MINUTE, rate, time.monotonic())
 
     def expect(self, user: int) -> None:
-        """Raises QuotaExceeded for a user whose work has used more CPU time than it may."""
+        """Checks that the user has CPU time left. Raises QuotaExceeded."""
         wait = self._use(user).bucket.wait_s(time.monotonic())
         if wait:
             raise QuotaExceeded(
@@ -38,16 +39,16 @@ class TextTime:
             )
 
     def charge(self, user: int, seconds: float) -> None:
-        """Work for the user has used so much more."""
+        """Charges the user for CPU time."""
         self._use(user).charge(seconds)
 
     def use(self, user: int) -> ResourceUse:
-        """What the user has used, in whole seconds, of the CPU time that a minute allows."""
+        """The CPU time that counts against the user's limit, and the limit, in whole seconds."""
         level = self._used[user].bucket.level(time.monotonic()) if user in self._used else self._rate
         return ResourceUse("text_seconds_per_minute", math.ceil(self._rate - level), math.ceil(self._rate))
 
     def seconds(self, user: int) -> float:
-        """CPU time that the user's work has used since the daemon started."""
+        """CPU time used for the user since the daemon started."""
         return self._used[user].seconds if user in self._used else 0.0
 
     def _use(self, user: int) -> _Use:
@@ -57,7 +58,7 @@ class TextTime:
 
 
 class _Use:
-    """What one user has used, of `rate` CPU seconds a minute."""
+    """The CPU time of one user, with a bucket of `rate` seconds per minute."""
 
     def __init__(self, rate: float) -> None:
         self.seconds = 0.0

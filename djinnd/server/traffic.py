@@ -1,10 +1,9 @@
-"""What the connections of one user hold of the server: large frames on their way in, replies that wait, descriptors.
+"""Bounds what the connections of one user take of the server: large incoming frames, queued replies, and descriptors.
 
-A large frame is charged to the user's ledger before it is read, from its header's word, and stays charged until its
-request has ended. Where there is no room, its connection is not read: frames that wait for room come in one after
-another, so none stops half-way for lack of it. Replies cannot wait to be made: where they are too many, the connection
-that holds the most is closed. SMALL bytes each way are free on each connection, so that frames and replies of usual
-size touch no ledger.
+A large frame is charged to the user's ledger before it is read, by the length in its header, and stays charged until
+its request has ended. If there is no room, its connection is not read. Frames wait for room in a queue, so none stops
+half-way for lack of it. Replies are never held back. If a user has too many, the connection with the most is closed.
+SMALL bytes in each direction are free on each connection, so frames and replies of usual size touch no ledger.
 """
 
 from __future__ import annotations
@@ -28,31 +27,32 @@ SMALL = 64 << 10
 
 
 class Holder(Protocol):
-    """A connection."""
+    """A connection, as Traffic needs it."""
 
     @property
     def held_bytes(self) -> int:
-        """Of replies that wait."""
+        """Bytes of its queued replies."""
 
     def room_made(self) -> None:
-        """The frame that it has waited for may come in."""
+        """Called when there is room for the frame that has waited."""
 
     def close(self) -> None: ...
 
 
 class Traffic:
-    """`lane` closes the user's descriptors."""
+    """The accounts of one user's connections. `lane` closes the user's descriptors."""
 
     def __init__(self, ledger: Ledger, lane: Lane) -> None:
         self._ledger = ledger
         self._lane = lane
-        self._senders: set[Holder] = set()  # hold more than SMALL bytes of replies
+        self._senders: set[Holder] = set()  # connections with more than SMALL bytes of queued replies
         self._waiting: deque[tuple[Holder, int]] = deque()  # frames that wait for room
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def take(self, holder: Holder, nbytes: int) -> bool:
-        """Charges a frame. False: it waits, and `room_made` is called when it is charged. Raises FrameTooLarge."""
+        """Charges a frame. Returns False if it must wait; `room_made` is called when it has been charged. Raises
+        FrameTooLarge."""
         if nbytes > (limit := self._ledger.limit(CONNECTION_BYTES)):
             told = f"a frame of {nbytes:,} bytes is more than your connections may hold together, {limit:,}"
             raise FrameTooLarge(told, length=nbytes, limit=limit)
@@ -67,7 +67,7 @@ class Traffic:
         self._admit()
 
     def leave(self, holder: Holder) -> None:
-        """The connection is closed: its frame waits no longer."""
+        """Removes a closed connection's frame from the queue."""
         if any(waiting is holder for waiting, _ in self._waiting):
             self._waiting = deque(each for each in self._waiting if each[0] is not holder)
             self._admit()
@@ -78,10 +78,10 @@ class Traffic:
             self._ledger.add(CONNECTION_BYTES, nbytes)
             holder.room_made()
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def replies(self, holder: Holder, was: int, nbytes: int) -> None:
-        """The replies that wait in this connection are charged with so many bytes now, and were with `was`."""
+        """Changes the charge for the connection's queued replies from `was` to `nbytes`."""
         (self._senders.add if nbytes else self._senders.discard)(holder)
         if nbytes < was:
             self.give_back(was - nbytes)
@@ -90,29 +90,29 @@ class Traffic:
             log.warning("client_too_slow held=%d used=%d", slowest.held_bytes, self._ledger.used(CONNECTION_BYTES))
             slowest.close()
 
-    # --- descriptors ------------------------------------------------------------------------------------------------
+    # --- descriptors --------------------------------------------------------------------------------------------------
 
     def came(self, descriptors: int) -> bool:
-        """Charges descriptors that have come. False: the user has more open than it may have."""
+        """Charges descriptors that have come. Returns False if the user now has too many open."""
         return self._ledger.add(DESCRIPTORS, descriptors)
 
     def taken(self, descriptors: int) -> None:
-        """They belong to somebody else now, who closes them."""
+        """Releases the charge for descriptors that have a new owner, which closes them."""
         self._ledger.release(DESCRIPTORS, descriptors)
 
     def drop(self, fds: Sequence[int]) -> None:
-        """Closes descriptors that have come, beside the loop."""
+        """Closes descriptors that have come, in a thread if that may take long."""
         if fds:
             self._lane.close(fds, lambda: self._ledger.release(DESCRIPTORS))
 
     def discard(self, fds: Sequence[int]) -> None:
-        """Closes windows that were to be sent, or were: gigabytes may be freed."""
+        """Closes windows that were sent, or were to be sent; in a thread, as gigabytes may be freed."""
         self._lane.close(fds)
 
     def hang_up(self, sock: socket.socket) -> None:
-        """Closes a connection. Descriptors that a client has sent and nobody has received are closed with it, so that
-        may take as long as closing them."""
-        with suppress(OSError):  # the client was faster
+        """Closes a connection. That also closes descriptors that the client has sent and that were not received, so it
+        may take long."""
+        with suppress(OSError):  # the client has closed it already
             sock.shutdown(socket.SHUT_RDWR)  # nothing more can come
         if int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), "little"):
             self._lane.close([sock.detach()])

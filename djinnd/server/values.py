@@ -1,7 +1,7 @@
-"""The values of activations as clients send them: rows of little-endian floating-point numbers, looked at as bits.
+"""Checks of activations' values as clients send them: rows of little-endian floating-point numbers, examined as bits.
 
-Without numpy, which the server has no other use for: a piece of the bytes is one integer, and what is asked of each
-value is asked of all values of the piece at once.
+This works without numpy, for which the server has no other use. A piece of the bytes becomes one integer, and one
+operation on it tests all values of the piece.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from djinn_client.image import Dtype
 
-_PIECE = 1 << 14  # bytes: a step over integers of this size stays in the fastest cache
+_PIECE = 1 << 14  # bytes: an operation on integers of this size stays in the L1 cache
 
 
 class _Form(NamedTuple):
-    """`exponent`: the bits of a value that are all ones in what is infinite or no number. `long`: bits of which one at
-    least is set where the magnitude is 2**-63 or more, so that its square is a normal number in float32; of float16,
-    which has no smaller ones than 2**-24, any bit of it."""
+    """The bits of a dtype.
+
+    - `exponent`: these bits are all ones if a value is infinite or NaN.
+    - `long`: at least one of these bits is set if the magnitude is 2**-63 or more. Then its square is a normal number
+      in float32. The smallest magnitude of float16 is 2**-24, so for float16 these are all bits but the sign.
+    """
 
     nbytes: int
     exponent: int
@@ -32,10 +35,11 @@ _FORMS: dict[Dtype, _Form] = {
 
 
 def first_unfinite(values: bytes, dtype: Dtype) -> int | None:
-    """The index of the first value that is infinite or NaN; None where all are finite numbers.
+    """The index of the first value that is infinite or NaN; None if all are finite.
 
-    Where the exponent's bits are all ones, and nowhere else, adding the lowest of them carries into the sign's place,
-    which is clear by then, and no further."""
+    Adding the lowest bit of the exponent to the masked exponent carries into the sign's place exactly if the exponent's
+    bits are all ones. The sign bit was masked out, so the carry goes no further.
+    """
     form = _FORMS[dtype]
     exponent, lowest = form.exponent, form.exponent & -form.exponent
     for start in range(0, len(values), _PIECE):
@@ -51,12 +55,12 @@ def first_unfinite(values: bytes, dtype: Dtype) -> int | None:
 
 
 def has_direction(row: bytes, dtype: Dtype) -> bool:
-    """Whether a vector is long enough for its length to be told in float32: one of its values is 2**-63 or more."""
+    """True if the vector's length can be computed in float32: one of its values is 2**-63 or more."""
     form = _FORMS[dtype]
     return bool(int.from_bytes(row, "little") & _each(form.long, form.nbytes, len(row) // form.nbytes))
 
 
 @lru_cache(8)
 def _each(bits: int, nbytes: int, count: int) -> int:
-    """These bits in each of `count` values."""
+    """An integer with these bits in each of `count` values."""
     return int.from_bytes(bits.to_bytes(nbytes, "little") * count, "little")

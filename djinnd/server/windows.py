@@ -1,12 +1,12 @@
-"""The windows that a user's clients keep: memfds with activations, logits or KV, which count until they are gone.
+"""The windows that a user's clients keep: memfds with activations, logits or KV, which count until they are freed.
 
-A client keeps a window by a descriptor or a mapping, in whatever process. The kernel tells whether anybody does: it
-grants a write lease on a file only if nobody else has the file open. So a client is given a file that was opened for
-it, and the server keeps another one, for reading, to ask by. That one keeps the memory, too, and is closed as soon as
-nobody else does.
+A client keeps a window by a descriptor or a mapping, in any process. The kernel knows if there is one: it grants a
+write lease on a file only if no other open file refers to it. So the client gets a descriptor that was opened for it,
+and the server keeps one for reading, on which it requests a lease. The server's descriptor keeps the memory alive too,
+and is closed as soon as the lease is granted.
 
-    engine ── memfd ──► server ── opened anew, for writing ──► client
-                          └────── opened anew, for reading: asked by, every PERIOD and before a new window
+    engine ── memfd ──► server ── opened again, for writing ──► client
+                          └────── opened again, for reading: tested every PERIOD and before a new window
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PERIOD = 0.25  # seconds
 
 
 class Windows:
-    """One user's."""
+    """The windows of one user."""
 
     def __init__(self, ledger: Ledger, lane: Lane) -> None:
         self._ledger = ledger
         self._lane = lane
-        self._kept: dict[int, int] = {}  # descriptor that is asked by → bytes
+        self._kept: dict[int, int] = {}  # bytes, by the descriptor that is kept for the test
         self._next: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def reserve(self, nbytes: int) -> None:
-        """For a window that a call is going to make; `release` follows. Raises QuotaExceeded."""
+        """Charges a window that a call is about to create; `release` follows. Raises QuotaExceeded."""
         self._sweep()
         self._ledger.charge(WINDOW_BYTES, nbytes)
 
@@ -43,7 +43,7 @@ class Windows:
         self._ledger.release(WINDOW_BYTES, nbytes)
 
     def hand_over(self, fds: Sequence[int]) -> list[int]:
-        """Takes windows, and answers with the descriptors that a client is to be given of them."""
+        """Takes the descriptors of windows, and returns those for the client."""
         given = []
         for fd in fds:
             given.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
@@ -56,7 +56,7 @@ class Windows:
         return given
 
     def close(self) -> None:
-        """The daemon ends."""
+        """Closes all descriptors, when the daemon ends."""
         if self._next is not None:
             self._next.cancel()
         self._lane.close(list(self._kept))
@@ -73,7 +73,7 @@ class Windows:
 
 
 def _is_kept(fd: int) -> bool:
-    """Whether anybody else has the file open or mapped."""
+    """True if another open file or mapping of the window exists."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:

@@ -1,6 +1,6 @@
-"""What an engine is to compute for a session: an output, or logits.
+"""Handlers of requests that compute: Generate and Forward.
 
-Between finding the engine and sending to it, which making the run does, nothing is awaited: the engine lives, and has
+Nothing is awaited between finding the engine and creating the run, which sends to it. So the engine is alive, and has
 the session as it is here.
 """
 
@@ -35,6 +35,8 @@ from djinnd.server.texts import Texts
 
 
 class WorkRequests:
+    """The requests that an engine computes for a session."""
+
     def __init__(
         self,
         sessions: SessionTable,
@@ -69,7 +71,7 @@ class WorkRequests:
             return await self._run(call, session, place, request, model, prompt, kept, guide)
 
     async def _converse(self, call: Call, request: Generate, conversation: Conversation) -> Answer:
-        """The daemon chooses the session, when it has the prompt's tokens."""
+        """Generates for a conversation. The daemon chooses the session when the prompt is in tokens."""
         if request.session:
             raise InvalidRequest("give a session or a conversation, not both", field="conversation")
         with self._placed(call) as place:
@@ -87,8 +89,8 @@ class WorkRequests:
                 return self._conversing.told(session, conversation, len(prompt.tokens), answer)
 
     async def _prompt(self, user: int, request: Generate, model: Model, before: int) -> Prompt:
-        """The tokens that the request brings for a session that has `before` tokens: of a chat all tokens of the
-        session. Raises what is wrong with the request."""
+        """Tokenises the request's prompt, for a session that has `before` tokens. For a chat, these are all tokens of
+        the session. Raises the request's faults."""
         info, text = model.described
         admission.check_generate(request, info, text.lacking)
         least = 0 if request.max_tokens == 0 else 1
@@ -115,7 +117,8 @@ class WorkRequests:
         kept: int,
         guide: Guide | None,
     ) -> Answer:
-        """Behind the first `kept` tokens of the session; the others go when an engine is there."""
+        """Runs the call behind the first `kept` tokens of the session. The other tokens are cut when an engine is
+        ready."""
         (info, text), count = model.described, len(prompt.tokens)
         self._sessions.make_room(session.user, TOKEN_BYTES * count)
         self._sessions.expect_journal(session.tenant, TOKEN_BYTES * count)
@@ -149,8 +152,8 @@ class WorkRequests:
     async def _name_prompt(
         self, reply: Generated, text: ModelText, session: SessionRecord, prompt: Sequence[int]
     ) -> None:
-        """Says what the prompt's tokens stand for, and those that its log probabilities name. Raises TextFailed,
-        QuotaExceeded, and then the session is as it was before the call."""
+        """Adds to the reply the bytes of the prompt's tokens, and of the tokens in its log probabilities. Raises
+        TextFailed, QuotaExceeded; then the session is as it was before the call."""
         ids = b"" if reply.prompt_logprobs is None else reply.prompt_logprobs.ids
         try:
             reply.token_bytes = await self._texts.name(text, session.user, pack([*prompt]) + ids) | reply.token_bytes
@@ -174,14 +177,16 @@ class WorkRequests:
 
     @contextmanager
     def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:
-        """Before any work is done for it. Raises SessionBusy, QuotaExceeded, Busy."""
+        """Reserves the session and a place in the queue before any work is done. Raises SessionBusy, QuotaExceeded,
+        Busy."""
         call.client.expect_class(session.priority)
         with session.in_use(call), self._placed(call, session) as place:
             yield place
 
     @contextmanager
     def _placed(self, call: Call, session: SessionRecord | None = None) -> Iterator[Place]:
-        """In the queue, for the session's user; without a session, for the caller. Raises QuotaExceeded, Busy."""
+        """Takes a place in the queue, for the session's user, or without a session for the caller. Raises
+        QuotaExceeded, Busy."""
         tenant = call.client.tenant if session is None else session.tenant
         tenant.expect_tokens(call.received)
         with self._queue.place(tenant.user, call.received) as place:
