@@ -1,4 +1,4 @@
-"""What one fold's changes make of the sessions that they are about."""
+"""The base of the folds of one table of sessions' data: edits, breakpoints, conversations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class SessionFold(Generic[T]):
-    """Keeps a T for each session that a change is about, until it is written. `exists` says whether there is such a
-    session, as of the change: what comes after a session's close has no effect."""
+    """Stores a T for each session that a change concerns, until it is written. `exists` tells if a session exists at
+    the time of the change: changes after a session's close are ignored."""
 
     _tables: ClassVar[tuple[str, ...]]  # with rows of sessions
 
@@ -27,10 +27,10 @@ class SessionFold(Generic[T]):
 
     @property
     def touched(self) -> set[str]:
-        """Sessions that this fold writes of."""
+        """Sessions with data that this fold changes."""
         return set(self._are)
 
     def _forget_closed(self) -> None:
-        """In the fold's transaction."""
+        """Deletes the rows of closed sessions, in the fold's transaction."""
         for table in self._tables:
             self._db.executemany(f"DELETE FROM {table} WHERE session = ?", self._closed)

@@ -1,6 +1,6 @@
 """Facts about models that the next daemon needs beside the configuration.
 
-For a model that a user has brought: its owner, its users and its files. For any model: the chat template that came with a
+For a model that a user has brought: its owner, its users and its files. For any model: the chat template of its
 load.
 
 They are in a file of the state directory that only the daemon's user may read. A thread rewrites it when such a model
