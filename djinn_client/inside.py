@@ -1,0 +1,149 @@
+"""The calls of a session that look into the model: capture, steer, breakpoints, interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from djinn_client import breaking, interventions, whitebox
+from djinn_client.breaking import Breakpoint
+from djinn_client.breakpoints import BreakpointInfo, When
+from djinn_client.cache import Cache
+from djinn_client.edits import EditInfo, Op
+from djinn_client.hits import Hit
+from djinn_client.interventions import Function, Intervention
+from djinn_client.options import GenerateOptions
+from djinn_client.protocol import Generated
+from djinn_client.session import SessionSteps
+from djinn_client.steps import run
+from djinn_client.whitebox import Capture, Edit
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+class InsideModel:
+    """This part of `Session`. See docs/whitebox.md."""
+
+    _steps: SessionSteps
+
+    def steer(
+        self,
+        point: str | Iterable[str],
+        vector: Any = None,
+        *,
+        op: Op = "add",
+        scale: float = 1.0,
+        low: float | None = None,
+        high: float | None = None,
+        positions: Iterable[int] | None = None,
+    ) -> Edit[None]:
+        """Changes the session's activations `a` at a point, or at several, until the edit is removed:
+
+            add             a + scale·v                          v: `vector`
+            scale           a·scale                              takes no vector
+            project_out     a - scale·(a·v̂)v̂                     v̂: v of length 1
+            replace         v
+            clamp           a·v̂ is brought between `low` and `high`, either of which may be None
+
+        From now on: where the next token is chosen, and at all that follow; or at `positions`, ascending, also such as
+        have been computed already: these are computed again, with all that comes after them, when the session next
+        runs. `vector` is [width], or a row for each of the positions: a torch tensor on any device, a numpy array or a
+        sequence of numbers, in any dtype (the arithmetic is in float32, and rounded once). `point`: see djinn.points;
+        "blocks.14" is what block 14 gives, and "blocks.*" stands for all blocks.
+
+        An edit is data and belongs to the session: forks have it, and it survives restarts. Several at one point apply
+        in the order in which they were made.
+
+        Raises InvalidRequest for a point that the model has not, a vector of another width, one with NaN or infinities
+        (which may only replace something: see docs/whitebox.md), or one that is larger than a call can carry (15 MiB);
+        SessionBusy, QuotaExceeded, Retry."""
+        steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
+        return Edit(self._steps, run(steps), run)
+
+    def patch(self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None) -> Edit[None]:
+        """Replaces activations by others: steer with op="replace".
+
+        An activation from a Cache knows its point and its positions: `t.patch(cache["blocks.9"], positions=[5])` takes
+        position 5 of it, and puts it at position 5 of this session; without `positions`, all that there are. Any other
+        tensor or array, [positions, width], needs the point and the positions: also a slice of an activation, to put it
+        elsewhere: `t.patch(cache["blocks.9"][:, 5:6], "blocks.9", positions=[7])`.
+
+        Raises what `steer` raises."""
+        return Edit(self._steps, run(whitebox.patch(self._steps, activation, point, positions)), run)
+
+    def unsteer(self, edit: Edit[None] | int | None = None) -> None:
+        """From now on this edit (or the one with this id; None: all) changes nothing. What it has changed stays, as it
+        is in the KV of the session's tokens; `truncate` to before it does away with that. Raises SessionBusy."""
+        run(whitebox.unsteer(self._steps, edit))
+
+    def edits(self) -> list[EditInfo]:
+        """The edits that the session's KV, or what comes next, follows from: those that were removed, too, where they
+        have changed something."""
+        return run(whitebox.edits(self._steps))
+
+    def capture(self, points: str | Iterable[str]) -> Capture[Cache]:
+        """`s.capture(["blocks.*.hook_resid_post", "logits"]).run("text")` runs the text and returns the activations at
+        these points as a Cache of tensors, mapped from memory that the daemon filled by one copy. See Capture.run.
+
+        There are no gradients: the model has run in another process, without a graph of the computation. The tensors
+        have `requires_grad` False, and `.backward()` of what is computed from them reaches no weight and no other
+        activation. For gradients, load the model with transformers; `share_model` serves that same one."""
+        return Capture(self._steps, points, run)
+
+    def breakpoint(
+        self,
+        point: str | None = None,
+        *,
+        layer: int | None = None,
+        when: When = "always",
+        every: int = 1,
+        positions: Iterable[int] | None = None,
+    ) -> Breakpoint[None]:
+        """Calls of the session stop where one of its positions comes to this point, which lies between two blocks;
+        `layer=20` is "blocks.20.hook_resid_post", what block 20 gives. Other sessions run on.
+
+        `when`: at the prompt's positions ("prefill"), at generated ones ("decode", of which at each `every`th), or at
+        both; with `positions`, ascending, only at those of them. A breakpoint belongs to the session until it is
+        removed, and its forks have it.
+
+        Raises InvalidRequest for a point within a block, or that the model has not; SessionBusy, QuotaExceeded,
+        Retry."""
+        return Breakpoint(self._steps, run(breaking.add(self._steps, point, layer, when, every, positions)), run)
+
+    def breakpoints(self) -> list[BreakpointInfo]:
+        return run(breaking.breakpoints(self._steps))
+
+    def intervene(
+        self, point: str, function: Function, *, local: bool = False, when: When = "always"
+    ) -> Intervention[None]:
+        """`function(activation, context)` is called with what comes to this point, between two blocks, in each call of
+        the session until the intervention is removed: [1, positions, width], as `Hit.activation` is. What it writes to
+        it, or returns in its place, is what the call goes on with, by itself: `run`, `generate` and `resume` give what
+        they would without stopping. See InterventionContext for what it is told beside.
+
+        `local=True`: it runs in this process, in the thread that waits for the call, on which nothing else can be
+        asked meanwhile (SessionBusy). What it raises, its call raises, and leaves the session where it has stopped.
+
+        Without: it is pickled (cloudpickle) and runs in the daemon, in a process of this user's own that has no files,
+        no network, and limits of time and memory; NotPermitted unless the daemon's configuration names the user. What
+        it raises, or is ended for, its call raises as FunctionFailed. A point has functions of one kind only. See
+        docs/whitebox.md.
+
+        Several at one point are called in the order in which they were made. `when`: see `breakpoint`; "prefill" costs
+        nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for one, and are refused.
+
+        Raises what `breakpoint` raises, and InvalidRequest for what cannot be pickled or takes more than a call can
+        carry (15 MiB); its calls, InvalidRequest for a replacement of another shape or dtype."""
+        return Intervention(self._steps, run(interventions.add(self._steps, point, function, local, when)), run)
+
+    def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
+        """`generate` that stops at breakpoints: a Hit, or a Generated where nothing has stopped it.
+
+            s.breakpoint(layer=20)
+            hit = s.run("The Eiffel Tower is in")
+            hit.activation[:, -1] *= 0.9
+            out = s.resume(max_tokens=20)
+
+        (`generate` and `stream` stop there, too, with `finish_reason` "breakpoint".) Raises what `generate` raises."""
+        return run(breaking.run_on(self._steps, prompt, options))
