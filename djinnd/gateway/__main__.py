@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import click
@@ -34,16 +35,16 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
     open_standard_streams()
     if parent:
         _end_with(parent)
+    read = partial(_read, config, socket, listen)
     try:
-        effective = load(config, os.environ.copy(), {("socket",): socket})
+        settings = read()
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
-    settings = with_address(effective, listen) if listen else effective.config
     descriptors.allow_many()
     configure_logging(settings.log.level, settings.log.format)
     logging.getLogger("uvicorn").setLevel("CRITICAL")  # the log has our own lines of what matters
     try:
-        server = Server(settings)
+        server = Server(settings, read)
     except StartError as error:
         raise click.ClickException(str(error)) from error
     gc.collect()
@@ -52,9 +53,15 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
         runner.run(server.serve())
 
 
+def _read(config: Path | None, socket: str | None, listen: str | None) -> Config:
+    """Raises ConfigError."""
+    effective = load(config, os.environ.copy(), {("socket",): socket})
+    return with_address(effective, listen) if listen else effective.config
+
+
 def with_address(effective: Effective, address: str) -> Config:
-    """Of a gateway that somebody has started by hand: it listens there and nowhere else, and does without tokens on its
-    own machine unless the configuration says otherwise."""
+    """The configuration of a gateway that was started by hand. It listens at this address only, and its own machine
+    needs no tokens unless the configuration says otherwise."""
     key: Key = ("http", "loopback_without_token")
     http = effective.config.http
     is_path = "/" in address

@@ -7,14 +7,16 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from msgspec.structs import replace
 
-from djinnd.config import Config
+from djinnd.config import Config, ConfigError, Http
 from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
 from djinnd.gateway.entry.admission import Admission
@@ -28,17 +30,21 @@ KEEP_ALIVE_S = 60  # that a connection may rest between two requests
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with sockets and signals of our own."""
+    """uvicorn's server, with sockets, signals and a reload of our own. `read` reads the configuration again; it raises
+    ConfigError."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         self._http = config.http
+        self._read = read
         self._sockets = listeners(config.http)
         self._tls = tls(config.http)
         self._connection = bounded(config.http)
         self._daemon = Daemon(config.socket)
+        self._admission = Admission(config.http, self._daemon, Metrics(config.metrics))
+        self._application = application(self._admission)
         super().__init__(
             uvicorn.Config(
-                application(Admission(config.http, self._daemon, Metrics(config.metrics))),
+                self._answer,
                 http=self._connection,
                 ws="none",
                 lifespan="off",
@@ -47,9 +53,13 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, round(config.http.drain_seconds)),
+                timeout_graceful_shutdown=_drain(config.http),
             )
         )
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """An ASGI application that a reload can exchange."""
+        await self._application(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
@@ -95,13 +105,40 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _reload(self) -> None:
-        if self._tls is None:
-            return
+        """Reads the configuration and the certificate again. A problem is logged, and all stays as it was."""
         try:
-            load_certificate(self._tls, self._http)
-            log.info("gateway_reloaded certificate=%s", self._http.certificate)
-        except StartError as error:
-            log.error("gateway_reload_refused problem=%s", error)
+            wanted = self._read().http
+            held = reloaded(self._http, wanted)
+            if self._tls is not None:
+                load_certificate(self._tls, held)
+        except (ConfigError, StartError) as error:
+            for problem in str(error).splitlines():
+                log.error("gateway_reload_refused problem=%s", problem)
+            return
+        log.info("gateway_reloaded changed=%s at_restart=%s", _differing(self._http, held), _differing(held, wanted))
+        self._follow(held)
+
+    def _follow(self, http: Http) -> None:
+        self._http = self._connection.http = self._admission.http = http
+        self._application = application(self._admission)
+        self.config.timeout_graceful_shutdown = _drain(http)
+
+
+def reloaded(held: Http, wanted: Http) -> Http:
+    """The settings that hold after a reload: the wanted ones, but for the sockets, their rights, and TLS at all."""
+    fixed = {"listen": held.listen, "socket": held.socket, "loopback_without_token": held.loopback_without_token}
+    if bool(held.certificate) != bool(wanted.certificate):
+        fixed |= {"certificate": held.certificate, "key": held.key}
+    return replace(wanted, **fixed)
+
+
+def _differing(one: Http, other: Http) -> str:
+    return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
+
+
+def _drain(http: Http) -> int:
+    """Seconds that requests have to finish, as uvicorn takes them."""
+    return max(1, round(http.drain_seconds))
 
 
 def _name(sock: socket.socket) -> str:

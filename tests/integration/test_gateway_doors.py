@@ -109,6 +109,22 @@ def test_pages_of_other_origins(served: Daemon, tmp_path: Path) -> None:
         assert strange.status == 403 and "access-control-allow-origin" not in strange.headers
 
 
+def test_a_reload_of_the_configuration(served: Daemon, tmp_path: Path) -> None:
+    body = {"model": MODEL, "prompt": "a" * 1000, "max_tokens": 1}
+    with Gateway(tmp_path, served.address, errors=REFUSED) as gateway:
+        assert gateway.post("/v1/completions", body).status == 200
+        assert gateway.get("/v1/models", {"origin": PAGE}).status == 403
+        gateway.configure({"body_bytes": 500, "cors": [PAGE], "socket": str(tmp_path / "http.sock")})
+        gateway.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "gateway_reloaded changed=cors,body_bytes at_restart=socket" in gateway.log)
+        assert gateway.post("/v1/completions", body).status == 413
+        assert gateway.get("/v1/models", {"origin": PAGE}).headers["access-control-allow-origin"] == PAGE
+        gateway.configure({"body_bytes": "much"})
+        gateway.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "gateway_reload_refused" in gateway.log)
+        assert gateway.post("/v1/completions", body).status == 413
+
+
 def test_tokens_that_are_revoked_expired_or_over_quota(served: Daemon, tmp_path: Path) -> None:
     with served.client() as client:
         good, short, few = (

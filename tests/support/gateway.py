@@ -27,10 +27,15 @@ class Gateway:
         self.daemon = daemon  # its address
         self.log_path = folder / "gateway.log"
         self._errors = errors
-        section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http or {})
         self._file = folder / "gateway.yaml"
-        self._file.write_text(yaml.safe_dump({"socket": daemon, "state_dir": str(folder), "http": section}))
+        self.configure(http or {})
         self.process: subprocess.Popen[bytes]
+
+    def configure(self, http: Mapping[str, Any]) -> None:
+        """Writes the configuration, which a gateway that runs reads at SIGHUP."""
+        section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http)
+        told = {"socket": self.daemon, "state_dir": str(self._file.parent), "http": section}
+        self._file.write_text(yaml.safe_dump(told))
 
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:

@@ -63,9 +63,12 @@ def tls(http: Http) -> ssl.SSLContext | None:
 
 
 def load_certificate(context: ssl.SSLContext, http: Http) -> None:
-    """Also into a context in use: connections that come after have the new one. Raises StartError."""
+    """Also into a context in use: later connections have the new certificate. Raises StartError, and leaves the context
+    as it is then: with a new chain and an old key no handshake would succeed. A key with a passphrase is an error, as
+    nobody is there to type it."""
     try:
-        context.load_cert_chain(http.certificate, http.key)
+        for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+            each.load_cert_chain(http.certificate, http.key, password="")
     except (OSError, ssl.SSLError) as error:
         raise StartError(f"http.certificate {http.certificate} with http.key {http.key}: {error}") from error
 
